@@ -37,7 +37,7 @@ from benchmarks.parts.report import Row, finish, parser
 from elastic_collectives import Endpoint, connect
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.store import Store
-from spark_elastic.spark.dataframes.materialize import WriteOptions, materialize
+from spark_elastic.estimators.dataframes.materialize import WriteOptions, materialize
 
 KEY = b"a benchmark's key"
 WORKERS, WIDTH = 2, 50

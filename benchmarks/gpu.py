@@ -43,18 +43,18 @@ from benchmarks.parts.report import Row, finish, parser
 from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.launch.job import DriverOptions, supervise
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
-from spark_elastic.state.snapshot import build_snapshot
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.runs.snapshot import build_snapshot
+from spark_elastic.tables.existing_parquet import describe_parquet
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.context import get_process_context
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher, NoDiscovery

@@ -30,11 +30,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from benchmarks.parts.report import Row, finish, parser
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
+from spark_elastic.tables.existing_parquet import describe_parquet
 from spark_elastic.training.transformation import BatchTransformation, RowRandom
 from spark_elastic.training.transformation_pool import TransformationPool
 

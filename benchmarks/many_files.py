@@ -30,7 +30,7 @@ FIGURES = {"describe": "s", "manifest": "s", "epoch": "s", "processor of the dri
 # Runs in the process that is measured: with the package of the checkout that PYTHONPATH names.
 CHILD = """
 import json, resource, sys, time
-from spark_elastic.data.existing_parquet import describe_parquet
+from spark_elastic.tables.existing_parquet import describe_parquet
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
@@ -42,7 +42,7 @@ folder, on_executors = sys.argv[1], sys.argv[2] == "executors"
 options = {}
 if on_executors:
     from pyspark.sql import SparkSession
-    from spark_elastic.spark.dataframes.footers import make_footer_collector
+    from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
     session = SparkSession.builder.master("local[*]").config("spark.ui.enabled", "false").getOrCreate()
     session.sparkContext.parallelize(range(8), 8).map(lambda x: x).collect()
     options["collect"] = make_footer_collector(session)

@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.parts.report import Row, finish, parser
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
@@ -33,6 +32,7 @@ from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.fit_rows import choose_group_bytes, plan_rows
 from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.tables.existing_parquet import describe_parquet
 from spark_elastic.training.fit_config import FitConfig
 
 CLASSES, WIDTH, BATCH, WIDE = 10, 50, 256, 4096

@@ -23,12 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.parts.report import Row, finish, parser
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
+from spark_elastic.tables.existing_parquet import describe_parquet
 
 WIDTH, FILES, BATCH = 50, 4, 1024
 

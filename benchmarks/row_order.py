@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 
 from benchmarks.parts.report import Row, finish, parser
 from spark_elastic.data.store import Store
-from spark_elastic.spark.dataframes.materialize import WriteOptions, materialize
+from spark_elastic.estimators.dataframes.materialize import WriteOptions, materialize
 
 CORES = 2
 

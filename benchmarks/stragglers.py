@@ -43,10 +43,10 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION, START, Fence, Member, SlotId, WorkerId, World
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.context import WorkerContext, set_context
 from spark_elastic.worker.program import WorkerHandle
 

@@ -37,12 +37,12 @@ from benchmarks.parts.report import Row, finish, parser
 from benchmarks.training_step import Net
 from elastic_collectives import Endpoint, connect
 from spark_elastic.clock import SystemClock
+from spark_elastic.handwritten.sharded_commits import ShardedCommits
+from spark_elastic.handwritten.shards import CommitKey, Place
+from spark_elastic.integrations.torch_distributed import register
 from spark_elastic.protocol.types import START, Fence, Member, World
-from spark_elastic.state.sharded_commits import ShardedCommits
-from spark_elastic.state.shards import CommitKey, Place
-from spark_elastic.state.snapshot import SnapshotBuilder
+from spark_elastic.runs.snapshot import SnapshotBuilder
 from spark_elastic.torch import DistributedOptimizer
-from spark_elastic.torch.distributed import register
 from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler
 from spark_elastic.worker.context import WorkerContext, get_context, set_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler

@@ -34,10 +34,10 @@ import torch.distributed as dist
 from benchmarks.parts.report import Row, finish, parser
 from benchmarks.parts.tensorflow_step import ComparedSteps, addresses
 from elastic_collectives import Endpoint, Group, connect
+from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.horovod.torch.gradient_sync import GradientSync, get_optimizers_in_use
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.torch.elastic import ElasticDataLoader
-from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.gradients.gradient_sync import GradientSync, get_optimizers_in_use
 from spark_elastic.worker.context import WorkerContext, set_context
 
 KEY = b"a benchmark's key"

@@ -38,11 +38,12 @@ _EXPORTS = {
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
     "report": "spark_elastic.worker.session",
-    "run": "spark_elastic.running.call",
+    "run": "spark_elastic.clusters.run.call",
     "task_resources": "spark_elastic.worker.session",
 }
 
 if TYPE_CHECKING:
+    from spark_elastic.clusters.run.call import run
     from spark_elastic.config import ElasticConfig
     from spark_elastic.driver.discovery import JobHandle
     from spark_elastic.errors import (
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from spark_elastic.estimators.keras_model import ElasticKerasModel
     from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
     from spark_elastic.estimators.torch_model import ElasticTorchModel
-    from spark_elastic.running.call import run
     from spark_elastic.worker.session import report, task_resources
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_elastic.state.snapshot import Snapshot, build_snapshot
+from spark_elastic.runs.snapshot import Snapshot, build_snapshot
 
 
 def reload_from_checkpoint(source: Any, target: Any = None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.session import get_session
-from spark_elastic.state.state import ObjectState
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.object_state import ObjectState
+from spark_elastic.handwritten.session import get_session
 from spark_elastic.worker.context import get_context
 
 

@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from spark_elastic import cli, store_cli
+from spark_elastic.clusters import cli, store_cli
 from tests.sources import ROOT
 
 PROGRAMS = ("./build.sh", "spark-elastic-run", "spark-elastic", "spark-submit", "python")

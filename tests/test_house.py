@@ -16,7 +16,7 @@ FORBIDDEN = {"util", "utils", "common", "helper", "helpers", "manager", "base", 
 # Module -> why it may look up a variable of the environment.
 READERS_OF_THE_ENVIRONMENT = {
     "spark_elastic.config": "the one place for settings",
-    "spark_elastic.spark.slot_task": "the executor's id, which Spark on Kubernetes gives by environment alone",
+    "spark_elastic.clusters.spark.slot_task": "the executor's id, which Spark on Kubernetes gives by environment alone",
 }
 # Python 3.11 and newer have them.
 NEWER_NAMES = {

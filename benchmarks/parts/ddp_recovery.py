@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.parts.regroup import PATIENCE, RegroupTrial, TrialDiscovery, find_event_after, kill_one
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.local.launcher import LocalLauncher
+from spark_elastic.clusters.run.call import prepare
 from spark_elastic.config import ElasticConfig
-from spark_elastic.launch.job import DriverOptions, supervise
-from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.running.call import prepare
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.testing.fakes import NumberedHosts
 
 ROWS, WIDTH, LAYERS = 128, 512, 8

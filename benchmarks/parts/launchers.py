@@ -103,7 +103,7 @@ class SparkElastic(Launcher):
         script = self.folder / "hosts.sh"
         script.write_text(f"#!/bin/sh\ncat '{self.folder}/hosts'\n")
         script.chmod(0o755)
-        code = "import sys; from spark_elastic.cli import main; sys.exit(main())"
+        code = "import sys; from spark_elastic.clusters.cli import main; sys.exit(main())"
         command = [self._python, "-c", code, "-np", HOSTS, "--min-np", 1, "--max-np", HOSTS, "--verbose"]
         command += ["--host-discovery-script", script, "python", PEERS / self.script]
         path = os.pathsep.join(map(str, (ROOT, ROOT / "python", PEERS)))

@@ -22,8 +22,8 @@ from benchmarks.parts.report import Row
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
-from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.testing.fakes import ProcessLauncher

@@ -1,5 +1,4 @@
-"""What the driver needs of a cluster. `spark_elastic.spark` implements it over Spark, `spark_elastic.local` over plain
-processes."""
+"""What the driver needs of a cluster. `clusters.spark` implements it over Spark, `clusters.local` over processes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
+from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
 CLIENT_EVENTS = (LaunchEnded, SlotsWanted, CancelRequested)  # what the client sends

@@ -18,19 +18,19 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from spark_elastic.data.existing_parquet import describe_files, find_data_files
-from spark_elastic.data.footers import DataFile, Footers
-from spark_elastic.data.lake_tables import read_snapshot
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
+from spark_elastic.estimators.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
+from spark_elastic.estimators.dataframes.schema import ColumnType, find_column_type
 from spark_elastic.estimators.fit_rows import FileRows, Request, TableRows, choose_group_bytes
 from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.spark.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
-from spark_elastic.spark.dataframes.footers import make_footer_collector
-from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.tables.existing_parquet import describe_files, find_data_files
+from spark_elastic.tables.footers import DataFile, Footers
+from spark_elastic.tables.lake_tables import read_snapshot
+from spark_elastic.tables.predicate import Predicate
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
 
-from spark_elastic.data.lake_tables import Version
+from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
+from spark_elastic.estimators.dataframes.schema import describe_class
 from spark_elastic.estimators.fit_rows import FileRows, RowSource, Selection, SnapshotRows
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.transformer import ElasticModel
-from spark_elastic.spark.dataframes.schema import describe_class
-from spark_elastic.spark.session import find_session
+from spark_elastic.tables.lake_tables import Version
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

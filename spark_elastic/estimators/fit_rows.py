@@ -18,37 +18,37 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from spark_elastic.data.existing_parquet import (
-    PIECE_BYTES,
-    describe_files,
-    describe_parquet,
-    locate_files,
-)
-from spark_elastic.data.footers import DataFile
-from spark_elastic.data.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan, count_affordable_lanes
-from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
-from spark_elastic.estimators.run_record import RunRecord
-from spark_elastic.estimators.validation import FitRequest
-from spark_elastic.spark.dataframes.footers import make_footer_collector
-from spark_elastic.spark.dataframes.materialize import (
+from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
+from spark_elastic.estimators.dataframes.materialize import (
     ValidationSplit,
     WriteOptions,
     find_difference,
     materialize,
 )
-from spark_elastic.spark.dataframes.schema import (
+from spark_elastic.estimators.dataframes.schema import (
     check_columns,
     check_distinct_names,
     check_is_dataframe,
     check_validation_column,
 )
-from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.tables.existing_parquet import (
+    PIECE_BYTES,
+    describe_files,
+    describe_parquet,
+    locate_files,
+)
+from spark_elastic.tables.footers import DataFile
+from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
+from spark_elastic.tables.predicate import Predicate
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

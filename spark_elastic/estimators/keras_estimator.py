@@ -30,8 +30,8 @@ from spark_elastic.estimators.keras_objects import (
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_shapes
 from spark_elastic.estimators.validation import FitRequest, build_request
-from spark_elastic.keras.train.archive import Archive, iter_leaves, list_optimizers, select_user_objects
-from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
+from spark_elastic.training.keras.archive import Archive, iter_leaves, list_optimizers, select_user_objects
+from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import TrainSpec
 
 PACKAGES = ("tensorflow", "keras")

@@ -22,9 +22,9 @@ from spark_elastic.errors import StoreError
 from spark_elastic.estimators.outputs import Floats, Shape
 from spark_elastic.estimators.predictor import choose_gpu, find_shapes, name_parts, predict_in_batches
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
-from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.batching import Inputs, order_labels, pack_inputs
-from spark_elastic.tensorflow.devices import let_gpu_memory_grow
+from spark_elastic.training.keras.archive import Archive
+from spark_elastic.training.keras.batching import Inputs, order_labels, pack_inputs
+from spark_elastic.training.keras.devices import let_gpu_memory_grow
 from spark_elastic.training.transformation import transform_inputs
 
 PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformation", "adapters"

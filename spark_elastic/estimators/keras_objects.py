@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial, check_loss_scope
@@ -25,7 +26,11 @@ from spark_elastic.estimators.two_rows import (
     has_hook,
     transform_rows,
 )
-from spark_elastic.keras.train.archive import (
+from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.callback_states import check_watched_names
+from spark_elastic.training.fit_config import check_seed, describe_type
+from spark_elastic.training.keras.archive import (
     Archive,
     collect_custom_objects,
     exclude_from_decay,
@@ -35,14 +40,9 @@ from spark_elastic.keras.train.archive import (
     list_optimizers,
     select_user_objects,
 )
-from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
-from spark_elastic.keras.train.compiled import CompiledLosses, compute_results, list_layer_metrics
-from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
-from spark_elastic.running import captures
-from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.callbacks import check_watched_names
-from spark_elastic.training.fit_config import check_seed, describe_type
+from spark_elastic.training.keras.batching import BatchBuilder, order_features, order_labels
+from spark_elastic.training.keras.compiled import CompiledLosses, compute_results, list_layer_metrics
+from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation

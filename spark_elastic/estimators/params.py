@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from spark_elastic.torch.callbacks import Callback
+    from spark_elastic.training.torch.callbacks import Callback
 
 P = TypeVar("P", bound=type[Params])
 T = TypeVar("T", bound="type[EstimatorParams]")

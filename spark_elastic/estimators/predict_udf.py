@@ -24,12 +24,12 @@ from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
+from spark_elastic.clusters.spark.host_facts import has_context
+from spark_elastic.clusters.spark.payload import Payload, make_payload
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.dataframes.scan import MissingKind, MissingValues, format_left_out
 from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.predictor import Predictor
-from spark_elastic.spark.dataframes.scan import MissingKind, MissingValues, format_left_out
-from spark_elastic.spark.payload import Payload, make_payload
-from spark_elastic.spark.session import has_context
 
 log = logging.getLogger("spark_elastic")
 

@@ -19,10 +19,10 @@ import torch
 from pyspark.ml.util import DefaultParamsReader, MLWriter
 from pyspark.sql import SparkSession
 
+from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
-from spark_elastic.spark.dataframes.store_access import escape_pattern
-from spark_elastic.spark.session import has_context
+from spark_elastic.estimators.dataframes.store_access import escape_pattern
 
 FORMAT = 2  # 0: before probability columns, with output_col for prediction_col; 1: these only where they were named
 CHUNK = 16 << 20  # bytes

@@ -23,11 +23,11 @@ from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects, find_activation
 from spark_elastic.estimators.transformer import try_shapes
 from spark_elastic.estimators.validation import FitRequest, build_request
-from spark_elastic.torch.module_state import ModelStateHandler
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.state import load_values
-from spark_elastic.torch.train.trainer import TorchTrainProgram, check_watched
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.module_state import ModelStateHandler
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.state import load_values
+from spark_elastic.training.torch.trainer import TorchTrainProgram, check_watched
 
 
 def _build_program(spec: TrainSpec, objects: TorchUserObjects) -> TorchTrainProgram:

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from spark_elastic.data.loader import StepRows
 from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial
 from spark_elastic.estimators.two_rows import copy_objects, transform_rows
-from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.row_dropout import draw_rows
-from spark_elastic.torch.train.forward import BufferSnapshot, depends_on_batch
-from spark_elastic.torch.train.loss import HALVES, LossFn, autocast
-from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder
+from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.forward import BufferSnapshot, depends_on_batch
+from spark_elastic.training.torch.loss import HALVES, LossFn, autocast
+from spark_elastic.training.torch.row_dropout import draw_rows
+from spark_elastic.training.torch.spec import TorchUserObjects, make_batch_builder
 
 Batch = LocalBatch[torch.Tensor]
 Output = tuple[str, Any]  # of a layer, with its name

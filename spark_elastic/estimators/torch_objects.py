@@ -35,19 +35,19 @@ from spark_elastic.estimators.two_rows import (
     has_hook,
     transform_rows,
 )
-from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.determinism import check_layers
-from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.gradients.exchange_options import find_trainable
-from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
-from spark_elastic.torch.row_dropout import draw_rows
-from spark_elastic.torch.train.lightning import check_lightning, is_lightning
-from spark_elastic.torch.train.loss import LossResult
-from spark_elastic.torch.train.metrics import Metrics, is_accumulator, name_metrics
-from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder
-from spark_elastic.torch.train.state import check_storable
+from spark_elastic.gradients.exchange_options import find_trainable
+from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.fit_config import describe_type
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.build_optimizer import build_optimizer, check_steps_alone
+from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.training.torch.determinism import check_layers
+from spark_elastic.training.torch.lightning_loss import check_lightning, is_lightning
+from spark_elastic.training.torch.loss import LossResult
+from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_metrics
+from spark_elastic.training.torch.row_dropout import draw_rows
+from spark_elastic.training.torch.spec import TorchUserObjects, make_batch_builder
+from spark_elastic.training.torch.state import check_storable
 from spark_elastic.training.transformation import check_transformation
 
 log = logging.getLogger("spark_elastic")

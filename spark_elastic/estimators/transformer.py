@@ -30,11 +30,7 @@ from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, T
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
-from spark_elastic.estimators.outputs import HALF, Outputs, Shape
-from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.predictor import Predictor
-from spark_elastic.monitoring.report import JobReport
-from spark_elastic.spark.dataframes.scan import (
+from spark_elastic.estimators.dataframes.scan import (
     MissingValues,
     convert_column,
     find_first,
@@ -42,12 +38,16 @@ from spark_elastic.spark.dataframes.scan import (
     list_missing,
     list_missing_in_vectors,
 )
-from spark_elastic.spark.dataframes.schema import (
+from spark_elastic.estimators.dataframes.schema import (
     ColumnType,
     check_is_dataframe,
     find_column_type,
     get_name_folding,
 )
+from spark_elastic.estimators.outputs import HALF, Outputs, Shape
+from spark_elastic.estimators.params import ColumnParams
+from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.monitoring.report import JobReport
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

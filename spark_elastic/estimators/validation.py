@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import parse_store_url
 from spark_elastic.errors import InvalidInput, suggest_name
-from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.state import owned_run
+from spark_elastic.estimators.dataframes.scan import MissingValues
+from spark_elastic.runs import owned_run
 from spark_elastic.training.fit_config import (
     FitConfig,
     check_flag,

@@ -9,29 +9,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_SHARED = "spark_elastic.ops.horovod_names"
+_SHARED = "spark_elastic.horovod.ops.horovod_names"
 # Public name -> the module that defines it.
 _EXPORTS = {
-    "Compression": "spark_elastic.keras.compression",
-    "DistributedOptimizer": "spark_elastic.keras.optimizer",
-    "PartialDistributedOptimizer": "spark_elastic.keras.optimizer",
-    "allgather": "spark_elastic.keras.values",
-    "allgather_object": "spark_elastic.ops.operations",
-    "allreduce": "spark_elastic.keras.values",
-    "broadcast": "spark_elastic.keras.values",
-    "broadcast_global_variables": "spark_elastic.keras.values",
-    "broadcast_object": "spark_elastic.ops.operations",
-    "broadcast_variables": "spark_elastic.keras.values",
-    "load_model": "spark_elastic.keras.optimizer",
-    "reducescatter": "spark_elastic.keras.values",
+    "Compression": "spark_elastic.horovod.keras.compression",
+    "DistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
+    "PartialDistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
+    "allgather": "spark_elastic.horovod.keras.values",
+    "allgather_object": "spark_elastic.horovod.ops.operations",
+    "allreduce": "spark_elastic.horovod.keras.values",
+    "broadcast": "spark_elastic.horovod.keras.values",
+    "broadcast_global_variables": "spark_elastic.horovod.keras.values",
+    "broadcast_object": "spark_elastic.horovod.ops.operations",
+    "broadcast_variables": "spark_elastic.horovod.keras.values",
+    "load_model": "spark_elastic.horovod.keras.optimizer",
+    "reducescatter": "spark_elastic.horovod.keras.values",
 }
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
-    from spark_elastic.keras import callbacks, elastic
-    from spark_elastic.keras.compression import Compression
-    from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
-    from spark_elastic.keras.values import (
+    from spark_elastic.horovod.keras.compression import Compression
+    from spark_elastic.horovod.keras.optimizer import (
+        DistributedOptimizer,
+        PartialDistributedOptimizer,
+        load_model,
+    )
+    from spark_elastic.horovod.keras.values import (
         allgather,
         allreduce,
         broadcast,
@@ -39,9 +42,10 @@ if TYPE_CHECKING:
         broadcast_variables,
         reducescatter,
     )
-    from spark_elastic.ops import horovod_names
-    from spark_elastic.ops.horovod_names import *
-    from spark_elastic.ops.operations import allgather_object, broadcast_object
+    from spark_elastic.horovod.ops import horovod_names
+    from spark_elastic.horovod.ops.horovod_names import *
+    from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
+    from spark_elastic.keras import callbacks, elastic
 
     __all__ = [
         "Compression",

@@ -1,11 +1,5 @@
-"""`Compression` of the Keras backend in use: that of `spark_elastic.tensorflow` or of `spark_elastic.torch`."""
+"""Compressors of Horovod for Keras: the public name of `horovod.keras.compression`."""
 
-from __future__ import annotations
+from spark_elastic.horovod.keras.compression import Compression
 
-import importlib
-from typing import Any
-
-import keras
-
-_FRAMEWORK = "torch" if keras.backend.backend() == "torch" else "tensorflow"
-Compression: Any = importlib.import_module(f"spark_elastic.{_FRAMEWORK}.compression").Compression
+__all__ = ["Compression"]

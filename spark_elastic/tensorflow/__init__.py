@@ -1,15 +1,14 @@
 """TensorFlow on elastic workers: `import spark_elastic.tensorflow as hvd` speaks Horovod's API. Knows no Spark."""
 
-from spark_elastic.ops import horovod_names
-from spark_elastic.ops.horovod_names import *
-from spark_elastic.ops.operations import barrier
-from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
-from spark_elastic.ops.topology import check_extension
-from spark_elastic.tensorflow import elastic
-from spark_elastic.tensorflow.allreduce import allreduce, grouped_allreduce
-from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.devices import SlotGpuSelection
-from spark_elastic.tensorflow.gathering import (
+from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
+from spark_elastic.horovod.ops import horovod_names
+from spark_elastic.horovod.ops.horovod_names import *
+from spark_elastic.horovod.ops.operations import barrier
+from spark_elastic.horovod.ops.topology import check_extension
+from spark_elastic.horovod.tensorflow import elastic
+from spark_elastic.horovod.tensorflow.allreduce import allreduce, grouped_allreduce
+from spark_elastic.horovod.tensorflow.compression import Compression
+from spark_elastic.horovod.tensorflow.gathering import (
     allgather,
     allgather_object,
     broadcast,
@@ -21,21 +20,22 @@ from spark_elastic.tensorflow.gathering import (
     grouped_allgather,
     join,
 )
-from spark_elastic.tensorflow.optimizer import (
+from spark_elastic.horovod.tensorflow.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
     PartialDistributedGradientTape,
     PartialDistributedOptimizer,
 )
-from spark_elastic.tensorflow.scattering import alltoall, grouped_reducescatter, reducescatter
-from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
-from spark_elastic.tensorflow.topology_ops import (
+from spark_elastic.horovod.tensorflow.scattering import alltoall, grouped_reducescatter, reducescatter
+from spark_elastic.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+from spark_elastic.horovod.tensorflow.topology_ops import (
     local_rank_op,
     local_size_op,
     process_set_included_op,
     rank_op,
     size_op,
 )
+from spark_elastic.training.keras.devices import SlotGpuSelection
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [

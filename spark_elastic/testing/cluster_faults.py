@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.callbacks import Callback, Training
+from spark_elastic.training.torch.callbacks import Callback, Training
 
 FaultKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)

@@ -1,13 +1,13 @@
 """PyTorch on elastic workers: `import spark_elastic.torch as hvd` speaks Horovod's torch API. Knows no Spark."""
 
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
-from spark_elastic.ops import horovod_names
-from spark_elastic.ops.horovod_names import *
-from spark_elastic.ops.operations import allgather_object, barrier, broadcast_object
-from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
-from spark_elastic.ops.topology import check_extension
-from spark_elastic.torch import elastic
-from spark_elastic.torch.allreduce import (
+from spark_elastic.gradients.devices import SlotGpuSelection
+from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
+from spark_elastic.horovod.ops import horovod_names
+from spark_elastic.horovod.ops.horovod_names import *
+from spark_elastic.horovod.ops.operations import allgather_object, barrier, broadcast_object
+from spark_elastic.horovod.ops.topology import check_extension
+from spark_elastic.horovod.torch.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -17,10 +17,8 @@ from spark_elastic.torch.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from spark_elastic.torch.callbacks import Progress, progress
-from spark_elastic.torch.compression import Compression
-from spark_elastic.torch.devices import SlotGpuSelection
-from spark_elastic.torch.gathering import (
+from spark_elastic.horovod.torch.compression import Compression
+from spark_elastic.horovod.torch.gathering import (
     allgather,
     allgather_async,
     broadcast,
@@ -34,11 +32,10 @@ from spark_elastic.torch.gathering import (
     join,
     sparse_allreduce_async,
 )
-from spark_elastic.torch.handles import poll, synchronize
-from spark_elastic.torch.layers import SyncBatchNorm
-from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.row_dropout import RowDropout, draw_rows
-from spark_elastic.torch.scattering import (
+from spark_elastic.horovod.torch.handles import poll, synchronize
+from spark_elastic.horovod.torch.layers import SyncBatchNorm
+from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
+from spark_elastic.horovod.torch.scattering import (
     alltoall,
     alltoall_async,
     grouped_reducescatter,
@@ -46,6 +43,9 @@ from spark_elastic.torch.scattering import (
     reducescatter,
     reducescatter_async,
 )
+from spark_elastic.torch import elastic
+from spark_elastic.training.torch.callbacks import Progress, progress
+from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [

@@ -23,14 +23,14 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division
 from spark_elastic.errors import add_note
+from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
-from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
-from spark_elastic.state.snapshot import build_snapshot
+from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
+from spark_elastic.runs.snapshot import build_snapshot
 from spark_elastic.training.ledger import open_ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
 from spark_elastic.training.spec import Rows, TrainSpec
-from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import ModelTrainer, StepDisputed, sync_state
 from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, make_pool

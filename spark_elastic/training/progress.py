@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.step_summary import StepDecision
+from spark_elastic.gradients.step_summary import StepDecision
 
 # Numbers of a history entry that are the fit's own.
 OWN_NUMBERS = frozenset(

@@ -13,7 +13,7 @@ from spark_elastic.data.reading.decoding import Reader
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
-from spark_elastic.state.checkpoint import CheckpointPolicy
+from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.transformation import Transformation
 

@@ -13,11 +13,11 @@ from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock, read_thread_seconds
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import ElasticError
+from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import MembershipVersion, Position
-from spark_elastic.state.snapshot import Codec, Snapshot, SnapshotBuilder, broadcast_snapshot, build_snapshot
+from spark_elastic.runs.snapshot import Codec, Snapshot, SnapshotBuilder, broadcast_snapshot, build_snapshot
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
-from spark_elastic.training.step_summary import StepDecision
 
 
 class TrainingState(Protocol):

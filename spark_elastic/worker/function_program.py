@@ -15,14 +15,14 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
-from spark_elastic.state.checkpoint import (
+from spark_elastic.runs.checkpoint import (
     CHECKPOINTER,
     SNAPSHOT_READER,
     Checkpointer,
     CheckpointPolicy,
     SnapshotReader,
 )
-from spark_elastic.state.snapshot import PickleCodec
+from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
 from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import ModuleType
 
 # Module of a framework -> the module that registers with it, or whose function `follow` takes it.
-RANKS = "spark_elastic.torch.ranks_of_others"
+RANKS = "spark_elastic.integrations.ranks_of_others"
 FOLLOWERS = {
-    "torch": "spark_elastic.torch.distributed",
-    "pyspark": "spark_elastic.spark.added_files",
+    "torch": "spark_elastic.integrations.torch_distributed",
+    "pyspark": "spark_elastic.clusters.spark.added_files",
     "accelerate.state": RANKS,
     "lightning.pytorch.strategies.parallel": RANKS,
     "pytorch_lightning.strategies.parallel": RANKS,

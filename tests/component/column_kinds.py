@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
+from spark_elastic.tables.existing_parquet import describe_parquet
 
 ROWS, CLASSES = 250, 3
 FEATURES = ("v", "a", "n", "image", "day")

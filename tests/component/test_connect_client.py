@@ -13,10 +13,10 @@ pytestmark = pytest.mark.timeout(180)
 
 # Parts that a session with a SparkContext alone leads to.
 CLASSIC = (
-    "spark_elastic.platforms.classic",
-    "spark_elastic.spark.executors",
-    "spark_elastic.spark.launcher",
-    "spark_elastic.spark.preflight",
+    "spark_elastic.clusters.platforms.classic",
+    "spark_elastic.clusters.spark.executors",
+    "spark_elastic.clusters.spark.launcher",
+    "spark_elastic.clusters.spark.preflight",
 )
 PROGRAM = f"""
 import importlib, pkgutil, sys
@@ -29,7 +29,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import pyspark.util
 assert pyspark.util.is_remote_only()
-for package in ("spark_elastic.spark", "spark_elastic.platforms", "spark_elastic.running", "spark_elastic.estimators"):
+for package in map("spark_elastic.".__add__, ("clusters.spark", "clusters.platforms", "clusters.run", "estimators")):
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
         if module.name not in {CLASSIC} and "keras" not in module.name:  # which is slow to import
             importlib.import_module(module.name)

@@ -16,16 +16,16 @@ import cloudpickle
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.coordinator import CLIENT, COORDINATOR, Coordinator, CoordinatorClient
 from spark_elastic.config import ElasticConfig
-from spark_elastic.coordinator import CLIENT, COORDINATOR, Coordinator, CoordinatorClient
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
+from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch.job import LaunchResult
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.store_channel import ChannelEnd
+from spark_elastic.runs.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import HeldProgram
 
@@ -35,7 +35,7 @@ KEY = b"k" * 32
 STALE_AFTER = 0.6  # seconds, in place of eight
 PROGRAM = f"""
 import cloudpickle, sys
-from spark_elastic.state import store_channel
+from spark_elastic.runs import store_channel
 store_channel.HEARTBEAT_EVERY, store_channel.STALE_AFTER, store_channel.LOOK_EVERY = 0.1, {STALE_AFTER}, 0.05
 with open(sys.argv[1], "rb") as file:
     coordinator = cloudpickle.load(file)

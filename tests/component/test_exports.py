@@ -16,11 +16,11 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.export import export_onnx, export_program, export_safetensors
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary
+from spark_elastic.integrations.export import export_onnx, export_program, export_safetensors
 
 # torch imports its tracer, and onnxscript what it translates.
 pytestmark = [

@@ -24,16 +24,16 @@ from mlflow.tracking import fluent
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.mlflow_fit import list_requirements, log_fit, make_signature
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary
-from spark_elastic.keras.train.archive import Archive
-from spark_elastic.torch import loggers
-from spark_elastic.torch.callbacks import Training
-from spark_elastic.torch.loggers import MLflowLogger
+from spark_elastic.integrations import loggers
+from spark_elastic.integrations.loggers import MLflowLogger
+from spark_elastic.integrations.mlflow_fit import list_requirements, log_fit, make_signature
+from spark_elastic.training.keras.archive import Archive
+from spark_elastic.training.torch.callbacks import Training
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -169,7 +169,7 @@ def launch(size: int, folder: Path) -> None:
     """Run a job of our launcher to its end."""
     own = [os.path.abspath(__file__), "--folder", str(folder)]
     ranks = ["-np", str(size), "--min-np", str(size), "--reset-limit", "0", "--log-level", "error"]
-    command = [sys.executable, "-m", "spark_elastic.cli", *ranks, sys.executable, *own]
+    command = [sys.executable, "-m", "spark_elastic.clusters.cli", *ranks, sys.executable, *own]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with open(folder / "log", "wb") as log:
         subprocess.run(command, check=False, env=env, stdout=log, stderr=log)

@@ -69,7 +69,7 @@ def after_step(folder: str, step: int, state: Any) -> None:
 
 
 def train_plain() -> dict[str, list[float]]:
-    from spark_elastic.torch.elastic import ElasticDataLoader
+    from spark_elastic.handwritten.torch_state import ElasticDataLoader
 
     net = Net()
     optimizer, loader = make_optimizer(net), ElasticDataLoader(make_rows(), BATCH, SEED)
@@ -112,7 +112,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
     from torch.distributed.fsdp import fully_shard
 
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.fsdp import FSDPState
+    from spark_elastic.handwritten.fsdp import FSDPState
 
     device = find_device()
     loader = hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
@@ -142,7 +142,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
 
 def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.huggingface import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     net = Net().to(find_device())
     optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
@@ -169,7 +169,7 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
     """Hugging Face's."""
     import transformers
 
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     class TrainerNet(Net):
         def forward(self, row: Any, x: Any, y: Any) -> Any:  # type: ignore[override]
@@ -203,8 +203,8 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
 def train_by_lightning(folder: str) -> dict[str, list[float]]:
     import lightning.pytorch as pl
 
-    from spark_elastic.torch.elastic import ElasticDataLoader
-    from spark_elastic.torch.lightning import ElasticStrategy
+    from spark_elastic.handwritten.torch_state import ElasticDataLoader
+    from spark_elastic.integrations.lightning import ElasticStrategy
 
     loader = ElasticDataLoader(make_rows(), BATCH, SEED)
 

@@ -28,10 +28,10 @@ import torch  # noqa: E402
 from pyspark.sql import SparkSession  # noqa: E402
 
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
-from spark_elastic.launch.job import LaunchResult  # noqa: E402
+from spark_elastic.clusters.platforms.classic import ClassicPlatform  # noqa: E402
+from spark_elastic.clusters.platforms.job_spec import JobSpec  # noqa: E402
+from spark_elastic.driver.job import LaunchResult  # noqa: E402
 from spark_elastic.monitoring.listener import JobListener  # noqa: E402
-from spark_elastic.platforms import JobSpec  # noqa: E402
-from spark_elastic.platforms.classic import ClassicPlatform  # noqa: E402
 from spark_elastic.protocol.commands import AbortWorld, PublishWorld  # noqa: E402
 from tests.spark.cluster import start_session  # noqa: E402
 

@@ -33,7 +33,7 @@ from benchmarks.parts.report import machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.monitoring.report import WorldChange, WorldChangeKind  # noqa: E402
 from spark_elastic.testing import ClusterFaults, InjectedFault  # noqa: E402
-from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
+from spark_elastic.training.torch.callbacks import Callback, Training  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
 
 WORKERS, ROWS, BATCH, EPOCHS = 4, 4000, 8, 12

@@ -23,7 +23,7 @@ pytestmark = [
 PROBE = """
 import sys
 from spark_elastic.data.store import Store
-from spark_elastic.spark.probe import Probe
+from spark_elastic.clusters.spark.probe import Probe
 folder, driver = sys.argv[1:]
 probe = Probe(Store.open(folder), "t", driver=f"{driver}:9", peers=2, reachable_host=driver)
 assert "refused" in probe._check_driver("h"), "packets reach the driver, where nobody listens"

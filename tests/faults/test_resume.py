@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Program
 from tests.component.torch.job import (

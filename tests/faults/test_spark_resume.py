@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.data.store import Store
-from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.component.torch import hand_written
 from tests.component.torch.hand_written import assert_exact
 from tests.scenarios import Fault

@@ -161,9 +161,9 @@ def fit_by_petastorm(spark: Any, folder: Path) -> str:
 
 def loop(folder: str, whom: str) -> tuple[int, list[int]]:
     """Steps of a hand-written loop, in the eleventh of which rank 1 is lost; the sizes of the worlds."""
-    from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.session import get_session
-    from spark_elastic.state.state import ObjectState
+    from spark_elastic.handwritten.elastic_loop import elastic
+    from spark_elastic.handwritten.object_state import ObjectState
+    from spark_elastic.handwritten.session import get_session
     from spark_elastic.testing import ClusterFaults, InjectedFault
     from spark_elastic.worker.context import get_context
 

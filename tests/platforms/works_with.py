@@ -181,7 +181,7 @@ class Run:
             command = [
                 python,
                 "-m",
-                "spark_elastic.cli",
+                "spark_elastic.clusters.cli",
                 *self._case.options.split(),
                 "-H",
                 "localhost:2",

@@ -12,8 +12,8 @@ from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState, PossiblyAliveMembers
 from spark_elastic.protocol.worker_machine import StepResult, WorkerState
-from spark_elastic.state import checkpoint
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs import checkpoint
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment, Share
 from tests.simulator.invariants import Violation

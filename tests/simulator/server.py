@@ -29,7 +29,7 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, MembershipVersion, World
-from spark_elastic.state.owned_run import CheckpointList, OwnedRun
+from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation
 from tests.simulator.stamping import stamp_event

@@ -19,8 +19,8 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, WorkerId, World
-from spark_elastic.state.checkpoint import CheckpointStore, format_checkpoint_name
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore, format_checkpoint_name
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 from tests.simulator.fault_injection import FaultInjection
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment
@@ -41,7 +41,7 @@ Weights = tuple[int, int]
 class SimRun:
     """A durable run in a store of its own, and the drivers that open it one after the other.
 
-    Store, checkpoint lists and leases are the real ones of `spark_elastic.state`, over memory, in simulated time.
+    Store, checkpoint lists and leases are the real ones of `spark_elastic.handwritten`, over memory, in simulated time.
     """
 
     def __init__(self, sim: Simulation, make: Callable[[OwnedRun], SimServer]) -> None:

@@ -19,11 +19,11 @@ import cloudpickle
 import psutil
 import torch
 
+from spark_elastic.clusters.spark import payload
 from spark_elastic.data.store import Store
-from spark_elastic.spark import payload
-from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.testing import ClusterFaults, InjectedFault
-from spark_elastic.torch.callbacks import progress
+from spark_elastic.training.torch.callbacks import progress
 from tests.component.torch.job import ledger_of
 from tests.spark import estimators
 

@@ -32,9 +32,9 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int, str]:
     """Steps; in the tenth, rank 1 of the first world kills itself or its executor. Steps, worlds, secret, GPUs."""
     import numpy as np
 
-    from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.session import get_session
-    from spark_elastic.state.state import ObjectState
+    from spark_elastic.handwritten.elastic_loop import elastic
+    from spark_elastic.handwritten.object_state import ObjectState
+    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     sizes: list[int] = []

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from spark_elastic.launch.job import LaunchResult
+from spark_elastic.driver.job import LaunchResult
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.testing.fakes import CountingProgram
 

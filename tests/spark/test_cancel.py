@@ -17,11 +17,11 @@ import psutil
 import pytest
 from pyspark import InheritableThread
 
+from spark_elastic.clusters.platforms.classic import ClassicPlatform
+from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import JobCancelled
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.platforms import JobSpec
-from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.spark.cluster import StandaloneCluster, await_line, await_true, cluster_environment

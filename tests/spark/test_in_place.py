@@ -16,7 +16,7 @@ import torch
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import InvalidInput, JobFailed
-from spark_elastic.spark.dataframes.file_scan import NoFileScan, find_file_scan
+from spark_elastic.estimators.dataframes.file_scan import NoFileScan, find_file_scan
 from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster

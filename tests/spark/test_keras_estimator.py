@@ -24,7 +24,7 @@ from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.transformer import FitSummary
-from spark_elastic.keras.train.archive import Archive
+from spark_elastic.training.keras.archive import Archive
 from tests.scenarios import Fault
 from tests.spark.fits import KillOneExecutor
 

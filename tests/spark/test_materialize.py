@@ -38,8 +38,8 @@ def store(tmp_path: Path) -> Store:
 def materialize(
     df: DataFrame, columns: list[str], store: Store, rows: int | None = None, row_order: str = "hash"
 ) -> Manifest:
-    from spark_elastic.spark.dataframes.materialize import WriteOptions
-    from spark_elastic.spark.dataframes.materialize import materialize as write
+    from spark_elastic.estimators.dataframes.materialize import WriteOptions
+    from spark_elastic.estimators.dataframes.materialize import materialize as write
 
     return write(df, columns, store, WriteOptions(rows_per_group=rows, row_order=row_order))[0]
 
@@ -94,7 +94,7 @@ def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: S
 def test_a_table_is_read_by_one_job(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch, row_order: str, small: int, jobs: int
 ) -> None:
-    monkeypatch.setattr("spark_elastic.spark.dataframes.row_order.SMALL_BYTES", small)
+    monkeypatch.setattr("spark_elastic.estimators.dataframes.row_order.SMALL_BYTES", small)
     context, group = spark.sparkContext, uuid.uuid4().hex
     context.setJobGroup(group, "writes rows")
     read = context.accumulator(0)
@@ -220,7 +220,7 @@ def test_a_table_that_was_overwritten_is_not_reused(
 def test_rows_chosen_by_a_table_that_was_overwritten_are_not_reused(
     spark: SparkSession, tmp_path: Path, condition: str
 ) -> None:
-    from spark_elastic.spark.dataframes.materialize import WriteOptions, fingerprint_table
+    from spark_elastic.estimators.dataframes.materialize import WriteOptions, fingerprint_table
 
     mine, other = (f"parquet.`file://{tmp_path}/{name}`" for name in ("mine", "other"))
 
@@ -239,7 +239,7 @@ def test_the_files_of_a_table_are_looked_up_by_folder(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests to the JVM are counted, as is seen what it says of each file, whatever its name."""
-    from spark_elastic.spark.dataframes.materialize import _list_files
+    from spark_elastic.estimators.dataframes.materialize import _list_files
 
     spark.range(3).coalesce(1).write.parquet(f"file://{tmp_path}/one")
     (written,) = (tmp_path / "one").glob("*.parquet")
@@ -270,7 +270,7 @@ def test_the_files_of_a_table_are_looked_up_by_folder(
 
 
 def test_a_sum_that_exceeds_a_bigint_is_added_up(spark: SparkSession) -> None:
-    from spark_elastic.spark.dataframes.scan import _add_halves, _sum_halves
+    from spark_elastic.estimators.dataframes.scan import _add_halves, _sum_halves
 
     before = spark.conf.get("spark.sql.ansi.enabled")
     spark.conf.set("spark.sql.ansi.enabled", "true")
@@ -330,7 +330,7 @@ def test_bad_columns_get_one_sentence(spark: SparkSession, store: Store, query: 
     ],
 )
 def test_a_nondeterministic_table_is_never_reused(spark: SparkSession, condition: str, same: bool) -> None:
-    from spark_elastic.spark.dataframes.materialize import WriteOptions, fingerprint_table
+    from spark_elastic.estimators.dataframes.materialize import WriteOptions, fingerprint_table
 
     df = spark.range(10).where(condition)
     one, other = (fingerprint_table(df, ["id"], WriteOptions(), None) for _ in range(2))
@@ -338,7 +338,7 @@ def test_a_nondeterministic_table_is_never_reused(spark: SparkSession, condition
 
 
 def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSession, store: Store) -> None:
-    from spark_elastic.spark.dataframes.materialize import ValidationSplit, materialize
+    from spark_elastic.estimators.dataframes.materialize import ValidationSplit, materialize
 
     marks = [0.0, 1.0, float("nan"), None, -1.0, 0.5]
     df = spark.createDataFrame([(float(n), mark) for n, mark in enumerate(marks)], "x double, mark double")
@@ -348,8 +348,8 @@ def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSessi
 
 
 def test_a_feature_named_as_the_validation_column_is_refused(spark: SparkSession, store: Store) -> None:
-    from spark_elastic.spark.dataframes.materialize import ValidationSplit
-    from spark_elastic.spark.dataframes.materialize import materialize as write
+    from spark_elastic.estimators.dataframes.materialize import ValidationSplit
+    from spark_elastic.estimators.dataframes.materialize import materialize as write
 
     df = spark.range(10).withColumnRenamed("id", "__Validation")
     with pytest.raises(InvalidInput, match="'__validation' has the name of the folders that validation"):

@@ -14,11 +14,11 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from spark_elastic.clusters.spark.host_facts import collect_host_facts
+from spark_elastic.clusters.spark.preflight import preflight
+from spark_elastic.clusters.spark.probe import ProbeSpec
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
-from spark_elastic.spark.preflight import preflight
-from spark_elastic.spark.probe import ProbeSpec
-from spark_elastic.spark.session import collect_host_facts
 from tests.spark.cluster import await_true, cluster_environment
 from tests.spark.conftest import HOSTS
 

@@ -20,7 +20,7 @@ from pyspark.ml.feature import VectorAssembler
 
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.torch.callbacks import Callback
+from spark_elastic.training.torch.callbacks import Callback
 from tests.component.readers import READERS
 from tests.component.torch.job import difference
 

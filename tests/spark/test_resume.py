@@ -14,7 +14,7 @@ import torch
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
-from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.scenarios import Fault
 from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import EPOCHS as STEPS

@@ -16,10 +16,10 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.dataframes import row_order
-from spark_elastic.spark.dataframes.materialize import ValidationSplit, WriteOptions, materialize
-from spark_elastic.spark.dataframes.row_order import find_partition_keys
-from spark_elastic.spark.dataframes.scan import MissingValues
+from spark_elastic.estimators.dataframes import row_order
+from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, materialize
+from spark_elastic.estimators.dataframes.row_order import find_partition_keys
+from spark_elastic.estimators.dataframes.scan import MissingValues
 from tests.spark.estimators import estimator, table
 
 if TYPE_CHECKING:

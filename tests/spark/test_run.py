@@ -12,8 +12,8 @@ import cloudpickle
 import pytest
 
 import spark_elastic
+from spark_elastic.clusters.spark.host_facts import get_session
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.spark.session import get_session
 from tests.component.torch.hand_written import count
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.dataframes.materialize import (
+from spark_elastic.estimators.dataframes.materialize import (
     ValidationSplit,
     WriteOptions,
     find_difference,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from spark_elastic.clusters.platforms.classic import ClassicPlatform
+from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
-from spark_elastic.platforms import JobSpec
-from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.journals import keep_journal

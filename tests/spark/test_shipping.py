@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import spark_elastic
+from spark_elastic.clusters.spark.host_facts import collect_host_facts
+from spark_elastic.clusters.spark.preflight import preflight
+from spark_elastic.clusters.spark.probe import ProbeSpec
+from spark_elastic.clusters.spark.shipping import PACKAGES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
-from spark_elastic.spark.preflight import preflight
-from spark_elastic.spark.probe import ProbeSpec
-from spark_elastic.spark.session import collect_host_facts
-from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 
@@ -57,7 +57,7 @@ def places() -> tuple[str, str]:
     import spark_elastic as here
 
     os.chdir("/")
-    import spark_elastic.torch.elastic  # found though the directory has changed
+    import spark_elastic.handwritten.torch_state  # found though the directory has changed
 
     assert spark_elastic.torch.elastic
     return str(here.__file__), str(elastic_collectives.__file__)

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from elastic_collectives import Group
+from spark_elastic.clusters.platforms.classic import ClassicPlatform
+from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.platforms import JobSpec
-from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle

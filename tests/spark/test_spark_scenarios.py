@@ -16,10 +16,10 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from spark_elastic.clusters.platforms.classic import ClassicPlatform
+from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
-from spark_elastic.platforms import JobSpec
-from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.journals import keep_journal

@@ -23,7 +23,7 @@ from pyspark.ml.tuning import (
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
+from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from spark_elastic import cli
+from spark_elastic.clusters import cli
+from spark_elastic.clusters.horovodrun_options import REFUSED
+from spark_elastic.clusters.local.command import take_python_options
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.horovodrun_options import REFUSED
-from spark_elastic.local.command import take_python_options
 from spark_elastic.testing.fakes import FakeClock
 
 

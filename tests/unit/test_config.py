@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_elastic.clusters.run.call import prepare
+from spark_elastic.clusters.run.options import parse
 from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.running.call import prepare
-from spark_elastic.running.options import parse
 
 
 def test_an_explicit_argument_wins_over_the_environment() -> None:

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from spark_elastic.config import ElasticConfig
-from spark_elastic.coordinator import (
+from spark_elastic.clusters.coordinator import (
     CLIENT,
     COORDINATOR,
     COORDINATOR_MESSAGES,
@@ -22,16 +21,17 @@ from spark_elastic.coordinator import (
     _unpack_end,
     check_config,
 )
+from spark_elastic.clusters.platforms import MOST_IDLE, resume_after_coordinator_loss
+from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.driver.remote_launcher import DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport, WorldSpan
-from spark_elastic.platforms import MOST_IDLE, resume_after_coordinator_loss
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import codec
-from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
+from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
@@ -139,7 +139,7 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no port was free")
 
-    monkeypatch.setattr("spark_elastic.coordinator.supervise", fail)
+    monkeypatch.setattr("spark_elastic.clusters.coordinator.supervise", fail)
     store = make_memory_store()
     end = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
     task = Coordinator(

@@ -10,17 +10,18 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clusters.platforms import make_platform
+from spark_elastic.clusters.platforms.classic import ClassicPlatform
+from spark_elastic.clusters.platforms.connect import ConnectPlatform
+from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.spark import connect
+from spark_elastic.clusters.spark.probe import ProbeSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import JobHandle
+from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import InvalidInput, JobFailed, PreflightError, StoreError
-from spark_elastic.launch.job import LaunchResult
-from spark_elastic.platforms import JobSpec, make_platform
-from spark_elastic.platforms.classic import ClassicPlatform
-from spark_elastic.platforms.connect import ConnectPlatform
 from spark_elastic.protocol.types import Limits
-from spark_elastic.spark import connect
-from spark_elastic.spark.probe import ProbeSpec
 from tests.memory_store import make_memory_store
 
 UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
@@ -90,10 +91,10 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     monkeypatch.setattr(connect, "preflight", lambda *arguments: unreached)
     ways: list[str] = []
     monkeypatch.setattr(
-        "spark_elastic.platforms.spark_platform.supervise", lambda *arguments: ways.append("beside")
+        "spark_elastic.clusters.platforms.spark_platform.supervise", lambda *arguments: ways.append("beside")
     )
     monkeypatch.setattr(
-        "spark_elastic.coordinator.CoordinatorClient.follow",
+        "spark_elastic.clusters.coordinator.CoordinatorClient.follow",
         lambda self, *arguments: ways.append("in a task"),
     )
     platform = ConnectPlatform(session(), ElasticConfig())
@@ -119,7 +120,7 @@ def test_a_store_that_cannot_remove_a_job_s_messages_hides_neither_result_nor_er
         raise StoreError("Cannot delete 'channels' in the store.")
 
     monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
-    monkeypatch.setattr("spark_elastic.coordinator.CoordinatorClient.follow", follow)
+    monkeypatch.setattr("spark_elastic.clusters.coordinator.CoordinatorClient.follow", follow)
     monkeypatch.setattr(Store, "remove_tree", fail)
     platform = ConnectPlatform(session(), ElasticConfig())
     platform.preflight(b"", make_memory_store(), (), 2, "it")

@@ -15,19 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.existing_parquet import (
+from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.manifest import Column, Manifest, RowGroups
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.reading.readers import open_reader
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables.existing_parquet import (
     describe_files,
     describe_parquet,
     find_data_files,
     locate_files,
 )
-from spark_elastic.data.loader import StepLoader
-from spark_elastic.data.manifest import Column, Manifest, RowGroups
-from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.predicate import Predicate
-from spark_elastic.data.reading.readers import open_reader
-from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables.predicate import Predicate
 from tests.component.readers import READERS
 
 VECTOR = pa.struct(

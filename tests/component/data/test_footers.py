@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data import footers
-from spark_elastic.data.existing_parquet import describe_files, describe_parquet
-from spark_elastic.data.footers import DataFile, Footers, collect_footers, collect_footers_in_threads
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup, RowGroups
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables import footers
+from spark_elastic.tables.existing_parquet import describe_files, describe_parquet
+from spark_elastic.tables.footers import DataFile, Footers, collect_footers, collect_footers_in_threads
+from spark_elastic.tables.predicate import Predicate
 
 MILLION = 1_000_000
 

@@ -29,14 +29,14 @@ from pyiceberg.types import DecimalType, DoubleType, LongType
 from pyiceberg.utils.concurrent import ExecutorFactory
 from pyroaring import BitMap
 
-from spark_elastic.data import iceberg_deletes
-from spark_elastic.data.existing_parquet import describe_files
-from spark_elastic.data.lake_tables import join_stores, read_snapshot
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
+from spark_elastic.tables import iceberg_deletes
+from spark_elastic.tables.existing_parquet import describe_files
+from spark_elastic.tables.lake_tables import join_stores, read_snapshot
+from spark_elastic.tables.predicate import Predicate
 from tests.leaks import SessionOwned
 
 ROWS = 5000

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.existing_parquet import describe_parquet, locate_files
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables.existing_parquet import describe_parquet, locate_files
 
 ROWS = Path(__file__).parent / "petastorm_rows"
 NAMES = ["id", "small", "matrix", "packed", "picture", "grey", "plain"]

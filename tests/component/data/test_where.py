@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from spark_elastic.data import footers
-from spark_elastic.data.existing_parquet import describe_files, find_data_files
-from spark_elastic.data.lake_tables import read_snapshot
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.tables import footers
+from spark_elastic.tables.existing_parquet import describe_files, find_data_files
+from spark_elastic.tables.lake_tables import read_snapshot
+from spark_elastic.tables.predicate import Predicate
 from tests.leaks import SessionOwned
 from tests.unit.estimators.requests import request
 

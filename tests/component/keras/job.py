@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
-from spark_elastic.state.checkpoint import CheckpointPolicy
+from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.keras.archive import Archive
+from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.transformation import RowRandom
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH

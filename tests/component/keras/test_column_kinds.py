@@ -14,13 +14,13 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
 from tests.component.injected_faults import await_fault, inject_faults, kill

@@ -15,10 +15,10 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.launch.job import DriverOptions, supervise
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of

@@ -29,7 +29,7 @@ def _run(folder: Path, gpus: list[str], *options: str) -> subprocess.CompletedPr
         "SPARK_ELASTIC_FAILURE_BUDGET": "0",
     }
     return subprocess.run(
-        [sys.executable, "-m", "spark_elastic.cli", "-np", "2", *options, "train.py"],
+        [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", *options, "train.py"],
         capture_output=True,
         text=True,
         env=os.environ | settings,

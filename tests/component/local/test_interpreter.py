@@ -27,7 +27,7 @@ def _create_environment(folder: Path, *paths: str) -> str:
 
 def _run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    runner = [sys.executable, "-m", "spark_elastic.cli", "-np", "2", "-H", "localhost:2"]
+    runner = [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", "-H", "localhost:2"]
     path = {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
     return subprocess.run(
         [*runner, *command],

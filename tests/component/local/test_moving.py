@@ -21,7 +21,7 @@ def test_an_unchanged_script_of_horovod_runs(tmp_path: Path, form: str) -> None:
     one_line, diff = blocks("moving-from-horovod.md", "diff")
     script = tmp_path / "train.py"
     script.write_text(apply_diff(before, one_line if form == "one line" else diff))
-    command = [sys.executable, "-m", "spark_elastic.cli", "-np", "2", "python", str(script)]
+    command = [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", "python", str(script)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ class Job:
         search = f"{TMP}/bin:{os.environ['PATH']}"
         ours = {"PYTHONPATH": path, "PATH": search, "MARK": MARK, **variables}
         enter = ("--ssh-port", "2222", "-i", "/run/ssh/key", "--elastic-timeout", "60")
-        command = (sys.executable, "-m", "spark_elastic.cli", *enter, *options, "python", str(LOOP))
+        command = (sys.executable, "-m", "spark_elastic.clusters.cli", *enter, *options, "python", str(LOOP))
         for name in ("stop", "output", "errors"):
             hosts.file(0, f"{TMP}/{name}").unlink(missing_ok=True)
         with (
@@ -101,7 +101,7 @@ class Job:
         """The process of the command on h0; `process` is nsenter, which started it."""
         for process in processes(self._hosts, 0):
             with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[1:3] == ["-m", "spark_elastic.cli"]:
+                if process.cmdline()[1:3] == ["-m", "spark_elastic.clusters.cli"]:
                     process.kill()
 
 

@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.run.call import prepare
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import WorkerFailed
-from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.auth import create_pinned_context
-from spark_elastic.running.call import prepare
 from spark_elastic.testing.fakes import ProcessLauncher
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -40,9 +40,9 @@ def train(looked: str) -> None:
     import time
     from pathlib import Path
 
-    from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.session import get_session
-    from spark_elastic.state.state import ObjectState
+    from spark_elastic.handwritten.elastic_loop import elastic
+    from spark_elastic.handwritten.object_state import ObjectState
+    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     assert len(os.environ["TOKEN"]) == 17, "the worker has it"

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.local.launcher import HostSlots, LocalLauncher
+from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 from spark_elastic.protocol.messages import RegisterSlot
 from spark_elastic.protocol.slot_spec import SlotSpec

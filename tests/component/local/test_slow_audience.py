@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import CombinedDiscovery
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Post
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.monitoring.console import OutputListener
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.errors import JobCancelled
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
 from tests.component.local.watched import start_watched
 from tests.component.worker.moments import HeldProgram

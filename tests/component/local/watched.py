@@ -26,7 +26,7 @@ class ObservedJob:
     def __init__(self, folder: Path, fault: Fault, *options: str) -> None:
         self.folder = folder
         self._fault = fault
-        launcher = [sys.executable, "-m", "spark_elastic.cli", "--start-timeout", str(WAIT)]
+        launcher = [sys.executable, "-m", "spark_elastic.clusters.cli", "--start-timeout", str(WAIT)]
         command = [*launcher, *options, "python", str(LOOP), str(folder)]
         root = Path(__file__).parents[3]
         path = os.pathsep.join([str(root), str(root / "python")])

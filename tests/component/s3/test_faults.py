@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
@@ -26,6 +25,7 @@ from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables.existing_parquet import describe_parquet
 from tests.component.s3.conftest import SECRET
 from tests.component.s3.faulty_server import (
     CUT,

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store, list_entries
 from spark_elastic.errors import StoreError
+from spark_elastic.tables.existing_parquet import describe_parquet
 from tests.component.s3.conftest import SECRET
 from tests.special_names import check_special_names
 

@@ -43,7 +43,7 @@ def test_a_script_survives_a_lost_worker_and_ends_at_its_last_batch(tmp_path: Pa
     )
     held, go, script = tmp_path / "held.py", tmp_path / "go", ROOT / "examples" / "tf_elastic.py"
     held.write_text(HELD)
-    launcher = [sys.executable, "-m", "spark_elastic.cli", "--verbose", "-np", "2", "--min-np", "1"]
+    launcher = [sys.executable, "-m", "spark_elastic.clusters.cli", "--verbose", "-np", "2", "--min-np", "1"]
     command = [*launcher, sys.executable, str(held), str(go), str(script), str(BATCHES)]
     lines: list[str] = []
     with subprocess.Popen(

@@ -23,11 +23,11 @@ FAULTS = [
 SCRIPT = f"""
 import sys
 import numpy as np
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.state import ObjectState
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.testing import InjectedFault, ClusterFaults
 from spark_elastic.worker.context import get_context
-from spark_elastic.state.session import get_session
+from spark_elastic.handwritten.session import get_session
 
 faults = ClusterFaults({FAULTS!r}, sys.argv[1])
 
@@ -48,7 +48,17 @@ def test_each_fault_is_injected_once_and_the_world_takes_all_steps(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     folder = str(tmp_path / "faults")
-    command = [sys.executable, "-m", "spark_elastic.cli", "-np", "2", "--min-np", "1", "-H", "localhost:2"]
+    command = [
+        sys.executable,
+        "-m",
+        "spark_elastic.clusters.cli",
+        "-np",
+        "2",
+        "--min-np",
+        "1",
+        "-H",
+        "localhost:2",
+    ]
     run = subprocess.run(
         [*command, sys.executable, script, folder],
         cwd=ROOT,

@@ -77,8 +77,8 @@ def train(
     from torch.distributed.fsdp import fully_shard
 
     import spark_elastic.torch as hvd
-    from spark_elastic.state.sharded_commits import ShardedCommits
-    from spark_elastic.torch.fsdp import FSDPState
+    from spark_elastic.handwritten.fsdp import FSDPState
+    from spark_elastic.handwritten.sharded_commits import ShardedCommits
     from spark_elastic.worker.context import get_context
 
     hvd.init()

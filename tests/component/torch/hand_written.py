@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.run.call import Call, decode_results, prepare
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
-from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.running.call import Call, decode_results, prepare
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
 
@@ -106,9 +106,9 @@ def count(
     """
     import numpy as np
 
-    from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.session import get_session
-    from spark_elastic.state.state import ObjectState
+    from spark_elastic.handwritten.elastic_loop import elastic
+    from spark_elastic.handwritten.object_state import ObjectState
+    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     trained: list[int] = []

@@ -19,10 +19,10 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch import progress
-from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
+from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, SlowNet
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

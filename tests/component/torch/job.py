@@ -25,19 +25,19 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits, Phase
-from spark_elastic.state.checkpoint import CheckpointPolicy
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import await_fault
 
 ROWS, WIDTH, CLASSES = 600, 36, 3

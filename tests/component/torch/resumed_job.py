@@ -26,7 +26,7 @@ def check_every_row_once(folder: Path, epochs: int) -> None:
 DRIVER = """
 import sys
 from pathlib import Path
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.component.torch.job import RUN, Follower, launcher, train_elastic
 from tests.component.torch.resumed_job import make_job, read_data
 

@@ -21,7 +21,7 @@ from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import SyncBatchNorm
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch import bitwise, hand_written
 from tests.component.torch.bitwise import STEPS, BitwiseJob, everything, hash_state, train

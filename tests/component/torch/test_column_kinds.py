@@ -18,10 +18,10 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
@@ -116,8 +116,8 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.component.torch import test_column_kinds as here
 
 folder, reader = Path(sys.argv[1]), sys.argv[2]

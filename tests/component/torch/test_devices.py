@@ -22,14 +22,14 @@ from elastic_collectives import Group
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import DeviceCopier, select_device
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.handwritten.torch_state import OptimizerStateHandler
+from spark_elastic.integrations.torch_distributed.process_group import ElasticProcessGroup
 from spark_elastic.protocol.types import INITIAL_VERSION
-from spark_elastic.torch.devices import DeviceCopier, select_device
-from spark_elastic.torch.distributed.process_group import ElasticProcessGroup
-from spark_elastic.torch.elastic import OptimizerStateHandler
-from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.train.forward import rng_state, set_rng_state
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.forward import rng_state, set_rng_state
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.context import WaitRecorder
 from tests.checkpoints import reload_from_checkpoint
 from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
@@ -444,7 +444,7 @@ def test_each_bucket_is_summed_where_it_is(
 ) -> None:
     """One layer of the model is on the host: shared memory holds its gradients, and those of no device."""
     monkeypatch.setattr(
-        "spark_elastic.torch.gradients.exchange.get_or_start_bulk_plane",
+        "spark_elastic.gradients.exchange.get_or_start_bulk_plane",
         lambda group, device, options: TwofoldPlane(device) if has_plane else None,
     )
 

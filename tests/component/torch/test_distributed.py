@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from elastic_collectives import CollectiveTimeout
-from spark_elastic.torch.distributed.work import EngineWork, PendingWorks
+from spark_elastic.integrations.torch_distributed.work import EngineWork, PendingWorks
 from tests.component.torch import distributed_calls
 from tests.component.torch.distributed_calls import (
     MOVED,
@@ -160,7 +160,7 @@ def test_a_wait_that_takes_too_long_names_its_limit() -> None:
 
 def test_outside_of_a_job_there_is_no_elastic_backend() -> None:
     code = (
-        "import spark_elastic.torch.distributed, torch.distributed as dist\n"
+        "import spark_elastic.integrations.torch_distributed, torch.distributed as dist\n"
         "dist.init_process_group('elastic', store=dist.HashStore(), rank=0, world_size=1)"
     )
     done = subprocess.run(

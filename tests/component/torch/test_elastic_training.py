@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.job import (

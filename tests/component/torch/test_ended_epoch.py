@@ -16,10 +16,10 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
+from spark_elastic.training.torch.callbacks import Callback, Training
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import (
     ROWS,
     Follower,

@@ -214,9 +214,9 @@ def test_r15_an_exception_after_rank_0_returned_ends_the_job(tmp_path: Path) -> 
 
 def break_every_world() -> None:
     from elastic_collectives import CollectiveError
-    from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.session import get_session
-    from spark_elastic.state.state import ObjectState
+    from spark_elastic.handwritten.elastic_loop import elastic
+    from spark_elastic.handwritten.object_state import ObjectState
+    from spark_elastic.handwritten.session import get_session
 
     def loop(state: Any) -> None:
         if state.step:

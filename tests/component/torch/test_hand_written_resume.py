@@ -17,7 +17,7 @@ from spark_elastic.data.store import Store, list_entries
 from spark_elastic.errors import TimeLimitReached
 from spark_elastic.protocol.driver import forming
 from spark_elastic.protocol.driver.forming import check_max_runtime
-from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.component.injected_faults import kill
 from tests.component.torch.hand_written import Run, assert_exact, count, train
 from tests.patience import until

@@ -26,7 +26,7 @@ ROWS, EPOCHS, BATCH = 38, 3, 6
 
 def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
@@ -93,7 +93,7 @@ def train_classifier(
     takes_all: its forward takes any argument, so that the Trainer gives it a count of items.
     own_loss: the Trainer's class has a `compute_loss` of its own.
     """
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
@@ -139,7 +139,7 @@ def _train(
     from accelerate.utils import broadcast_object_list
 
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     hvd.init()
     trained: list[int] = []
@@ -243,7 +243,7 @@ def stop_after_an_evaluation(folder: str, epochs: int) -> list[int]:
 
     import transformers
 
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
     from spark_elastic.worker.context import get_context
 
     class Net(torch.nn.Linear):
@@ -320,7 +320,7 @@ def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, An
     import transformers
 
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     hvd.init()
     x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(3))
@@ -393,7 +393,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
 ) -> None:
     import transformers
 
-    from spark_elastic.torch import huggingface
+    from spark_elastic.integrations import huggingface
 
     class Trainer(huggingface.ElasticTrainer):
         def create_accelerator_and_postprocess(self) -> None:
@@ -433,7 +433,7 @@ def train_by_accelerate(steps: int, holds: dict[int, int | str]) -> list[float]:
     import time
 
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.huggingface import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     hvd.init()
     torch.manual_seed(7)
@@ -492,7 +492,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 ) -> None:
     import transformers
 
-    from spark_elastic.torch import huggingface
+    from spark_elastic.integrations import huggingface
 
     members = tuple(
         Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
@@ -517,7 +517,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 
 def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.huggingface import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     model = torch.nn.Linear(2, 1)
     prepared, optimizer = create_accelerator(cpu=True).prepare(
@@ -553,7 +553,7 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
     import transformers
 
     from spark_elastic.errors import InvalidInput
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     given = {name: options.pop(name) for name in ("train_sampling_strategy",) if name in options}
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
@@ -565,7 +565,7 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
 def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer
 
     class Pairs(torch.utils.data.BatchSampler):
         def __iter__(self) -> Any:

@@ -36,7 +36,7 @@ def train_net(
 
     pl = importlib.import_module(package)
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticStrategy
 
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
     import lightning.pytorch as pl
 
     from spark_elastic.errors import InvalidInput
-    from spark_elastic.torch.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticStrategy
 
     class Net(pl.LightningModule):  # type: ignore[misc]
         def training_step(self, batch: Any) -> None:
@@ -195,7 +195,7 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
 
 def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
     from spark_elastic.errors import InvalidInput
-    from spark_elastic.torch.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticStrategy
 
     strategy = ElasticStrategy()
     strategy.parallel_devices = [torch.device("cuda", 0)]
@@ -210,7 +210,7 @@ def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
 def make_fp16_trainer(scaler: torch.amp.GradScaler, folder: Path, **options: Any) -> Any:
     import lightning.pytorch as pl
 
-    from spark_elastic.torch.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticStrategy
 
     return pl.Trainer(
         accelerator="cpu",
@@ -232,8 +232,8 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
 ) -> None:
     import lightning.pytorch as pl
 
-    from spark_elastic.torch import lightning
-    from spark_elastic.torch.data_loader import ElasticDataLoader
+    from spark_elastic.handwritten.data_loader import ElasticDataLoader
+    from spark_elastic.integrations import lightning
 
     class Net(pl.LightningModule):  # type: ignore[misc]
         breaks = True
@@ -267,7 +267,7 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
 def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> None:
     import lightning.pytorch as pl
 
-    from spark_elastic.torch.data_loader import ElasticDataLoader
+    from spark_elastic.handwritten.data_loader import ElasticDataLoader
 
     found: list[bool] = []
 
@@ -298,7 +298,7 @@ def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) ->
     import lightning.pytorch as pl
 
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticStrategy
 
     class Net(pl.LightningModule):
         def __init__(self) -> None:

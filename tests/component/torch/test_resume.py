@@ -13,10 +13,10 @@ import pytest
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     RUN,

@@ -16,7 +16,7 @@ import torch
 
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import progress, rank
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import (
     CLASSES,
     ROWS,

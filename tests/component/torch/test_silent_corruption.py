@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import progress, rank
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.torch.job import CLASSES, WIDTH, Follower, Job, launcher, make_data, train_elastic
 from tests.component.torch.nets import sgd

@@ -16,11 +16,11 @@ from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, Phase, Position
-from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.training.spec import Rows
+from spark_elastic.training.torch.callbacks import Callback, Training
+from spark_elastic.training.torch.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
 from spark_elastic.worker.program import Stopped
 from tests.checkpoints import reload_from_checkpoint
 from tests.component.torch.elastic_jobs import JOBS

@@ -24,9 +24,9 @@ from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
 from tests.pages import blocks
 from tests.unit.torch.worlds import run_in_world

@@ -12,11 +12,11 @@ import cloudpickle
 import pytest
 import torch
 
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.torch.callbacks import Callback, Training
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.hooked_job import ForkingLoss, check_history, make_job, train_hooked_plain
 from tests.component.torch.job import (

@@ -24,11 +24,11 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.estimators import two_rows
 from spark_elastic.estimators.torch_objects import check_on_two_rows
+from spark_elastic.gradients.generators import get_generators
 from spark_elastic.torch import progress
-from spark_elastic.torch.callbacks import Callback, EarlyStopping, Training
-from spark_elastic.torch.generators import get_generators
-from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.torch.callbacks import Callback, EarlyStopping, Training
+from spark_elastic.training.torch.spec import TorchUserObjects
 from tests.component.torch.job import CLASSES, WIDTH, Job, make_data
 
 Data = tuple[Store, Manifest]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from spark_elastic.torch import loggers
-from spark_elastic.torch.callbacks import Training
-from spark_elastic.torch.loggers import WandbLogger
+from spark_elastic.integrations import loggers
+from spark_elastic.integrations.loggers import WandbLogger
+from spark_elastic.training.torch.callbacks import Training
 from tests.leaks import SessionOwned
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed: ./build.sh wandb")

@@ -21,9 +21,9 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World

@@ -8,7 +8,7 @@ from typing import Any
 from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
+from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

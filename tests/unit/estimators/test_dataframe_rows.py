@@ -11,10 +11,10 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframe_rows import ScannedRows, refuse_conversions
+from spark_elastic.estimators.dataframes.file_scan import NoFileScan
+from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import build_request
-from spark_elastic.spark.dataframes.file_scan import NoFileScan
-from spark_elastic.spark.dataframes.scan import MissingValues
 from tests.unit.estimators.requests import request, values
 
 

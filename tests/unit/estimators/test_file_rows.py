@@ -14,11 +14,11 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
+from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.fit_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.unit.estimators.requests import request
 
 SESSION: Any = SimpleNamespace()

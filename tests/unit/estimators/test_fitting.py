@@ -38,8 +38,8 @@ from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.monitoring import listener
 from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.owned_run import OwnedRun
-from spark_elastic.torch.train.spec import TorchUserObjects
+from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.training.torch.spec import TorchUserObjects
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request
 

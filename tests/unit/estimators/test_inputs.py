@@ -29,8 +29,8 @@ from pyspark.sql.types import (
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
+from spark_elastic.estimators.dataframes import scan
 from spark_elastic.estimators.transformer import model_input
-from spark_elastic.spark.dataframes import scan
 
 
 @pytest.fixture(autouse=True)

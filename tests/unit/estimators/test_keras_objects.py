@@ -26,9 +26,9 @@ from spark_elastic.estimators.keras_objects import (
     find_activation,
 )
 from spark_elastic.estimators.outputs import count_numbers
-from spark_elastic.keras.train.archive import Archive, collect_custom_objects
-from spark_elastic.keras.train.batching import order_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
+from spark_elastic.training.keras.archive import Archive, collect_custom_objects
+from spark_elastic.training.keras.batching import order_labels
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from spark_elastic.errors import InvalidInput, JobCancelled
-from spark_elastic.estimators.optuna_pruning import TrialPruning
+from spark_elastic.integrations.optuna_pruning import TrialPruning
 
 
 def _play_fit(pruning: TrialPruning, losses: list[float]) -> None:

@@ -27,7 +27,7 @@ from spark_elastic.estimators.predictor import (
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import build_request
-from spark_elastic.torch.train.spec import BatchBuilder
+from spark_elastic.training.torch.spec import BatchBuilder
 from spark_elastic.training.transformation import transform_columns
 from tests.unit.estimators.requests import values
 

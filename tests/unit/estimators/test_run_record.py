@@ -13,15 +13,15 @@ pytest.importorskip("pyspark")
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fit_rows
+from spark_elastic.estimators.dataframes.materialize import compare_digests
+from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.elastic_estimator import check_run_ids
 from spark_elastic.estimators.fit_rows import TableRows, build_record
 from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Fence, Phase, Position
-from spark_elastic.spark.dataframes.materialize import compare_digests
-from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.state.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.training.identity import WEIGHTS
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request as file_request

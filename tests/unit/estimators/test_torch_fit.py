@@ -13,8 +13,8 @@ pytest.importorskip("pyspark")
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import load_trained_module
 from spark_elastic.estimators.torch_objects import check_torch_objects
-from spark_elastic.torch.train.state import TorchTrainingState
-from spark_elastic.torch.train.trainer import TorchTrainer
+from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.torch.trainer import TorchTrainer
 from tests.unit.estimators.requests import values
 
 

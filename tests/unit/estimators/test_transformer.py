@@ -15,9 +15,9 @@ pytest.importorskip("pyspark")
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
+from spark_elastic.estimators.dataframes.scan import MissingKind
 from spark_elastic.estimators.predict_udf import MissingRows
 from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_shapes
-from spark_elastic.spark.dataframes.scan import MissingKind
 
 
 def table(columns: list[str], sensitive: str = "false") -> Any:

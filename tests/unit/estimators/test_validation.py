@@ -21,9 +21,9 @@ from spark_elastic.estimators import torch_objects
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import FitRequest, build_request
-from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
-from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.torch.build_optimizer import build_optimizer
+from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from tests.unit.estimators.requests import net, values
 
 

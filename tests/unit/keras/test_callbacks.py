@@ -11,7 +11,7 @@ import pytest
 
 import spark_elastic.keras as hvd
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras import callbacks as schedules
+from spark_elastic.horovod.keras import callbacks as schedules
 
 X = np.random.default_rng(0).normal(size=(24, 3))
 Y = X.sum(axis=1, keepdims=True)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras.train.trainer import prepare_gpus
+from spark_elastic.training.keras.trainer import prepare_gpus
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras import torch_optimizer
-from spark_elastic.keras.torch_optimizer import DistributedOptimizer
-from spark_elastic.ops import distributed_optimizer
-from spark_elastic.ops.reduction import Adasum, Sum
-from spark_elastic.state.handlers import to_array
+from spark_elastic.gradients.reduction import Adasum, Sum
+from spark_elastic.horovod.keras import torch_optimizer
+from spark_elastic.horovod.keras.torch_optimizer import DistributedOptimizer
+from spark_elastic.horovod.ops import distributed_optimizer
+from spark_elastic.runs.handlers import to_array
 
 
 class RecordingOptimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from spark_elastic.driver.job import unpack_results
 from spark_elastic.errors import (
     FailureBudgetExceeded,
     JobCancelled,
@@ -13,7 +14,6 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
-from spark_elastic.launch.job import unpack_results
 from spark_elastic.protocol.commands import End, JobOutcome
 
 ENDS = {

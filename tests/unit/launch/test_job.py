@@ -10,17 +10,17 @@ import threading
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 
 

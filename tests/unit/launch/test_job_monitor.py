@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from spark_elastic.driver.job_monitor import JobListener, JobMonitor
 from spark_elastic.driver.journal import Journal
-from spark_elastic.launch.job_monitor import JobListener, JobMonitor
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.driver.state import JobStage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.launch.job_monitor import MAX_OTHER_HEARTBEATS, StallDetector
+from spark_elastic.driver.job_monitor import MAX_OTHER_HEARTBEATS, StallDetector
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
 from spark_elastic.protocol.events import DriverEvent, Received, Tick, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat

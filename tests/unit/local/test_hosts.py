@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from spark_elastic.local.launcher import HostSlots, find_remote_hosts
+from spark_elastic.clusters.local.launcher import HostSlots, find_remote_hosts
 
 
 def test_hosts_are_filled_in_their_order() -> None:

@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.local.launcher import HostSlots
+from spark_elastic.clusters.local.ssh import (
+    BOOTSTRAP,
+    READY,
+    RemoteEnd,
+    SshOptions,
+    SshProcess,
+    export_environment,
+)
+from spark_elastic.clusters.local.ssh_launcher import SshLauncher
 from spark_elastic.errors import PreflightError
-from spark_elastic.local.launcher import HostSlots
-from spark_elastic.local.ssh import BOOTSTRAP, READY, RemoteEnd, SshOptions, SshProcess, export_environment
-from spark_elastic.local.ssh_launcher import SshLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
 from tests.patience import until
 

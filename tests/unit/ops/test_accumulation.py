@@ -9,8 +9,8 @@ import pytest
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops import distributed_optimizer
-from spark_elastic.ops.distributed_optimizer import GradientAccumulator, validate_backward_passes
+from spark_elastic.horovod.ops import distributed_optimizer
+from spark_elastic.horovod.ops.distributed_optimizer import GradientAccumulator, validate_backward_passes
 
 
 def make_accumulator(passes: int, average: bool = False) -> GradientAccumulator[Array]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import Group
-from spark_elastic.ops.flat_allreduce import ALIGN, FlatAllreduce, FlatBuffer
+from spark_elastic.gradients.flat_allreduce import ALIGN, FlatAllreduce, FlatBuffer
 from tests.unit.torch.worlds import run_in_world
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies
 
 from elastic_collectives import CollectiveTimeout, MismatchError
-from spark_elastic.ops.negotiation import (
+from spark_elastic.horovod.ops.negotiation import (
     ALLGATHER,
     ALLREDUCE,
     BROADCAST,

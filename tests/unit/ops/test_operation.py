@@ -11,10 +11,10 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
-from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
-from spark_elastic.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
-from spark_elastic.ops.operation_queue import OperationQueue
-from spark_elastic.ops.process_sets import SingleProcessGroup
+from spark_elastic.gradients.process_sets import SingleProcessGroup
+from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, Request
+from spark_elastic.horovod.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
+from spark_elastic.horovod.ops.operation_queue import OperationQueue
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 

@@ -18,7 +18,7 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import (
+from spark_elastic.horovod.ops.negotiation import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -27,8 +27,8 @@ from spark_elastic.ops.negotiation import (
     REDUCESCATTER,
     Request,
 )
-from spark_elastic.ops.operation import CompletionSignal, Operation
-from spark_elastic.ops.operation_queue import OperationQueue
+from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
+from spark_elastic.horovod.ops.operation_queue import OperationQueue
 
 CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed

@@ -10,9 +10,7 @@ import pytest
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import ALLREDUCE, Request
-from spark_elastic.ops.operations import get_queue
-from spark_elastic.ops.process_sets import (
+from spark_elastic.gradients.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,
@@ -21,6 +19,8 @@ from spark_elastic.ops.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
+from spark_elastic.horovod.ops.negotiation import ALLREDUCE, Request
+from spark_elastic.horovod.ops.operations import get_queue
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.process_sets import global_process_set
-from spark_elastic.ops.reduction import (
+from spark_elastic.gradients.process_sets import global_process_set
+from spark_elastic.gradients.reduction import (
     Adasum,
     Average,
     Compressor,

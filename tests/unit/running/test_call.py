@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from spark_elastic.clusters.run import call as running
+from spark_elastic.clusters.run.call import decode_results, prepare
+from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch.job import LaunchResult
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.running import call as running
-from spark_elastic.running.call import decode_results, prepare
 from spark_elastic.worker.program import encode_result
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.run.call import prepare
 from spark_elastic.errors import InvalidInput
-from spark_elastic.running import captures
-from spark_elastic.running.call import prepare
 
 KINDS = ["SparkSession", "SparkContext", "DataFrame", "RDD", "Broadcast"]
 
@@ -129,6 +129,6 @@ def test_something_that_is_neither_function_nor_script_is_refused(fn: Any, word:
 
 
 def test_a_call_on_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["spark_elastic.running.call"], "get_context", object)
+    monkeypatch.setattr(sys.modules["spark_elastic.clusters.run.call"], "get_context", object)
     with pytest.raises(InvalidInput, match="on a worker"):
         prepare(print, (), {})

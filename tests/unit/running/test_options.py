@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spark_elastic.clusters.run.options import ALIASES, REFUSED, parse
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.job import make_limits
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch.job import make_limits
 from spark_elastic.protocol.types import Limits
-from spark_elastic.running.options import ALIASES, REFUSED, parse
 
 # What Horovod's `spark.run_elastic`, `spark.run` and `run` take beside function and arguments.
 HOROVOD = {

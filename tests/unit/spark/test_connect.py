@@ -14,12 +14,12 @@ pytest.importorskip("pyspark")
 import pyarrow as pa
 from pyspark.errors import PySparkNotImplementedError
 
+from spark_elastic.clusters.spark import connect
+from spark_elastic.clusters.spark.host_facts import has_context
+from spark_elastic.clusters.spark.probe import ProbeSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.spark import connect
-from spark_elastic.spark.probe import ProbeSpec
-from spark_elastic.spark.session import has_context
 from spark_elastic.testing.fakes import FakeClock
 
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs, mark_jobs, set_description
+from spark_elastic.clusters.spark.launcher import SparkLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.spark.launcher import SparkLauncher
-from spark_elastic.spark.session import DESCRIPTION, describe_jobs, mark_jobs, set_description
 from spark_elastic.testing.fakes import FakeClock
 
 

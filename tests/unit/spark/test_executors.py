@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clusters.spark import executors
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
-from spark_elastic.spark import executors
 from spark_elastic.testing.fakes import FakeClock
 
 

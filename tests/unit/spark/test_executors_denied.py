@@ -11,10 +11,10 @@ pytest.importorskip("pyspark")
 
 from py4j.protocol import Py4JError
 
-from spark_elastic.spark.dataframes.materialize import _describe_source
-from spark_elastic.spark.dataframes.store_access import check_store_access
-from spark_elastic.spark.executors import ExecutorWatch
-from spark_elastic.spark.preflight import _count_live_executors
+from spark_elastic.clusters.spark.executors import ExecutorWatch
+from spark_elastic.clusters.spark.preflight import _count_live_executors
+from spark_elastic.estimators.dataframes.materialize import _describe_source
+from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
@@ -32,7 +32,7 @@ class DeniedGateway:
 def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "spark_elastic.spark")
+    caplog.set_level("INFO", "spark_elastic.clusters.spark")
     context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway))
     watch = ExecutorWatch(context, FakeClock())
     watch.start(lambda event: None)

@@ -8,8 +8,13 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark import settings
-from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS, choose_gpus_of_slot, make_slot_profile
+from spark_elastic.clusters.spark import settings
+from spark_elastic.clusters.spark.settings import (
+    EXECUTOR_GPUS,
+    TASK_GPUS,
+    choose_gpus_of_slot,
+    make_slot_profile,
+)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clusters.spark.slot_task import classify_error
 from spark_elastic.driver.thread_launcher import SlotEnd
-from spark_elastic.spark.slot_task import classify_error
 
 LOST = (
     "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"

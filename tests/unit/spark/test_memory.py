@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from spark_elastic.clusters.spark.settings import (
+    ExecutorMemory,
+    explain_shortage,
+    parse_size,
+    read_executor_memory,
+)
 from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
-from spark_elastic.spark.settings import ExecutorMemory, explain_shortage, parse_size, read_executor_memory
 
 G = 1 << 30
 M = 1 << 20

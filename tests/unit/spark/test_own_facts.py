@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("pyspark")
 
 import spark_elastic
+from spark_elastic.clusters.spark.host_facts import collect_host_facts, get_session
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.session import collect_host_facts, get_session
 
 
 def test_host_facts_are_those_of_this_process() -> None:

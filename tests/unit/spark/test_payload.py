@@ -10,9 +10,7 @@ import cloudpickle
 import pytest
 from py4j.protocol import Py4JJavaError
 
-from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.payload import (
+from spark_elastic.clusters.spark.payload import (
     INLINE_AT_MOST,
     ArtifactPayload,
     InlinePayload,
@@ -21,7 +19,9 @@ from spark_elastic.spark.payload import (
     make_payload,
     make_program_payload,
 )
-from spark_elastic.state.checkpoint import CheckpointPolicy
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.worker.function_program import FunctionProgram
 
 

@@ -10,9 +10,9 @@ import cloudpickle
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.spark import probe as meeting
+from spark_elastic.clusters.spark.probe import PeerCheck, Probe
 from spark_elastic.data.store import Store
-from spark_elastic.spark import probe as meeting
-from spark_elastic.spark.probe import PeerCheck, Probe
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clusters.spark.preflight import ProbeJob, _run_probes, _translate_error
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.preflight import ProbeJob, _run_probes, _translate_error
 
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 

@@ -14,12 +14,12 @@ pytest.importorskip("pyspark")
 
 from pyspark.sql import SparkSession
 
+from spark_elastic.clusters.spark.host_facts import collect_host_facts
+from spark_elastic.clusters.spark.probe import Probe, ProbeSpec, check_reports, make_version_check, open_probe
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, PreflightError, StoreError
+from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
-from spark_elastic.spark.dataframes.store_access import check_store_access
-from spark_elastic.spark.probe import Probe, ProbeSpec, check_reports, make_version_check, open_probe
-from spark_elastic.spark.session import collect_host_facts
 
 
 def test_a_probe_dials_the_driver() -> None:

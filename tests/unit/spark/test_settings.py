@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.settings import find_harmful_settings, warn_about_settings
+from spark_elastic.clusters.spark.settings import find_harmful_settings, warn_about_settings
 
 ENCRYPTED = {"spark.network.crypto.enabled": "true"}
 

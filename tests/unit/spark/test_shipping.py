@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("pyspark")
 
 import elastic_collectives
+from spark_elastic.clusters.spark import shipping
+from spark_elastic.clusters.spark.shipping import PACKAGES, _find_folder, pack
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark import shipping
-from spark_elastic.spark.shipping import PACKAGES, _find_folder, pack
 
 
 def test_a_package_is_packed_whole_and_without_caches(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clusters.spark import host_facts as session
+from spark_elastic.clusters.spark import slot_task
+from spark_elastic.clusters.spark.payload import InlinePayload
+from spark_elastic.clusters.spark.settings import ExecutorMemory
+from spark_elastic.clusters.spark.slot_task import SlotTask, find_host
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
-from spark_elastic.spark import session, slot_task
-from spark_elastic.spark.payload import InlinePayload
-from spark_elastic.spark.settings import ExecutorMemory
-from spark_elastic.spark.slot_task import SlotTask, find_host
 
 ADDRESS = "10.0.0.7"
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.spark.probe import make_version_check
-from spark_elastic.spark.session import collect_host_facts
+from spark_elastic.clusters.spark.host_facts import collect_host_facts
+from spark_elastic.clusters.spark.probe import make_version_check
 
 DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
 

@@ -26,7 +26,7 @@ from spark_elastic.protocol.types import (
     Position,
     World,
 )
-from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
+from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 
 DEADLINE = 20.0  # seconds
 

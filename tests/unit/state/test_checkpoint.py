@@ -20,9 +20,9 @@ from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state import owned_run
-from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, format_checkpoint_name
-from spark_elastic.state.owned_run import OwnedRun
+from spark_elastic.runs import owned_run
+from spark_elastic.runs.checkpoint import CheckpointStore, CheckpointWriter, format_checkpoint_name
+from spark_elastic.runs.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 

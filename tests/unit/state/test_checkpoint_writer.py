@@ -12,8 +12,8 @@ import pytest
 
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state import checkpoint as checkpoint_writer
-from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter
+from spark_elastic.runs import checkpoint as checkpoint_writer
+from spark_elastic.runs.checkpoint import CheckpointStore, CheckpointWriter
 from tests.patience import until
 
 FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)

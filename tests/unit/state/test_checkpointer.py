@@ -11,13 +11,13 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.object_state import ObjectState, State
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state import checkpoint
-from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, CheckpointStore, SnapshotReader
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.handlers import StateHandler
-from spark_elastic.state.snapshot import PickleCodec, Snapshot
-from spark_elastic.state.state import ObjectState, State
+from spark_elastic.runs import checkpoint
+from spark_elastic.runs.checkpoint import Checkpointer, CheckpointPolicy, CheckpointStore, SnapshotReader
+from spark_elastic.runs.handlers import StateHandler
+from spark_elastic.runs.snapshot import PickleCodec, Snapshot
 from tests.memory_store import make_memory_store
 from tests.unit.state.stage import FakeDriver, FakeSession
 

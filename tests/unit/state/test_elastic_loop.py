@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten.elastic_loop import choose_source, elastic
+from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, ObjectState, State
 from spark_elastic.protocol.types import START, Fence, HostUpdateResult, Phase, Position, World
-from spark_elastic.state.elastic_loop import choose_source, elastic
-from spark_elastic.state.state import HostsUpdatedInterrupt, ObjectState, State
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 from tests.unit.state.weights import Weights, WeightsState
 

@@ -16,9 +16,9 @@ from elastic_collectives import CollectiveError
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.sampler import ElasticSampler
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.state import snapshot as snapshot_module
-from spark_elastic.state.handlers import StateHandler, find_handler
-from spark_elastic.state.state import ObjectState
+from spark_elastic.handwritten.object_state import ObjectState
+from spark_elastic.runs import snapshot as snapshot_module
+from spark_elastic.runs.handlers import StateHandler, find_handler
 from tests.unit.state.stage import FakeDriver, FakeSession
 from tests.unit.state.weights import Weights, WeightsState
 

@@ -11,9 +11,8 @@ import pytest
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.protocol.types import START
-from spark_elastic.state.sharded_commits import ShardedCommits
-from spark_elastic.state.shards import (
+from spark_elastic.handwritten.sharded_commits import ShardedCommits
+from spark_elastic.handwritten.shards import (
     CommitKey,
     DividedTensor,
     LostCommit,
@@ -21,7 +20,8 @@ from spark_elastic.state.shards import (
     RestorableCommit,
     get_shard_range,
 )
-from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
+from spark_elastic.protocol.types import START
+from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 
 ROWS = 7  # of a tensor with one float64 in each
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.sharded_state import DividedHandler, ShardedState
-from spark_elastic.state.shards import DividedTensor, get_shard_range
-from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.sharded_state import DividedHandler, ShardedState
+from spark_elastic.handwritten.shards import DividedTensor, get_shard_range
+from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
 STEPS, ROWS = 8, (7, 2)  # rows of the two tensors

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from spark_elastic.state.shards import (
+from spark_elastic.handwritten.shards import (
     CommitKey,
     DividedTensor,
     LostCommit,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.state.snapshot import SnapshotBuffer, SnapshotBuilder
+from spark_elastic.runs.snapshot import SnapshotBuffer, SnapshotBuilder
 
 
 def at(number: int) -> Position:

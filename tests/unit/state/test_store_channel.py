@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.state.store_channel import SEND_EVERY, ChannelEnd, StoreChannel
+from spark_elastic.runs.store_channel import SEND_EVERY, ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

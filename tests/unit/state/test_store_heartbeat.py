@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from spark_elastic.errors import StoreError
-from spark_elastic.state.store_channel import LOOK_EVERY, STALE_AFTER, StoreHeartbeat, wait_until_stale
+from spark_elastic.runs.store_channel import LOOK_EVERY, STALE_AFTER, StoreHeartbeat, wait_until_stale
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.state.handlers import SnapshotHandler
-from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
-from spark_elastic.state.state import ObjectState
+from spark_elastic.handwritten.object_state import ObjectState
+from spark_elastic.runs.handlers import SnapshotHandler
+from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 
 
 class Weights:

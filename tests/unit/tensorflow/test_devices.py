@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from spark_elastic.tensorflow.devices import SlotGpuSelection
+from spark_elastic.training.keras.devices import SlotGpuSelection
 from spark_elastic.worker.context import get_process_context
 
 

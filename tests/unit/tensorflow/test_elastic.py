@@ -12,8 +12,8 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.handlers import to_array
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.runs.handlers import to_array
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 

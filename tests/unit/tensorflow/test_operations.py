@@ -13,8 +13,8 @@ import spark_elastic.keras as hvd_keras
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.tensorflow import gathering
-from spark_elastic.tensorflow.arrays import call, copy_arrays
+from spark_elastic.horovod.tensorflow import gathering
+from spark_elastic.horovod.tensorflow.arrays import call, copy_arrays
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.ops import process_sets
-from spark_elastic.state import session as loop_session
-from spark_elastic.torch.gradients import gradient_sync as rounds
+from spark_elastic.gradients import process_sets
+from spark_elastic.handwritten import session as loop_session
+from spark_elastic.horovod.torch import gradient_sync as rounds
 from spark_elastic.worker import session
 from spark_elastic.worker.context import GroupContext, WorkerContext
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread

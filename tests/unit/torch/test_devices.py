@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.devices import SlotGpuSelection, select_device
-from spark_elastic.torch.generators import get_device_rng_state, seeded_rng
+from spark_elastic.gradients.devices import SlotGpuSelection, select_device
+from spark_elastic.gradients.generators import get_device_rng_state, seeded_rng
 from spark_elastic.worker.context import get_process_context
 
 

@@ -17,9 +17,9 @@ import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.torch_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.protocol.types import HostUpdateResult, MembershipVersion
-from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.torch.elastic import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.worker.context import GroupContext, get_context, get_process_context
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 

@@ -17,11 +17,16 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.sharded_commits import ShardBuilder
-from spark_elastic.state.shards import DividedTensor, get_shard_range, lay_out
-from spark_elastic.state.snapshot import SnapshotBuilder
-from spark_elastic.torch.elastic import ElasticSampler, ModelStateHandler, OptimizerStateHandler, TorchState
-from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
+from spark_elastic.handwritten.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
+from spark_elastic.handwritten.sharded_commits import ShardBuilder
+from spark_elastic.handwritten.shards import DividedTensor, get_shard_range, lay_out
+from spark_elastic.handwritten.torch_state import (
+    ElasticSampler,
+    ModelStateHandler,
+    OptimizerStateHandler,
+    TorchState,
+)
+from spark_elastic.runs.snapshot import SnapshotBuilder
 
 RANK, SIZE = 1, 4
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch import loggers
-from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.loggers import MLflowLogger, TensorBoardLogger
+from spark_elastic.integrations import loggers
+from spark_elastic.integrations.loggers import MLflowLogger, TensorBoardLogger
+from spark_elastic.training.torch.callbacks import Callback, Training
 
 
 def _make_training(rank: int) -> Training:

@@ -15,8 +15,8 @@ import torch
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.reduction import Compressor
-from spark_elastic.torch import optimizer as optimizer_module
+from spark_elastic.gradients.reduction import Compressor
+from spark_elastic.horovod.torch import optimizer as optimizer_module
 from tests.unit.torch.worlds import World
 
 DTYPES = [

@@ -12,8 +12,13 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.arithmetic import reduce_parts
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from spark_elastic.ops.reduction import Compressor
+from spark_elastic.gradients.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from spark_elastic.gradients.reduction import Compressor
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
 from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
 from tests.unit.torch.worlds import run_in_world

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.elastic_loop import ENTERED, STATE
-from spark_elastic.torch import data_loader
-from spark_elastic.torch.elastic import ElasticDataLoader, TorchState
+from spark_elastic.handwritten import data_loader
+from spark_elastic.handwritten.elastic_loop import ENTERED, STATE
+from spark_elastic.handwritten.torch_state import ElasticDataLoader, TorchState
 
 SHARES, ROWS, BATCH = 5, 23, 8
 

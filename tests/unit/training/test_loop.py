@@ -11,8 +11,8 @@ import pytest
 from elastic_collectives import CollectiveError
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state.checkpoint import CheckpointStore, SnapshotReader
-from spark_elastic.state.snapshot import PickleCodec
+from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
+from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.training import loop as module
 from spark_elastic.training.loop import TrainingLoop
 from tests.memory_store import make_memory_store

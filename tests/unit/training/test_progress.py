@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.training.progress import StepSums, TrainingProgress, select_figures, to_json_values
-from spark_elastic.training.step_summary import StepDecision
 
 
 def decision(loss: float, denominator: float, rows: int) -> StepDecision:

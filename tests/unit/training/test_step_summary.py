@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, Phase, Position
-from spark_elastic.training.step_summary import StepDecision
 
 
 def decision(loss: float) -> StepDecision:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.ops.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
+from spark_elastic.gradients.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Completed, WorkerHandle, decode_result

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from spark_elastic.handwritten import torch_state as elastic
 from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, MembershipVersion
 from spark_elastic.rendezvous.messages import WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
-from spark_elastic.torch import elastic
 from spark_elastic.worker.context import start_call
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager

@@ -10,9 +10,9 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, add_note
+from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.rendezvous.auth_middleware import RequestLimits
-from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.worker import program as raised_module
 from spark_elastic.worker.program import (
     LINE_AT_MOST,

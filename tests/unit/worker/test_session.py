@@ -11,8 +11,8 @@ import pytest
 
 import spark_elastic
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.checkpoint import CHECKPOINTER
-from spark_elastic.state.session import get_session
+from spark_elastic.handwritten.session import get_session
+from spark_elastic.runs.checkpoint import CHECKPOINTER
 from spark_elastic.worker.context import WorkerContext, set_context
 
 

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from spark_elastic.tables.existing_parquet import describe_parquet
 
 ROWS, GROUPS = 1000, 6
 

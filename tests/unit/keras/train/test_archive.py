@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.keras.train.archive import Archive, save_model
-from spark_elastic.keras.train.compiled import CompiledLosses
+from spark_elastic.training.keras.archive import Archive, save_model
+from spark_elastic.training.keras.compiled import CompiledLosses
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 X = np.random.default_rng(0).normal(size=(8, 2)).astype("f")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("keras")
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.keras.train.batching import Inputs
+from spark_elastic.training.keras.batching import Inputs
 
 
 def test_a_custom_class_of_inputs_gets_the_result_of_the_transformation() -> None:

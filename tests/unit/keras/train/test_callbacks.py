@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.keras.train.callbacks import KerasCallbackList, build_keras_logs
+from spark_elastic.training.keras.callback_list import KerasCallbackList, build_keras_logs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}

@@ -11,8 +11,13 @@ import pytest
 
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras.train.compiled import SUMS_ACTIVITY, CompiledLosses, CompiledMetrics, activity_by_row
 from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.keras.compiled import (
+    SUMS_ACTIVITY,
+    CompiledLosses,
+    CompiledMetrics,
+    activity_by_row,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 WIDTH, CLASSES = 5, 3
@@ -64,7 +69,7 @@ def test_classes_that_are_no_whole_numbers_are_refused(loss: Any) -> None:
 def test_activity_penalties_that_older_keras_sums_are_a_number_for_each_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spark_elastic.keras.train.compiled.SUMS_ACTIVITY", True)
+    monkeypatch.setattr("spark_elastic.training.keras.compiled.SUMS_ACTIVITY", True)
     layer = keras.layers.Dense(2, activity_regularizer="l2")
     model, rows, own = (
         keras.Sequential([keras.Input((3,)), layer]),

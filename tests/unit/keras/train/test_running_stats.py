@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from spark_elastic.keras.train.step import RunningStats
+from spark_elastic.training.keras.step import RunningStats
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ROWS = np.random.default_rng(1).normal(size=(6, 3)).astype("f")

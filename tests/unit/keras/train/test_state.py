@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree
 from spark_elastic.protocol.types import START
-from spark_elastic.state.snapshot import SnapshotBuilder, build_snapshot
+from spark_elastic.runs.snapshot import SnapshotBuilder, build_snapshot
+from spark_elastic.training.keras.state import from_json_tree, is_plain, to_json_tree
 
 
 def test_plain_values_survive_a_round_trip() -> None:

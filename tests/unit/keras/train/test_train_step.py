@@ -11,12 +11,12 @@ import pytest
 
 from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
-from spark_elastic.keras.train.state import KerasTrainingState
-from spark_elastic.keras.train.step import Structure, TrainStep
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
+from spark_elastic.training.keras.state import KerasTrainingState
+from spark_elastic.training.keras.step import Structure, TrainStep
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import pytest
 
-from spark_elastic.keras.train.step import describe_world_dependence
+from spark_elastic.training.keras.step import describe_world_dependence
 
 WIDTH = 3
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.spark.dataframes import file_scan
-from spark_elastic.spark.dataframes.file_scan import NoFileScan, find_file_scan
+from spark_elastic.estimators.dataframes import file_scan
+from spark_elastic.estimators.dataframes.file_scan import NoFileScan, find_file_scan
 
 LEAF = "Relation [x#5L,y#6,k#8] parquet"
 TABLE = "Relation spark_catalog.default.tt[x#5L,y#6,k#8] parquet"

@@ -11,8 +11,8 @@ import pytest
 
 from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.spark.dataframes import materialize
-from spark_elastic.spark.dataframes.materialize import WriteOptions, _Target, warn_about_small_partitions
+from spark_elastic.estimators.dataframes import materialize
+from spark_elastic.estimators.dataframes.materialize import WriteOptions, _Target, warn_about_small_partitions
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pyspark.sql.types import (
 )
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.dataframes.schema import (
+from spark_elastic.estimators.dataframes.schema import (
     ColumnType,
     check_columns,
     check_validation_column,

@@ -11,7 +11,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
+from spark_elastic.estimators.dataframes.store_access import check_store_access, to_spark_url
 from tests.memory_store import make_memory_store
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.torch.gradients.buckets import (
+from spark_elastic.gradients.buckets import (
     ALIGN,
     FIRST_BUCKET,
     ParameterSpec,

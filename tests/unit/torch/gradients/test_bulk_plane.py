@@ -14,8 +14,8 @@ import torch.distributed as dist
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
-from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep, BulkSums, _Planes
-from spark_elastic.torch.gradients.exchange_options import DEFAULT_OPTIONS
+from spark_elastic.gradients.bulk_plane import BulkPlane, BulkStep, BulkSums, _Planes
+from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS
 from tests import simulated_nccl
 from tests.devices import use_device
 from tests.unit.torch.worlds import run_in_world
@@ -165,7 +165,7 @@ def test_every_rank_names_the_ranks_without_a_communicator(first: int) -> None:
         return tuple(error.value.ranks)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("spark_elastic.torch.gradients.bulk_plane.BUILD_TIMEOUT", 30.0)
+        monkeypatch.setattr("spark_elastic.gradients.bulk_plane.BUILD_TIMEOUT", 30.0)
         assert run_in_world(2, work) == [(1,), (1,)]
 
 

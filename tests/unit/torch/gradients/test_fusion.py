@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.torch import tensors
-from spark_elastic.torch.gradients import step_reducer as fusion
-from spark_elastic.torch.gradients.buckets import build_buckets
-from spark_elastic.torch.gradients.exchange_options import build_specs
-from spark_elastic.torch.gradients.step_reducer import BucketMemory
+from spark_elastic.gradients import step_reducer as fusion
+from spark_elastic.gradients import tensors
+from spark_elastic.gradients.buckets import build_buckets
+from spark_elastic.gradients.exchange_options import build_specs
+from spark_elastic.gradients.step_reducer import BucketMemory
 from spark_elastic.worker.context import ProcessContext
 
 

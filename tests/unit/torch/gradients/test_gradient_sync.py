@@ -16,10 +16,10 @@ from elastic_collectives import Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.process_sets import ProcessSet, add_process_set
+from spark_elastic.gradients.process_sets import ProcessSet, add_process_set
+from spark_elastic.handwritten.torch_state import OptimizerStateHandler
+from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use, get_training_group
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
-from spark_elastic.torch.elastic import OptimizerStateHandler
-from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use, get_training_group
 from spark_elastic.worker.context import get_context, set_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 from tests.patience import until

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from spark_elastic.data.plan import Division
-from spark_elastic.torch.gradients.share_tree import plan_shares
+from spark_elastic.gradients.share_tree import plan_shares
 
 
 def add_up(numbers: list[float], division: Division) -> float:

@@ -12,8 +12,8 @@ from torch import nn
 from elastic_collectives import Group, MismatchError
 from spark_elastic.data.plan import compute_rank_shares
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.exchange_options import ExchangeOptions
 from tests.unit.torch.worlds import run_in_world
 
 SHARES, STEPS = 7, 2  # no power of two: subtrees of several sizes

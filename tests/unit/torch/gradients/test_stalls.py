@@ -10,8 +10,8 @@ from torch import nn
 
 from elastic_collectives import CollectiveTimeout, Group
 from spark_elastic.clock import SystemClock
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.exchange_options import ExchangeOptions, options_from_env
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
 from tests.unit.torch.worlds import run_in_world
 
 CLOCK = SystemClock()
@@ -30,7 +30,7 @@ def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0,
 
 
 def test_the_stall_check_names_parameters_and_missing_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
+    with caplog.at_level(logging.WARNING, "spark_elastic.gradients.stall"):
         run_in_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
@@ -43,7 +43,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
             step(group.subgroup(1, [1, 3]), ExchangeOptions(warn_after=2.5), (0.0, 3.5))
         group.barrier()
 
-    with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
+    with caplog.at_level(logging.WARNING, "spark_elastic.gradients.stall"):
         run_in_world(4, work)
     (line,) = caplog.messages
     assert line.endswith("for rank(s) 3, which have not sent theirs.")

@@ -15,9 +15,9 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.buffers import BufferMerge
-from spark_elastic.torch.train.forward import BufferSnapshot
 from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.torch.buffers import BufferMerge
+from spark_elastic.training.torch.forward import BufferSnapshot
 from tests.unit.torch.train.trainees import ROWS, TrainedModel, X
 from tests.unit.torch.worlds import run_in_world
 

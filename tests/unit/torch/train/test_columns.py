@@ -11,8 +11,8 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.loss import ModelLoss
-from spark_elastic.torch.train.spec import BatchBuilder
+from spark_elastic.training.torch.loss import ModelLoss
+from spark_elastic.training.torch.spec import BatchBuilder
 
 
 def test_an_in_place_operation_on_a_feature_does_not_change_the_label() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.train.forward import BufferSnapshot, rng_state, set_rng_state
+from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.training.torch.forward import BufferSnapshot, rng_state, set_rng_state
 
 
 def test_r03_buffers_come_back() -> None:

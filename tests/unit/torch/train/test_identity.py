@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
 
-from spark_elastic.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
-from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.training.identity import WEIGHTS
+from spark_elastic.training.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
+from spark_elastic.training.torch.spec import TorchUserObjects
 
 
 class UserNet(nn.Module):

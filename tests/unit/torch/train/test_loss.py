@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.loss import RowLoss
+from spark_elastic.training.torch.loss import RowLoss
 
 ROWS, CLASSES = 12, 4
 DRAW = torch.Generator().manual_seed(5)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.loss import LossResult, RowLoss
-from spark_elastic.torch.train.metrics import Metrics, name_metrics
-from spark_elastic.torch.train.state import TorchTrainingState
+from spark_elastic.training.torch.loss import LossResult, RowLoss
+from spark_elastic.training.torch.metrics import Metrics, name_metrics
+from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.trainer import sync_state
 from tests.checkpoints import reload_from_checkpoint
 from tests.unit.torch.worlds import run_in_world

@@ -14,17 +14,17 @@ from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import Division
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.exchange_options import ExchangeOptions
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
-from spark_elastic.torch.train.loss import MultiOutputLoss
-from spark_elastic.torch.train.metrics import Metrics
-from spark_elastic.torch.train.share_step import ShareStep, build_shares
-from spark_elastic.torch.train.spec import BatchBuilder
-from spark_elastic.torch.train.state import TorchTrainingState
-from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.torch.loss import MultiOutputLoss
+from spark_elastic.training.torch.metrics import Metrics
+from spark_elastic.training.torch.share_step import ShareStep, build_shares
+from spark_elastic.training.torch.spec import BatchBuilder
+from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.torch.step import GradientScaling
 from tests.unit.torch.worlds import run_in_world
 
 ROWS, SHARES, STEPS = 23, 5, 3

@@ -13,8 +13,8 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import START, Phase, Position
-from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.trainer import sync_state
 from tests.unit.torch.worlds import run_in_world
 

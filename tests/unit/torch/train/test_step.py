@@ -14,10 +14,10 @@ from torch import nn
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.torch.step import GradientScaling
 from spark_elastic.training.trainer import defer_interrupts
 from tests.unit.torch.train.trainees import (
     NEXT,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.callbacks import (
+from spark_elastic.training.torch.callbacks import (
     BestWeights,
     Callback,
     EarlyStopping,
@@ -17,8 +17,8 @@ from spark_elastic.torch.callbacks import (
     Training,
     get_monitored,
 )
-from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import check_watched
+from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import check_watched
 
 
 def measure_distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from spark_elastic.torch.train.forward import describe_world_dependence
+from spark_elastic.training.torch.forward import describe_world_dependence
 
 
 @pytest.mark.parametrize(

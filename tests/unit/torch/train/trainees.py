@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from elastic_collectives import Group
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.exchange_options import ExchangeOptions
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
-from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
-from spark_elastic.torch.train.loss import ModelLoss
-from spark_elastic.torch.train.metrics import Metrics
-from spark_elastic.torch.train.state import TorchTrainingState
-from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.torch.loss import ModelLoss
+from spark_elastic.training.torch.metrics import Metrics
+from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.torch.step import GradientScaling, TrainStep
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,197 @@
+"""Starts slots as processes of this machine: `driver.ports.Launcher` without a cluster.
+
+The thread of a slot waits for room in a `SlotPool`, starts the slot's process and waits for its end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from spark_elastic.clock import Clock
+from spark_elastic.clusters.local.slot import LocalSlot
+from spark_elastic.driver.ports import Post
+from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous.addresses import is_own_address
+from spark_elastic.worker import pickling
+from spark_elastic.worker.exits import describe_exit
+from spark_elastic.worker.imports import list_early_imports
+
+
+class SlotPool(Protocol):
+    """Room for slots on hosts. The threads of a launcher wait here."""
+
+    def acquire(self, launch: int) -> str | None:
+        """Wait for room. Returns the host that has it, or None once the pool is closed."""
+        ...
+
+    def release(self, host: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostSlots:
+    """A pool of hosts by name, each with a number of slots, that come and go.
+
+    Hosts are filled in the order in which they are listed. Where a slot has ended, the driver may refuse new ones:
+    other hosts come first, then the host whose last slot ended longest ago. Discovery's thread calls `update`.
+    """
+
+    def __init__(self, hosts: Mapping[str, int] | None = None) -> None:
+        self._change = threading.Condition()  # owns all other fields
+        self._room = dict(hosts or {})  # host -> its slots
+        self._taken: Counter[str] = Counter()  # host -> its slots that are in use
+        self._ends: dict[str, int] = {}  # host -> the number of the last slot end there
+        self._ended = 0
+        self._closed = False
+
+    def update(self, hosts: Mapping[str, int]) -> None:
+        """Use discovery's newest list. Slots on hosts that are gone stay until the driver ends them."""
+        with self._change:
+            self._room = dict(hosts)
+            self._change.notify_all()
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether discovery has named hosts."""
+        with self._change:
+            return bool(self._room)
+
+    def acquire(self, launch: int) -> str | None:
+        with self._change:
+            while not self._closed:
+                free = [host for host, room in self._room.items() if self._taken[host] < room]
+                if free:
+                    host = min(free, key=lambda host: self._ends.get(host, 0))
+                    self._taken[host] += 1
+                    return host
+                self._change.wait()
+            return None
+
+    def release(self, host: str) -> None:
+        with self._change:
+            self._taken[host] -= 1
+            self._ended += 1
+            self._ends[host] = self._ended
+            self._change.notify_all()
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+
+def find_remote_hosts(hosts: Mapping[str, int]) -> list[str]:
+    """The hosts that are not this machine."""
+    return [host for host in hosts if not _is_this_machine(host)]
+
+
+def _is_this_machine(host: str) -> bool:
+    return host in ("localhost", socket.gethostname()) or is_own_address(host)
+
+
+class LocalLauncher(ThreadPerSlotLauncher):
+    """Killing a slot's process loses the slot and its worker, as losing an executor with one slot would."""
+
+    grace = 1 / 2
+
+    def __init__(
+        self,
+        program: object,
+        pool: SlotPool,
+        clock: Clock,
+        preload: tuple[str, ...] = (),
+        interpreter: str = sys.executable,
+    ) -> None:
+        """
+        Args:
+            interpreter: path of the Python that slots run with.
+        """
+        super().__init__(clock)
+        self._program = program
+        self._payload = pickling.dumps(program)
+        self._pool = pool
+        self._preload = preload
+        self.interpreter = interpreter
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
+
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        imports = list_early_imports(self._program, self._preload)
+        super().start(replace(spec, preload=self._preload, imports=imports), post)
+
+    def slots(self) -> dict[int, int]:
+        """Living slot processes: number of the launch -> process id."""
+        alive = [
+            (launch, process) for launch, process in list(self.processes.items()) if process.poll() is None
+        ]
+        return {launch: process.pid for launch, process in alive}
+
+    def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
+        """Signal a slot process; its training child dies with it."""
+        self.processes[launch].send_signal(sig)
+
+    def close(self, timeout: float) -> list[str]:
+        self._closing.set()
+        self._pool.close()
+        return super().close(timeout)
+
+    def cancel(self) -> None:
+        for process in list(self.processes.values()):
+            process.kill()
+
+    def run_slot(self, launch: int) -> SlotEnd | None:
+        host = self._pool.acquire(launch)
+        if host is None:
+            return None
+        try:
+            return SlotEnd(self.run_process(launch, host))
+        finally:
+            self._pool.release(host)
+
+    def describe(self, launch: int, host: str, parent: int | None) -> bytes:
+        """What standard input brings to a slot's process, the program included. parent: as of `LocalSlot`."""
+        identity = SlotIdentity(slot=SlotId.build(launch, attempt=0), host=host)
+        return LocalSlot(self.spec, identity, parent, len(self._payload)).to_line() + self._payload
+
+    def run_process(self, launch: int, host: str) -> str:
+        """Returns why the slot ended."""
+        try:
+            process = _start_process(self.interpreter)
+        except (
+            OSError
+        ) as error:  # memory, processes or descriptors are used up: the driver launches another slot
+            return f"the slot's process could not be started ({error})"
+        self.processes[launch] = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with process.stdin as pipe:
+                pipe.write(self.describe(launch, host, os.getpid()))
+        except BrokenPipeError:
+            pass  # it was killed meanwhile; its exit code says how
+        with process.stdout as pipe:
+            reason = pipe.read().decode(errors="replace")
+        code = process.wait()
+        return reason if code == 0 else f"the slot process ended: {describe_exit(code)}"
+
+
+def _start_process(interpreter: str) -> subprocess.Popen[bytes]:
+    # Another Python has packages of its own.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if interpreter == sys.executable else {}
+    return subprocess.Popen(
+        [interpreter, "-m", "spark_elastic.clusters.local.slot"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # why it ended
+        # One thread, as Spark sets for its Python workers: several workers with a thread per core slow each other down.
+        env={"OMP_NUM_THREADS": "1", **os.environ, **path},
+    )

@@ -1,0 +1,272 @@
+"""`spark_elastic.run`: a function or a script on elastic workers. Runs in the caller's thread.
+
+`prepare` checks a call and returns a `Call`, which `run_on_spark` executes, or `cli` without Spark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.platforms import make_platform, resume_after_coordinator_loss
+from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.run import captures, early_imports, options
+from spark_elastic.config import ElasticConfig, check_environment
+from spark_elastic.data.store import Store
+from spark_elastic.driver.job import LaunchResult, make_limits
+from spark_elastic.errors import InvalidInput
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, supports_live_line
+from spark_elastic.monitoring.listener import close_within_deadline
+from spark_elastic.monitoring.log_forwarding import log_to_listener
+from spark_elastic.monitoring.report import JobReport
+from spark_elastic.protocol.types import Limits
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.worker.context import get_context
+from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.program import decode_result
+from spark_elastic.worker.script import Module, Script
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+T = TypeVar("T")
+
+
+class Results(list[T]):
+    """What the function returned on each worker, a list in rank order, and the job's report."""
+
+    def __init__(self, returned: Iterable[T], report: JobReport) -> None:
+        super().__init__(returned)
+        # Where the job's time went, and what losses cost.
+        self.report = report
+
+
+@overload
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    /,
+    *,
+    spark: SparkSession | None = None,
+    config: ElasticConfig | None = None,
+    **arguments: Any,
+) -> Results[T]: ...
+
+
+@overload
+def run(
+    fn: str | os.PathLike[str],
+    /,
+    *script_arguments: str,
+    spark: SparkSession | None = None,
+    config: ElasticConfig | None = None,
+    **arguments: Any,
+) -> Results[None]: ...
+
+
+def run(
+    fn: Any,
+    /,
+    *given: Any,
+    spark: SparkSession | None = None,
+    config: ElasticConfig | None = None,
+    **arguments: Any,
+) -> Results[Any]:
+    """Run `fn(*args, **kwargs)` on elastic workers over Spark. Returns their results in rank order, and the job's
+    `report`.
+
+    Args:
+        fn: a function, or the path of a script that runs as `__main__`, followed by its arguments. The function that
+            it passes to `spark_elastic.torch.elastic.run` continues through losses; all other code starts again, from
+            the beginning of `fn`, in the world after a loss.
+        arguments: num_workers (default: Spark's default parallelism), min_workers (num_workers: a lost worker is waited
+            for), max_workers (num_workers), env, stdout, verbose, prefix_output_with_timestamp, preload, run_id and
+            store (checkpoints are written, and a call with the same run_id continues from the newest one),
+            storage_options (fsspec's for the store, such as credentials), all fields of `ElasticConfig`, and the
+            arguments of Horovod's `run_elastic` under their names.
+
+    Raises:
+        InvalidInput: an argument is wrong, or `fn` captures what exists only on Spark's driver.
+        PreflightError: a host cannot load `fn`, lacks a package, or cannot reach the driver.
+        JobFailed: with its subclasses.
+        JobCancelled: the user or Spark ended the job.
+    """
+    call = prepare(fn, given, arguments, config)
+    from spark_elastic.clusters.spark.host_facts import get_session
+
+    return call.run_on_spark(get_session(spark))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call of `run`, which has not begun."""
+
+    # What each worker runs.
+    program: FunctionProgram
+    # The arguments that are not the function's.
+    options: options.Options
+    # Modules that the user wants to be imported before a process is warm.
+    preload: tuple[str, ...]
+    # Of the function or script.
+    name: str
+
+    def run_on_spark(self, spark: SparkSession) -> Results[Any]:
+        platform = make_platform(spark, self.options.config)
+        limits = self.make_limits(platform.count_workers(self.options.num_workers))
+        name = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        job = JobSpec(self.program, limits, name, self.preload)
+        what = "the function or its arguments"
+        run_id, store = self.options.run_id, self.open_store()
+        with self.open_output() as listener:
+            needs = job.needs, limits.num_workers, what, job.imports
+            platform.preflight(self.program.pickled_call, store, *needs)
+            if run_id is None or store is None:
+                return decode_results(platform.launch(job, listener))
+            return resume_after_coordinator_loss(
+                lambda: decode_results(
+                    platform.launch(dataclasses.replace(job, run=self.take_run()), listener)
+                ),
+                CheckpointStore(store, run_id).read_published,
+            )
+
+    def take_run(self) -> OwnedRun | None:
+        """Take over the run for this driver. Returns None if the call has no `run_id`.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        run_id, store = self.options.run_id, self.open_store()
+        return None if run_id is None or store is None else OwnedRun.acquire(store, run_id)
+
+    def open_store(self) -> Store | None:
+        return self.options.open_store()
+
+    def make_limits(self, default_workers: int) -> Limits:
+        number, least, most = self.options.resolve_workers(default_workers)
+        return dataclasses.replace(make_limits(self.options.config, number, least, most), all_results=True)
+
+    @contextmanager
+    def open_output(self) -> Iterator[OutputListener]:
+        """The listener of the job that runs inside the block: it prints what happens."""
+        chosen = self.options
+        stream = sys.stdout if chosen.stdout is None else chosen.stdout
+        listener = OutputListener(
+            stream,
+            SystemClock(),
+            timestamps=chosen.prefix_output_with_timestamp,
+            show_messages=chosen.verbose > 0,
+            show_output=chosen.config.show_logs,
+            limiter=LineRateLimiter() if chosen.stdout is None else None,
+            as_spark=chosen.stdout is None and not supports_live_line(stream),
+        )
+        with close_within_deadline(listener), log_to_listener(listener.on_message, chosen.verbose > 1):
+            yield listener
+
+
+def prepare(
+    fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
+) -> Call:
+    """Check a call, before anything is launched.
+
+    Args:
+        given: what follows `fn` by position.
+
+    Raises:
+        InvalidInput: as `run`.
+    """
+    if get_context() is not None:
+        raise InvalidInput("run() was called on a worker: call it where the SparkSession lives.")
+    named = dict(arguments)
+    args, kwargs = named.pop("args", ()), named.pop("kwargs", None)
+    if isinstance(fn, str | os.PathLike):
+        if args or kwargs:
+            raise InvalidInput(
+                "a script takes its arguments one by one after its path: leave args and kwargs out."
+            )
+        fn = Script.read(os.fspath(fn), *(str(argument) for argument in given))
+        name, args, kwargs = os.path.basename(fn.path), (), {}
+    else:
+        args, kwargs, named = _place_positional(given, args, kwargs, named)
+        name = getattr(fn, "__name__", type(fn).__name__)
+    chosen = options.parse(named, config)
+    if not callable(fn):
+        raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
+    _check_arguments(fn, name, args, kwargs)
+    imports = () if chosen.preload == () else _find_early_imports(fn)
+    program = FunctionProgram(
+        fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen), imports
+    )
+    check_environment({**os.environ, **chosen.env})
+    return Call(program, chosen, chosen.preload or (), name)
+
+
+def _find_early_imports(fn: Any) -> tuple[str, ...]:
+    if isinstance(fn, Script | Module):
+        return early_imports.find_in_source(fn.source, fn.folder, fn.package)
+    return early_imports.find_in_function(fn)
+
+
+def _open_checkpoint_target(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
+    """Where and when workers write checkpoints; None: the call has no `run_id`."""
+    store = chosen.open_store()
+    if chosen.run_id is None or store is None:
+        return None
+    config = chosen.config
+    policy = CheckpointPolicy(chosen.run_id, config.checkpoint_steps, config.checkpoint_seconds)
+    return store, policy
+
+
+def decode_results(launched: LaunchResult) -> Results[Any]:
+    """The results of the members of the last world, by rank."""
+    return Results(map(decode_result, launched.results, itertools.count()), launched.report)
+
+
+def _place_positional(
+    given: Sequence[Any], args: Any, kwargs: Any, named: dict[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any], dict[str, Any]]:
+    """`args`, `kwargs` and all named arguments, after those that were given by position, in Horovod's order."""
+    positions = ("args", "kwargs", "num_workers")
+    if len(given) > len(positions):
+        raise InvalidInput(
+            f"run() takes {', '.join(positions)} after the function by position; name the others."
+        )
+    placed = dict(zip(positions, given, strict=False))
+    if ("args" in placed and args) or ("kwargs" in placed and kwargs):
+        raise InvalidInput("args and kwargs are given by position or by name, not both.")
+    args, kwargs = placed.get("args", args), placed.get("kwargs", kwargs)
+    if placed.get("num_workers") is not None:
+        if named.get("num_workers") is not None:
+            raise InvalidInput("num_workers is given by position and by name: give it once.")
+        named["num_workers"] = placed["num_workers"]
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise InvalidInput(f"args must be a sequence of arguments, such as a tuple; got {args!r}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
+    return args, kwargs or {}, named
+
+
+def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidInput if the function's own signature does not take these arguments. What it wraps is not asked: a
+    decorator may add arguments."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # a built-in function may have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidInput(
+            f"{name}{signature} was given {len(args)} in args and {', '.join(kwargs) or 'nothing'} in kwargs: {error}."
+        ) from None

@@ -1,0 +1,270 @@
+"""Finds what a program surely imports, on its syntax tree, so that its workers import it before they join a world.
+
+Surely: at the top of its file, in the functions that are used there, and in its own modules that it imports, but not
+below an `if`. What the program sets in `os.environ` before an import is part of the answer. The search ends where the
+program sets something that only the running program knows. Executes nothing of the user's. Caller's thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from spark_elastic.clusters.run.captures import collect_names
+from spark_elastic.worker.imports import PACKAGE, is_installed_spec
+
+CHANGES = {
+    "insert",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+}  # methods of `sys.path` and `os.environ`
+SETTERS = {"putenv", "unsetenv", "load_dotenv"}
+WATCHED = {"environ", "path", "modules"}  # of `os` and `sys`: what an import depends on
+
+
+def find_in_source(source: bytes, folder: str, package: str = "") -> tuple[str, ...]:
+    """The early imports (`worker.imports`) of a script or module.
+
+    Args:
+        folder: in which its modules are searched first. package: for relative imports.
+    """
+    search = _Search(folder)
+    with suppress(_SetAtRunTime):
+        search.read_source(source, package)
+    return tuple(dict.fromkeys(search.found))
+
+
+def find_in_function(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The early imports of a function: the modules that it uses, and those that it imports if its source is known."""
+    search = _Search("")
+    with suppress(_SetAtRunTime):
+        search.read_function(fn)
+    return tuple(dict.fromkeys(search.found))
+
+
+class _SetAtRunTime(Exception):
+    """The program sets a variable or module path to what is not known before it runs, and what follows may read it."""
+
+
+@dataclass
+class _Scope:
+    """What names mean in one file or function."""
+
+    # For relative imports.
+    package: str = ""
+    # Bodies of the functions that were defined so far and not used yet.
+    functions: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    # Names of imported modules.
+    modules: dict[str, str] = field(default_factory=dict)
+    # The imports may fail: they stand in a `try`.
+    optional: bool = False
+
+
+class _Search:
+    def __init__(self, folder: str) -> None:
+        self.found: list[str] = []
+        self._path = [folder] if folder else []
+        self._seen: set[object] = set()
+
+    def read_source(self, source: bytes, package: str) -> None:
+        with suppress(SyntaxError, ValueError):  # the worker that runs it says so
+            self._walk(ast.parse(source).body, _Scope(package))
+
+    def read_function(self, fn: Any) -> None:
+        while isinstance(fn, partial):
+            fn = fn.func
+        fn = inspect.unwrap(fn)
+        code = getattr(fn, "__code__", None)
+        if not isinstance(code, CodeType) or code in self._seen:
+            return
+        self._seen.add(code)
+        scope, known = _Scope(), _get_variables(fn, code)
+        for name in sorted({*collect_names(code), *code.co_freevars} & known.keys()):
+            self._add_object(known[name], fn)
+            if isinstance(known[name], ModuleType):
+                scope.modules[name] = known[name].__name__
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+        except (
+            OSError,
+            TypeError,
+            SyntaxError,
+            ValueError,
+        ):  # typed into an interpreter, or a part of an expression
+            return
+        for definition in tree.body:
+            self._walk(getattr(definition, "body", []) if _is_function(definition) else [definition], scope)
+
+    def _add_object(self, value: object, user: Any) -> None:
+        """What loading a function imports for an object that it uses."""
+        if isinstance(value, FunctionType) and value.__globals__ is user.__globals__:
+            self.read_function(value)
+            return
+        name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+        if isinstance(name, str):  # objects may answer to any name
+            self._add(name, "", _Scope())
+
+    def _walk(self, statements: list[ast.stmt], scope: _Scope) -> None:
+        for statement in statements:
+            match statement:
+                case ast.Import(names):
+                    for each in names:
+                        self._add(each.name, "", scope)
+                        root = each.name.partition(".")[0]
+                        scope.modules[each.asname or root] = each.name if each.asname else root
+                case ast.ImportFrom(module, names, level):
+                    name = "." * level + (module or "")
+                    for each in names:
+                        with suppress(ImportError):  # beyond the top-level package
+                            whole = resolve_name(name, scope.package) if level else name
+                            self._add(whole, each.name.replace("*", ""), scope)
+                case ast.FunctionDef(name, _, body) | ast.AsyncFunctionDef(name, _, body):
+                    scope.functions[name] = body
+                    self._use(statement.decorator_list, scope)
+                case ast.ClassDef():
+                    self._use([*statement.bases, *statement.decorator_list], scope)
+                    self._walk(statement.body, scope)
+                case ast.If(test, body) if ast.unparse(test).startswith("__name__ =="):
+                    self._walk(body, scope)
+                case ast.If():
+                    _check_changes(statement)
+                case ast.Try(body, handlers):
+                    before, scope.optional = scope.optional, scope.optional or bool(handlers)
+                    self._walk(body, scope)
+                    scope.optional = before
+                    self._walk([*statement.orelse, *statement.finalbody], scope)
+                case ast.With() | ast.AsyncWith():
+                    self._use([item.context_expr for item in statement.items], scope)
+                    self._walk(statement.body, scope)
+                case ast.For() | ast.While():
+                    self._walk(statement.body, scope)
+                case _:
+                    variables = _read_variables(statement)
+                    if variables is None:
+                        _check_changes(statement)
+                    self.found += variables or []
+                    self._use([statement], scope)
+
+    def _use(self, nodes: list[Any], scope: _Scope) -> None:
+        """Follow the functions whose names stand here, and import the parts of modules: some are loaded when used."""
+        used: list[str] = []
+        for node in (each for part in nodes for each in ast.walk(part)):
+            match node:
+                case ast.Attribute(ast.Name(name), attribute) if name in scope.modules:
+                    self._add(scope.modules[name], attribute, scope)
+                case ast.Name(name):
+                    used.append(name)
+        for name in used:
+            self._walk(scope.functions.pop(name, []), scope)
+
+    def _add(self, module: str, name: str, scope: _Scope) -> None:
+        """Add `import module`, or `from module import name`; of a module of the user's, what that imports."""
+        root = module.partition(".")[0]
+        if root in sys.stdlib_module_names or root == "__main__":
+            return
+        spec = self._find(root)
+        if spec is None or root == PACKAGE or is_installed_spec(spec):
+            text = f"{module}:{name}" if name else module
+            self.found.append(f"{text}?" if scope.optional else text)
+            return
+        for file, package in _list_files(spec, f"{module}.{name}".split(".")[1:]):
+            if file not in self._seen:
+                self._seen.add(file)
+                self.read_source(file.read_bytes(), package)
+
+    def _find(self, root: str) -> ModuleSpec | None:
+        """As Python finds it for the program, without importing it."""
+        own = PathFinder.find_spec(root, self._path)
+        if own is not None and own.origin is not None:  # a folder without an `__init__.py` comes last
+            return own
+        try:
+            return find_spec(root) or own
+        except (ImportError, ValueError):  # a loaded module may have no spec
+            return own
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def _get_variables(fn: Any, code: CodeType) -> Mapping[str, Any]:
+    """What the names of a function mean, its own variables apart."""
+    known = dict(fn.__globals__)
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
+        with suppress(ValueError):  # a variable that was not assigned yet
+            known[name] = cell.cell_contents
+    return known
+
+
+def _list_files(spec: ModuleSpec, parts: list[str]) -> Iterator[tuple[Path, str]]:
+    """The files that the import of a module of the user's runs, each with its package. parts: behind the first name."""
+    package = spec.name
+    if spec.submodule_search_locations is None:
+        if spec.origin is not None and spec.origin.endswith(".py"):
+            yield Path(spec.origin), ""
+        return
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    for part in ["", *parts]:
+        file = folder / f"{part}.py"
+        if part and file.is_file():
+            yield file, package
+            return
+        folder, package = folder / part, f"{package}.{part}".rstrip(".")
+        if (folder / "__init__.py").is_file():
+            yield folder / "__init__.py", package
+
+
+def _read_variables(statement: ast.stmt) -> list[str] | None:
+    """The variables of the environment that a statement sets to constants; None: it does something else."""
+    match statement:
+        case ast.Assign([ast.Subscript(place, ast.Constant(str(name)))], ast.Constant(str(value))):
+            known = [f"{name}={value}"]
+        case ast.Expr(
+            ast.Call(ast.Attribute(place, "setdefault"), [ast.Constant(str(name)), ast.Constant(str(value))])
+        ):
+            known = [f"{name}?={value}"]
+        case _:
+            return None
+    return known if _is_watched(place) else None
+
+
+def _check_changes(node: ast.AST) -> None:
+    """
+    Raises:
+        _SetAtRunTime: what is below the node changes what later imports depend on.
+    """
+    for each in ast.walk(node):
+        match each:
+            case ast.Assign(targets) | ast.Delete(targets):
+                places = [target.value if isinstance(target, ast.Subscript) else target for target in targets]
+            case ast.Call(ast.Attribute(place, method)) if method in CHANGES:
+                places = [place]
+            case ast.Call(ast.Name(name) | ast.Attribute(_, name)) if name in SETTERS:
+                raise _SetAtRunTime
+            case _:
+                continue
+        if any(map(_is_watched, places)):
+            raise _SetAtRunTime
+
+
+def _is_watched(node: ast.AST) -> bool:
+    match node:
+        case ast.Name("environ"):
+            return True
+        case ast.Attribute(ast.Name("os" | "sys"), name):
+            return name in WATCHED
+    return False

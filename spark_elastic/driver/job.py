@@ -1,0 +1,278 @@
+"""The composition root of a job: connects server, driver loop, launcher and discovery, and waits for the job's end.
+
+It works over any launcher: `platforms` has those of Spark, `local` the one of plain processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import build_discovery, check_requests
+from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
+from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
+from spark_elastic.driver.ports import Discovery, Launcher
+from spark_elastic.errors import (
+    FailureBudgetExceeded,
+    JobCancelled,
+    JobFailed,
+    NotEnoughWorkers,
+    OutOfMemory,
+    StoreError,
+    TimeLimitReached,
+    WorkerFailed,
+)
+from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.monitoring.log_files import StoreLog, save_status
+from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
+from spark_elastic.monitoring.page import save_page
+from spark_elastic.monitoring.report import JobReport, WorldSpan
+from spark_elastic.monitoring.status import build_status, build_status_pages
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.commands import End, JobOutcome
+from spark_elastic.protocol.events import CancelRequested
+from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
+from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.http_server import Bind, reserve_files
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.status_app import StatusApp
+from spark_elastic.runs.owned_run import OwnedRun
+
+log = logging.getLogger("spark_elastic")
+
+STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
+FIRST_ATTEMPT = 1  # of a job without a run
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """A job that succeeded."""
+
+    # What the workers returned, JSON text in rank order.
+    results: tuple[str, ...]
+    # All worlds, in their order.
+    worlds: tuple[WorldSpan, ...]
+    # Where the time went.
+    report: JobReport = field(default_factory=JobReport)
+
+
+class SlotScheduler(Protocol):
+    """Schedules the slots of the jobs of one application; the driver's thread reports this job's needs to it."""
+
+    def finish_gathering(self) -> None:
+        """The job has a world. Called for each world."""
+        ...
+
+    def report_shortage(self, is_short: bool) -> None:
+        """Called when the job begins to lack slots for its next world, or has enough again."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverOptions:
+    """How a job's driver runs: where its server listens, which hosts it admits, and what outlives all workers."""
+
+    # The address at which the server listens.
+    bind: str = "127.0.0.1"
+    # The name under which workers dial it; None: `bind`.
+    advertise: str | None = None
+    # The server speaks TLS, unless the configuration says otherwise.
+    encrypted: bool = False
+    # Given a host's facts, why it cannot take part, or None.
+    check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
+    run: OwnedRun | None = None
+    # The job's key, if others know it already; None: a new one.
+    key: bytes | None = field(default=None, repr=False)
+    # None: no other job competes for slots.
+    scheduler: SlotScheduler | None = None
+
+
+def check_driver_settings(config: ElasticConfig, encrypted: bool) -> None:
+    """Check, before any work for the job, what `supervise` will use of the driver's machine.
+
+    encrypted: see `DriverOptions`.
+
+    Raises:
+        InvalidInput: a file or script of the driver's machine, or the handle, cannot be used.
+    """
+    check_requests(config.host_discovery, config.handle)
+    Journal(config.journal).check()
+    auth.select_certificate(config, encrypted)
+
+
+def supervise(
+    launcher: Launcher,
+    discovery: Discovery,
+    options: DriverOptions,
+    limits: Limits,
+    config: ElasticConfig,
+    name: str,
+    listener: JobListener | None = None,
+) -> LaunchResult:
+    """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds.
+
+    Raises:
+        JobFailed: with its subclasses.
+        JobCancelled: the user or Spark ended the job.
+    """
+    clock, run, scheduler = SystemClock(), options.run, options.scheduler
+    discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
+    events: EventQueue = EventQueue()
+
+    # What people see of the job.
+    compute_interval = partial(heartbeat_interval, limits.lease)
+    store_log = _create_store_log(run, config, clock)
+    observers = [
+        StallDetector(events.put, config.stall_after, compute_interval),
+        *([store_log] if store_log else []),
+    ]
+    hooks = () if scheduler is None else (scheduler.finish_gathering, scheduler.report_shortage)
+    monitor = JobMonitor(listener or JobListener(), clock, observers, *hooks)
+    journal = Journal(config.journal, monitor.on_transition)
+    status = StatusApp(build_status_pages(monitor.history, name), clock) if config.status_page else None
+
+    # The server and the driver's loop.
+    key = options.key or secrets.token_bytes(32)
+    bind = Bind(
+        options.bind,
+        config.driver_port,
+        options.advertise,
+        auth.select_certificate(config, options.encrypted),
+    )
+    attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
+    callbacks = ServerCallbacks(
+        events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
+    )
+    server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
+    executor = CommandExecutor(server, launcher, run.publish if run is not None else _publish_nothing)
+    state = driver_machine.initial(limits, attempt, checkpoints)
+    loop = DriverLoop(state, events, executor.execute, clock, journal)
+
+    # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
+    with ExitStack() as closing:
+        closing.enter_context(reserve_files(limits.max_workers))
+        closing.enter_context(isolate_log_handlers())
+        # After the notifier: what the user's functions ask of a `JobHandle` until then is asked of this job.
+        closing.callback(discovery.close)
+        closing.enter_context(monitor.notifier)
+        if run is not None:
+            closing.callback(run.close)
+            run.start(lambda reason: events.put(CancelRequested(clock.now(), reason)))
+        if store_log is not None:
+            closing.callback(store_log.close)
+            store_log.start()
+        closing.callback(server.close)
+        server.start()
+        if status is not None:
+            monitor.announce(f"the status page of {name}: {status.url(server.url)}")
+        closing.callback(loop.close)
+        closing.callback(_close_launcher, launcher)
+        closing.callback(server.end, "the job is over")
+        spec = SlotSpec.from_config(
+            config,
+            address=server.address,
+            key=key,
+            attempt=attempt,
+            job_name=name,
+            certificate=server.certificate,
+        )
+        monitor.announce(f"starting {limits.max_workers} slots of {name}")
+        launcher.start(spec, events.put)
+        discovery.start(events.put)
+        loop.start()
+        end = _await_end(loop)
+    report = monitor.history.build_report()
+    if run is not None and status is not None:
+        save_status(run.store, run.run_id, run.attempt, save_page(build_status(monitor.history, name)))
+    try:
+        results = _unpack_results_of_run(end, run)
+    except (JobFailed, JobCancelled) as error:
+        error.report = report
+        raise
+    if run is not None:
+        run.mark_ended()
+    return LaunchResult(results, tuple(monitor.worlds), report)
+
+
+def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
+    """The limits of a job: the numbers of its workers, and every setting that has the name of a limit."""
+    names = Limits.__dataclass_fields__.keys() & ElasticConfig.__dataclass_fields__.keys()
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return Limits(num_workers, min_workers, max_workers, **settings)
+
+
+def _publish_nothing(checkpoints: tuple[Checkpoint, ...]) -> None:
+    """A job without a run has no list of checkpoints."""
+
+
+def _create_store_log(run: OwnedRun | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
+    if run is None or not config.log_bytes:
+        return None
+    return StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
+
+
+def _close_launcher(launcher: Launcher) -> None:
+    left = launcher.close(STOP_WITHIN)
+    if left:
+        log.warning("%.0f s after the job's end these slots still run: %s", STOP_WITHIN, ", ".join(left))
+
+
+def unpack_results(end: End) -> tuple[str, ...]:
+    """What the workers returned, in rank order.
+
+    Raises:
+        JobFailed: the subclass that fits the outcome.
+        JobCancelled: the user or Spark ended the job.
+    """
+    match end.outcome:
+        case JobOutcome.SUCCESS:
+            return end.results
+        case JobOutcome.USER_ERROR:
+            raise WorkerFailed(f"{end.reason}\n{end.detail}")
+        case JobOutcome.NOT_ENOUGH_WORKERS:
+            raise NotEnoughWorkers(end.reason)
+        case JobOutcome.OUT_OF_MEMORY:
+            raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
+        case JobOutcome.FAILURE_BUDGET | JobOutcome.RESET_LIMIT:
+            raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
+        case JobOutcome.TIME_LIMIT:
+            raise TimeLimitReached(
+                f"{end.reason}; to continue from the newest checkpoint, call it again with its run_id, if it has one"
+            )
+        case JobOutcome.CANCELLED:
+            raise JobCancelled(end.reason)
+    raise JobFailed(end.reason)
+
+
+def _unpack_results_of_run(end: End, run: OwnedRun | None) -> tuple[str, ...]:
+    """As `unpack_results`; but if another driver has taken the run over, that is the error: it caused the failure."""
+    try:
+        return unpack_results(end)
+    except JobFailed:
+        if run is not None:
+            with suppress(StoreError):
+                run.check()
+        raise
+
+
+def _await_end(loop: DriverLoop) -> End:
+    try:
+        while True:
+            end = loop.wait(1.0)
+            if end is not None:
+                return end
+    except BaseException:
+        loop.cancel("the caller was interrupted")
+        loop.wait(STOP_WITHIN / 5)
+        raise

@@ -1,0 +1,508 @@
+"""Writes columns of a DataFrame to the store as Parquet with a manifest, or finds them there.
+
+Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
+manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
+error. Rows in the order of their hash are written twice: as they come, so that the DataFrame is computed once, and
+counted; then sorted, by the driver if they are few, into files and row groups whose sizes follow from these counts.
+
+`fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
+of the files that the plan reads. Where that state cannot be seen (other databases, subqueries in expressions, Spark
+Connect, clusters that deny it), or the plan has random or time-dependent expressions, a fingerprint is unique and
+nothing is reused. `find_difference` then counts and hashes the rows by a job of its own (R19, resuming a run).
+Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import unquote
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reading.decoding import read_footers
+from spark_elastic.data.store import Store, StoreFull, lacks_room
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.dataframes.row_order import HashOrder, add_hashes
+from spark_elastic.estimators.dataframes.scan import (
+    MissingValues,
+    RowFilter,
+    TableScan,
+    extract_row_digest,
+    get_column,
+    hash_row,
+    select_prepared,
+)
+from spark_elastic.estimators.dataframes.schema import (
+    ColumnType,
+    check_validation_column,
+    compute_row_bytes,
+    find_column_type,
+)
+from spark_elastic.estimators.dataframes.store_access import check_store_access, escape_pattern, to_spark_url
+from spark_elastic.monitoring.log_forwarding import announce_phase
+
+_FORM = 2  # of what is written; raise it when that changes
+# Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
+_RDDS = {"LogicalRDD", "ExternalRDD"}
+_FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
+_FILES = "HadoopFsRelation"
+
+# For workers of any memory: what they keep decoded is bounded, and the plan takes as many lanes as fit into that.
+ROW_GROUP_BYTES = 4 << 20
+ROWS_PER_GROUP = 10_000
+_UNBOUNDED_ROWS = _UNBOUNDED_BYTES = 1 << 30
+_FOLDER = "data"
+_SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
+_HASH_RANGE = 1 << 20  # the resolution of a fraction
+_MANY_PARTITIONS, _FEW_ROWS = 300, 1000
+
+log = logging.getLogger("spark_elastic")
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How columns are written."""
+
+    # Rows of each row group but the last of a file. None: about `row_group_bytes`, and 10,000 rows at most (on Spark
+    # 3.5, in the table's order, only if every column holds single numbers).
+    rows_per_group: int | None = None
+    # Bytes of a row group before compression.
+    row_group_bytes: int = ROW_GROUP_BYTES
+    # Whether a transformation makes numbers of the columns, so that strings, bytes and dates are written as they are.
+    transformed: bool = False
+    # What happens to rows with nulls and NaN.
+    missing: MissingValues = field(default_factory=MissingValues)
+    # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
+    row_order: str = "hash"
+
+    def __post_init__(self) -> None:
+        for setting in ("rows_per_group", "row_group_bytes"):
+            value = getattr(self, setting)
+            if value is not None and value < 1:
+                raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
+
+    def count_group_rows(self, row_bytes: int) -> int:
+        """Rows of a row group, of rows of so many bytes on average."""
+        return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
+
+    def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
+        """Options of Spark's Parquet writer.
+
+        Args:
+            row_bytes: of each row; None if rows differ.
+            counts_rows: whether the writer can end a row group after a number of rows, as that of Spark 4 does.
+        """
+        rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
+        return {
+            "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
+            "parquet.block.size": str(self._choose_block_size(rows, row_bytes, counts_rows)),
+            # By default the size is first checked after 100 rows: 40 MB if a row has 100,000 numbers.
+            "parquet.page.size.row.check.min": str(rows or 1),
+            "parquet.page.size.row.check.max": str(rows or ROWS_PER_GROUP),
+            # A page that ends within its group is compressed and then counts with its compressed size.
+            "parquet.page.size": str(2 * self.row_group_bytes),
+            "parquet.page.row.count.limit": str(_UNBOUNDED_ROWS),
+            # Numbers hardly repeat: a dictionary would cost time at both ends and save nothing.
+            "parquet.enable.dictionary": "false",
+            # The user's session may have other defaults.
+            "parquet.page.write-checksum.enabled": "true",
+            "compression": "snappy",
+            "maxRecordsPerFile": "0",
+        }
+
+    def _choose_block_size(self, rows: int | None, row_bytes: int | None, counts_rows: bool) -> int:
+        """At which a row group ends. A writer that holds more than three times that dumps its buffers to the log."""
+        if rows is None:
+            return self.row_group_bytes
+        if not counts_rows:
+            return 1  # the size is first checked after `rows` rows
+        return _UNBOUNDED_BYTES if row_bytes is None else max(self.row_group_bytes, 2 * rows * row_bytes)
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """Which rows validate: marked ones, or a fraction of all.
+
+    A row of the fraction is chosen by a hash of its values as they are written (float64 as float32) and the seed, so
+    that neither other partitions nor a second run move it to the other data set.
+    """
+
+    # Fraction of the rows, where no column is given.
+    fraction: float = 0.0
+    # Rows where this column is true or above 0 validate.
+    column: str | None = None
+    # Of the fit; it changes which rows the fraction takes.
+    seed: int = 0
+
+    def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
+        """The columns as they are written, and whether a row validates."""
+        if self.column is not None:
+            check_validation_column(df.schema, self.column)
+            number = get_column(self.column).cast("double")
+            # In Spark NaN is above all numbers.
+            marked = F.coalesce((number > 0) & ~F.isnan(number), F.lit(False))
+            return select_prepared(df, types, {_SPLIT: marked})
+        if not 0 < self.fraction < 1:
+            raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
+        drawn = F.pmod(hash_row(types, str(self.seed)), F.lit(_HASH_RANGE))
+        return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.fraction * _HASH_RANGE))
+
+
+def materialize(
+    df: DataFrame,
+    columns: Sequence[str],
+    store: Store,
+    options: WriteOptions | None = None,
+    split: ValidationSplit | None = None,
+) -> tuple[Manifest, Manifest | None]:
+    """Write `columns` of `df` to the store, or find what was written there before from the same DataFrame.
+
+    Returns the data set to train on and, with a split, the one to validate with; one job writes both. Vectors become
+    float32 arrays, decimals float64.
+
+    Raises:
+        InvalidInput: columns that hold no numbers, nulls, arrays of different lengths, or no rows.
+        StoreError: the store cannot be written.
+    """
+    names = list(dict.fromkeys(columns))
+    if not names:
+        raise InvalidInput(f"No columns to write: name some of {df.columns}.")
+    if split is not None and _SPLIT in map(str.lower, names):
+        raise InvalidInput(
+            f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
+            "(df.withColumnRenamed)."
+        )
+    options = options or WriteOptions()
+    types = find_column_types(df, names, options)
+    found = fingerprint_table(df, names, options, split)
+    documents = ["manifest.json"] if split is None else ["manifest.json", "validation.json"]
+    published = [f"{_FOLDER}/{found}/{name}" for name in documents]
+    manifests = [_load_reusable(store, name) for name in published]
+    if manifests[0] is None or manifests[-1] is None:
+        if options.row_order == "hash" and ":" in store.root:
+            raise InvalidInput(
+                f"The store {store.url} has a colon in its path, which Hadoop writes and does not read: choose a path "
+                "without one, or row_order='table'."
+            )
+        check_store_access(df.sparkSession, store)
+        target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
+        manifests = list(_write_and_publish(df, types, target, split, published))
+    assert manifests[0] is not None
+    return manifests[0], None if split is None else manifests[1]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where and how a data set is written."""
+
+    # Executors and driver both reach it.
+    store: Store
+    # In the store; nothing else is written there.
+    folder: str
+    # What the rows come from and how they are written: `fingerprint_table`.
+    fingerprint: str
+    # How files are laid out.
+    options: WriteOptions
+
+    def write(self, rows: DataFrame, row_bytes: int | None, folders: str | None = None) -> None:
+        """Write the rows into the folder, or into one for each value of the column `folders`."""
+        counts_rows = int(rows.sparkSession.version.partition(".")[0]) >= 4
+        writer = rows.write.options(**self.options.to_spark_options(row_bytes, counts_rows)).mode("error")
+        try:
+            (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
+        except Exception as error:  # of py4j or Spark Connect, around any exception of the JVM
+            *_, cause = re.findall(r"^Caused by: (.*)$", str(error), re.MULTILINE) or [""]
+            if not lacks_room(cause):
+                raise
+            raise StoreFull(
+                f"Spark cannot write the rows to the store {self.store.url} ({cause}): "
+                "make room in the store, or in the executors' own folders (spark.local.dir) if these are full."
+            ) from error
+
+    def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
+        """What `write` wrote."""
+        return spark.read.schema(schema).parquet(escape_pattern(self._url))
+
+    def open(self, folder: str) -> _Target:
+        """A folder in this one."""
+        return replace(self, folder=f"{self.folder}/{folder}")
+
+    def list_files(self, folder: str = "") -> list[str]:
+        """The files with rows directly in the folder, or in one in it."""
+        return [name for name in self.store.list(self.folder + folder) if name.endswith(".parquet")]
+
+    @property
+    def _url(self) -> str:
+        return to_spark_url(self.store, self.folder)
+
+
+def _write_and_publish(
+    df: DataFrame,
+    types: Mapping[str, ColumnType],
+    target: _Target,
+    split: ValidationSplit | None,
+    published: Sequence[str],
+) -> tuple[Manifest, ...]:
+    announce_phase(f"writing the rows to {target.store.url}")
+    try:
+        with describe_jobs(df.sparkSession, "writes rows"):
+            manifests = _write(df, types, target, split)
+        announce_phase(f"wrote {sum(each.rows for each in manifests):,} rows")
+        # The first manifest is written last: where it exists, all do.
+        for name, manifest in reversed(list(zip(published, manifests, strict=True))):
+            manifest.save(target.store, name)
+    except BaseException:
+        _remove_folder(target)
+        raise
+    return manifests
+
+
+def _remove_folder(target: _Target) -> None:
+    """Remove what was written there; a store that fails leaves it."""
+    try:
+        target.store.remove_tree(target.folder)
+    except StoreError as error:
+        log.warning("%s Remove it by hand.", error)
+
+
+def _write(
+    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: ValidationSplit | None
+) -> tuple[Manifest, ...]:
+    """Write the columns into the target's folder and describe what is there; nothing is published yet."""
+    sorts, nans = target.options.row_order == "hash", target.options.missing.nans == "refuse"
+    scan = TableScan(types, nans, None if split is None else _SPLIT, placed=not sorts)
+    row_filter = RowFilter(types, target.options.missing)
+    rows = scan.observe(row_filter.apply(select_columns(df, types, split)))
+    if sorts:
+        rows = add_hashes(rows, types)
+    folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
+    first = target.open("unordered") if sorts else target
+    first.write(rows, compute_row_bytes(types.values()), None if sorts or split is None else _SPLIT)
+    row_filter.log_dropped_rows()
+    counts = _check_counts(scan, split)
+    shapes = scan.check_shapes(lambda: first.read(df.sparkSession, rows.schema))
+    columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
+    files: Sequence[Sequence[str]] = [first.list_files(folder) for folder in ([""] if sorts else folders)]
+    # Each partition makes a file in each folder for which it has rows.
+    warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
+    if sorts:
+        files = _sort(first, first.read(df.sparkSession, rows.schema), types, columns, target, scan)
+    manifests = tuple(
+        Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
+        for folder, names in zip(folders, files, strict=True)
+    )
+    if [manifest.rows for manifest in manifests] != list(counts.values()):
+        raise StoreError(
+            f"The files that Spark wrote to {target.folder} in the store {target.store.url} have "
+            f"{[manifest.rows for manifest in manifests]} rows, and Spark counted {list(counts.values())}: check "
+            "what commits its files (spark.sql.sources.commitProtocolClass)."
+        )
+    return manifests
+
+
+def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, int]:
+    """The rows to train on (False) and, with a split, to validate with (True). Raises InvalidInput for none."""
+    counts = scan.count_rows()
+    total = sum(counts.values())
+    if not total:
+        raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
+    if split is not None and not all(counts.values()):
+        purpose = "validate with" if counts[False] else "train on"
+        raise InvalidInput(
+            f"No row of {total} is left to {purpose}: change the validation fraction or column."
+        )
+    return counts
+
+
+def _sort(
+    first: _Target,
+    rows: DataFrame,
+    types: Mapping[str, ColumnType],
+    columns: Sequence[Column],
+    target: _Target,
+    scan: TableScan,
+) -> Sequence[Sequence[str]]:
+    """Write the rows again, in the order of their hash; the files of each data set.
+
+    Args:
+        first: where they were written as they came.
+        rows: what was written there.
+        scan: what was counted of them.
+    """
+    counts = scan.count_rows()
+    row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes() // sum(counts.values())
+    number = target.options.count_group_rows(row_bytes)
+    order = HashOrder(types, counts, scan.count_distinct(), number)
+    last = replace(target.open("ordered"), options=replace(target.options, rows_per_group=number))
+    split = _SPLIT if True in counts else None
+    # A client of Spark Connect may be far from the store.
+    if order.is_small(row_bytes) and has_context(rows.sparkSession):
+        files = order.sort_small_table(target.store, first.list_files(), last.folder, split)
+    else:
+        last.write(order.apply(rows, split), row_bytes)
+        files = order.group_files(last.list_files())
+    _remove_folder(first)
+    return files
+
+
+def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
+    """The type that each column becomes."""
+    return {name: find_column_type(df.schema, name, transformed=options.transformed) for name in names}
+
+
+def select_columns(
+    df: DataFrame, types: Mapping[str, ColumnType], split: ValidationSplit | None
+) -> DataFrame:
+    """The columns as they are written and, with a split, whether a row validates."""
+    return select_prepared(df, types) if split is None else split.select(df, types)
+
+
+def _load_reusable(store: Store, published: str) -> Manifest | None:
+    """The manifest of that name, if all of its files still have the row groups that it says."""
+    if not store.exists(published):
+        return None
+    try:
+        manifest = Manifest.load(store, published)
+        # Names alone would do after a power cut that has taken content: files are then empty, short, or zeros.
+        intact = read_footers(store, manifest.files) == (manifest.files, manifest.row_groups)
+    except StoreError:
+        return None  # of another version, or damaged: it is written again under the same name
+    return manifest if intact else None
+
+
+def warn_about_small_partitions(rows: int, partitions: int) -> None:
+    """Each partition costs a task and a file, however few rows it has."""
+    if partitions > _MANY_PARTITIONS and rows < _FEW_ROWS * partitions:
+        log.warning(
+            "the table has %d partitions, of %d rows on average, and Spark took 30 ms or more for each: with "
+            "df.coalesce(100), for example, the training would begin sooner",
+            partitions,
+            rows // partitions,
+        )
+
+
+def fingerprint_table(
+    df: DataFrame, names: Sequence[str], options: WriteOptions, split: ValidationSplit | None
+) -> str:
+    """The fingerprint of what is written."""
+    return fingerprint(
+        df, names, {**options.to_spark_options(), "writing": repr(options), "split": repr(split)}
+    )
+
+
+def fingerprint(df: DataFrame, columns: Sequence[str], options: Mapping[str, str]) -> str:
+    """32 hex digits: equal only for the same columns of the same rows, written the same way."""
+    content = {
+        "form": _FORM,
+        "plan": df.semanticHash(),
+        "source": _describe_source(df),
+        "columns": [[name, df.schema[name].dataType.json()] for name in columns],
+        "options": dict(options),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _describe_source(df: DataFrame) -> list[Any]:
+    """The plan's text, which has more bits than Spark's hash of it, and the files that it reads."""
+    frame: Any = vars(df).get("_jdf")
+    if frame is None:
+        return [uuid.uuid4().hex]
+    from py4j.protocol import Py4JError  # clients of Spark Connect have no py4j
+
+    try:
+        plan = frame.queryExecution().analyzed()
+        kinds = set(_iter_leaves(plan))
+        if not kinds <= _FIXED_LEAVES | {_FILES} or _has_unseen_content(df, plan):
+            return [uuid.uuid4().hex]
+        text = str(plan.canonicalized().toString())
+        # Spark tells RDDs apart by an address, which may belong to other rows in another driver.
+        owner = df.sparkSession.sparkContext.applicationId if kinds & _RDDS else ""
+        return [text, _list_files(df) if _FILES in kinds else [], *filter(None, [owner])]
+    except (Py4JError, KeyError):  # access is denied, or a file is gone
+        return [uuid.uuid4().hex]
+
+
+def _has_unseen_content(df: DataFrame, plan: Any) -> bool:
+    """Whether rows depend on more than the leaves: random expressions, some that depend on the time, user or session,
+    or subqueries (in, exists, of one value), whose tables are no leaves of the plan."""
+    gateway: Any = df.sparkSession._jvm
+    patterns = gateway.org.apache.spark.sql.catalyst.trees.TreePattern
+    unseen = patterns.CURRENT_LIKE(), patterns.PLAN_EXPRESSION()
+    return not plan.deterministic() or any(plan.containsPattern(each) for each in unseen)
+
+
+def _iter_leaves(plan: Any) -> Iterator[str]:
+    leaves = plan.collectLeaves()
+    for index in range(leaves.size()):
+        leaf = leaves.apply(index)
+        kind = str(leaf.getClass().getSimpleName())
+        yield str(leaf.relation().getClass().getSimpleName()) if kind == "LogicalRelation" else kind
+
+
+def _list_files(df: DataFrame) -> list[list[Any]]:
+    """(path, bytes, modification time) of each file that the DataFrame reads."""
+    gateway: Any = df.sparkSession._jvm
+    # Once: each dot costs a round trip.
+    make_path, make_uri = gateway.org.apache.hadoop.fs.Path, gateway.java.net.URI
+    configuration = df.sparkSession._jsparkSession.sessionState().newHadoopConf()
+    folders: dict[str, list[str]] = {}
+    for path in df.inputFiles():
+        folders.setdefault(path.rpartition("/")[0], []).append(path)
+    states: list[list[Any]] = []
+    for folder, paths in folders.items():
+        # One request lists a folder; what it lists for a file is the file.
+        place = make_path(make_uri(f"{folder}/" if len(paths) > 1 else paths[0]))
+        wanted = {unquote(path.rpartition("/")[2]): path for path in paths}
+        for status in place.getFileSystem(configuration).listStatus(place):
+            if (path := wanted.pop(str(status.getPath().getName()), "")) != "":
+                states.append([path, status.getLen(), status.getModificationTime()])
+        if wanted:
+            raise KeyError(min(wanted))
+    return sorted(states)
+
+
+def find_difference(
+    df: DataFrame,
+    columns: Sequence[str],
+    options: WriteOptions,
+    split: ValidationSplit | None,
+    written: Sequence[Manifest],
+) -> str | None:
+    """What distinguishes `df` from what was written, as the end of a sentence; None if nothing does.
+
+    Args:
+        written: what `materialize` returned: one data set, or both of a split.
+    """
+    names = list(dict.fromkeys(columns))
+    types = find_column_types(df, names, options)
+    for name, kind in types.items():
+        before = written[0].column(name).dtype
+        if kind.dtype != before:
+            return f"column {name!r} was {before} and is {kind.dtype}"
+    # Answers without a job in the application that wrote the rows; most plans look different to another driver.
+    if fingerprint_table(df, names, options, split) == written[0].fingerprint:
+        return None
+    rows = sum(manifest.rows for manifest in written)
+    scan = TableScan(types, split=None if split is None else _SPLIT)
+    remaining = RowFilter(types, options.missing).apply(select_columns(df, types, split))
+    scan.observe(remaining).write.format("noop").mode("overwrite").save()
+    return compare_digests(rows, written[0].content, scan.digest_rows())
+
+
+def compare_digests(rows: int, content: str, now: str) -> str | None:
+    """What changed, if anything. rows, content: of what was written; now: `TableScan.digest_rows` of the DataFrame."""
+    number = int(now.partition("-")[0])
+    if number != rows:
+        return f"it had {rows} rows and has {number}"
+    return "its rows have other values" if extract_row_digest(content) != now else None

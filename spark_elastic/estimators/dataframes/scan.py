@@ -1,0 +1,413 @@
+"""Nulls, lengths and digests of columns, counted by the job that writes them.
+
+An aggregate of its own would compute the user's DataFrame twice; Spark's `observe` adds a few counters to the write.
+`RowFilter` leaves out rows with nulls or NaN, `TableScan` counts them, checks the lengths of arrays and computes a
+digest of all values. For one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.sql import Column, DataFrame, Observation, Row
+from pyspark.sql import functions as F
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.dataframes.schema import ColumnType
+
+log = logging.getLogger("spark_elastic")
+
+_FLOATS = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class MissingValues:
+    """The treatment of rows with a null or NaN in one of the columns, at any depth.
+
+    refuse: an error with their number. drop: they are left out, and a log line has their number. keep: they stay.
+    """
+
+    nulls: Literal["refuse", "drop"] = "refuse"  # in columns of any type
+    nans: Literal["keep", "refuse", "drop"] = "refuse"  # in columns of floats
+
+    def __post_init__(self) -> None:
+        if self.nulls not in ("refuse", "drop"):
+            raise InvalidInput(f"nulls must be 'refuse' or 'drop'; got {self.nulls!r}.")
+        if self.nans not in ("keep", "refuse", "drop"):
+            raise InvalidInput(f"nans must be 'keep', 'refuse' or 'drop'; got {self.nans!r}.")
+
+    @classmethod
+    def parse(cls, value: Any) -> MissingValues:
+        """The parameter `missing`. Raises InvalidInput for what it cannot be."""
+        wanted = {"nulls": value, "nans": value} if isinstance(value, str) else value
+        if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
+            raise InvalidInput(
+                f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}."
+            )
+        return cls(**wanted)
+
+
+class MissingKind(NamedTuple):
+    """A kind of missing values of one column."""
+
+    column: str  # name; "": of all columns
+    what: str  # "nulls" or "NaN"
+
+    def __str__(self) -> str:
+        return f"{self.what} in {self.column!r}" if self.column else self.what
+
+    def describe(self, number: int, rows: str) -> str:
+        """The sentence that refuses them. number: of rows that have them. rows: of how many."""
+        if self.what == "nulls":
+            return (
+                f"The column {self.column!r} has nulls in {number} of {rows}: fill them (df.fillna, Imputer) or drop "
+                "those rows (missing='drop')."
+            )
+        return (
+            f"The column {self.column!r} has NaN in {number} of {rows}: fill them (df.fillna, Imputer), drop those "
+            "rows (missing='drop'), or take them as they are (missing={'nans': 'keep'})."
+        )
+
+
+def list_missing(types: Mapping[str, ColumnType], nulls: bool, nans: bool) -> dict[MissingKind, str]:
+    """The condition of each kind of missing values that is asked for, as SQL; never null."""
+    found: dict[MissingKind, str] = {}
+    for name, kind in types.items():
+        if nulls:
+            found[MissingKind(name, "nulls")] = has_null(name, kind)
+        if nans and kind.dtype in _FLOATS:
+            found[MissingKind(name, "NaN")] = has_nan(name, kind)
+    return found
+
+
+def list_missing_in_vectors(columns: Mapping[str, Column], nans: bool) -> dict[MissingKind, Column]:
+    """The same of vectors, which are no arrays yet. columns: they as arrays."""
+    found: dict[MissingKind, Column] = {}
+    for name, column in columns.items():
+        found[MissingKind(name, "nulls")] = column.isNull()
+        if nans:
+            found[MissingKind(name, "NaN")] = F.coalesce(F.exists(column, F.isnan), F.lit(False))
+    return found
+
+
+def find_first(texts: Iterable[str], columns: Iterable[Column]) -> Column:
+    """The number of the first of these conditions that holds; -1: none does."""
+    conditions = F.concat(
+        F.expr(f"array({', '.join(texts)})").cast("array<boolean>"), F.array(*columns).cast("array<boolean>")
+    )
+    return F.array_position(conditions, True).cast("int") - 1
+
+
+class RowFilter:
+    """Drops rows with missing values from a DataFrame and counts them while it is written."""
+
+    def __init__(self, types: Mapping[str, ColumnType], missing: MissingValues) -> None:
+        self._observation = Observation()
+        found = list_missing(types, missing.nulls == "drop", missing.nans == "drop")
+        if len(types) > _MOST_COUNTED:
+            kinds = dict.fromkeys(kind.what for kind in found)
+            found = {
+                MissingKind("", w): has_any(c for kind, c in found.items() if kind.what == w) for w in kinds
+            }
+        self._conditions = found
+
+    def apply(self, df: DataFrame) -> DataFrame:
+        """The rows without missing values."""
+        if not self._conditions:
+            return df
+        bad = F.expr(has_any(self._conditions.values()))
+        counters = [F.expr(f"count_if({text}) as c{n}") for n, text in enumerate(self._conditions.values())]
+        total = [F.count(F.lit(1)).alias("rows"), count_where(bad).alias("bad")]
+        return df.observe(self._observation, *total, *counters).where(~bad)
+
+    def log_dropped_rows(self) -> None:
+        """Log how many rows were dropped; call it after the write."""
+        if not self._conditions:
+            return
+        found = self._observation.get
+        if found["bad"]:
+            reasons = {kind: found[f"c{n}"] for n, kind in enumerate(self._conditions)}
+            log.warning(format_left_out(found["bad"], found["rows"], reasons))
+
+
+def format_left_out(number: int, rows: int, reasons: Mapping[MissingKind, int]) -> str:
+    """The line of the log about rows that were left out."""
+    found = ", ".join(f"{kind}: {count}" for kind, count in reasons.items() if count)
+    return f"left out {number} of {rows} rows ({found})"
+
+
+def quote(name: str) -> str:
+    """The column of exactly that name, which may contain dots, as SQL."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def get_column(name: str) -> Column:
+    """The same as a Column."""
+    return F.col(quote(name))
+
+
+def count_where(condition: Column) -> Column:
+    """Counts the rows for which the condition holds."""
+    return F.count(F.when(condition, F.lit(1)))
+
+
+# Expressions over all columns are SQL: a Column costs several calls of the JVM for each part of it, that is minutes for
+# thousands of columns.
+
+
+def has_any(conditions: Iterable[str]) -> str:
+    """Whether one of the conditions holds: `or` would make a tree as deep as there are columns."""
+    return f"array_contains(array({', '.join(conditions)}), true)"
+
+
+def has_null(name: str, kind: ColumnType) -> str:
+    """Whether the row's value, or anything in it, is null; never null itself."""
+    inner, conditions = quote(name), [f"{quote(name)} is null"]
+    for _ in range(kind.dimensions):
+        conditions.append(f"coalesce(exists({inner}, each -> each is null), false)")
+        inner = f"flatten({inner})"
+    return f"({' or '.join(conditions)})"
+
+
+def has_nan(name: str, kind: ColumnType) -> str:
+    """Whether the row's value, or anything in it, is NaN; never null itself."""
+    values = _flatten(name, kind)
+    return (
+        f"coalesce(exists({values}, each -> isnan(each)), false)" if kind.dimensions else f"isnan({values})"
+    )
+
+
+def _flatten(name: str, kind: ColumnType) -> str:
+    """The column with at most one dimension."""
+    deeper = max(0, kind.dimensions - 1)
+    return "flatten(" * deeper + quote(name) + ")" * deeper
+
+
+def hash_columns(*texts: str) -> Column:
+    """A hash of these expressions of SQL."""
+    return F.expr(f"xxhash64({', '.join(texts)})")
+
+
+def hash_row(types: Mapping[str, ColumnType], *salts: str) -> Column:
+    """A hash of the columns and salts, with float64 rounded to float32."""
+    return hash_columns(*salts, *(round_to_float32(name, kind) for name, kind in types.items()))
+
+
+def round_to_float32(name: str, kind: ColumnType) -> str:
+    """The column, with float64 as float32."""
+    if kind.dtype != "float64":
+        return quote(name)
+    deep = kind.dimensions
+    return f"cast({quote(name)} as {'array<' * deep}float{'>' * deep})"
+
+
+def count_bytes(name: str, kind: ColumnType) -> str:
+    """The bytes of the strings of a row."""
+    values = _flatten(name, kind)
+    lengths = (
+        f"transform({values}, each -> octet_length(each))"
+        if kind.dimensions
+        else f"array(octet_length({values}))"
+    )
+    return f"coalesce(aggregate({lengths}, 0L, (total, each) -> total + each), 0L)"
+
+
+_MOST_COUNTED = 100  # of more columns, rows that are dropped are not counted by column
+_SHOWN_SCALARS = 4  # scalar columns that identify a row in an error
+_DISTINCT_ERROR = 0.02  # the standard deviation of that counter
+_POSITION_COLUMN, _ROW_COLUMN = "__spark_elastic_place", "__spark_elastic_row"
+
+
+def select_prepared(
+    df: DataFrame, types: Mapping[str, ColumnType], others: Mapping[str, Column] | None = None
+) -> DataFrame:
+    """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
+    vectors = {name: convert_column(get_column(name), kind) for name, kind in types.items() if kind.vector}
+    added = {**(others or {}), **vectors}
+    plain = [
+        quote(name) if kind.cast is None else f"cast({quote(name)} as {kind.cast}) as {quote(name)}"
+        for name, kind in types.items()
+    ]
+    for name, column in added.items():
+        df = df.withColumn(name, column)
+    return df.selectExpr(*plain, *map(quote, others or ()))
+
+
+def convert_column(column: Column, kind: ColumnType) -> Column:
+    """The column in the type in which it is written: vectors as arrays, decimals as doubles."""
+    if not kind.vector:
+        return column if kind.cast is None else column.cast(kind.cast)
+    # vector_to_array fails on nulls, but they must be counted.
+    return F.when(column.isNotNull(), vector_to_array(column, kind.dtype))
+
+
+class TableScan:
+    """The counters of one write of the columns; shapes and digests are computed from them."""
+
+    def __init__(
+        self,
+        types: Mapping[str, ColumnType],
+        nans: bool = False,
+        split: str | None = None,
+        placed: bool = True,
+    ) -> None:
+        """nans: also count NaN, and refuse it. split: the column that says which rows validate. placed: whether
+        `digest` depends on the order of rows."""
+        self._types = types
+        self._split = split
+        self._placed = placed
+        self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
+        self._observation = Observation()
+
+    def observe(self, df: DataFrame) -> DataFrame:
+        """`df`, a result of `select_prepared`, with the counters; write it once."""
+        # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
+        # column of its own, since Spark 3.5 cannot compute it in a counter.
+        validates = [] if self._split is None else [quote(self._split)]
+        df = df.withColumn(_ROW_COLUMN, hash_row(self._types, *validates))
+        if self._placed:
+            df = df.withColumn(_POSITION_COLUMN, F.monotonically_increasing_id())
+        position = _POSITION_COLUMN if self._placed else "0"
+        placed = hash_columns(position, *map(quote, self._types), *validates)
+        nans = [has_nan(name, self._types[name]) for name in self._nans]
+        texts = [count_bytes(name, kind) for name, kind in self._types.items() if kind.dtype == "object"]
+        counters = [
+            F.count(F.lit(1)).alias("rows"),
+            F.bit_xor(placed).alias("content"),
+            F.bit_xor(_ROW_COLUMN).alias("mixed"),
+            *_sum_halves(F.shiftrightunsigned(_ROW_COLUMN, 32)),  # equal rows cancel out in `mixed`
+            F.approx_count_distinct(_ROW_COLUMN, _DISTINCT_ERROR).alias("distinct"),
+            *(F.expr(f"count_if({column}) as validating") for column in validates),
+            F.expr(f"count_if({has_any(has_null(*each) for each in self._types.items())}) as nulls"),
+            *([F.expr(f"count_if({has_any(nans)}) as nans")] if nans else []),
+        ]
+        if texts:
+            total = f"aggregate(array({', '.join(texts)}), 0L, (total, each) -> total + each)"
+            counters.append(F.expr(f"sum({total}) as bytes"))
+        for number, (name, kind) in enumerate(self._types.items()):
+            for level, sizes in enumerate(_iter_sizes(name, kind.dimensions)):
+                counters.append(F.expr(f"min(array_min({sizes})) as min{number}_{level}"))
+                counters.append(F.expr(f"max(array_max({sizes})) as max{number}_{level}"))
+        return df.observe(self._observation, *counters).drop(_POSITION_COLUMN, _ROW_COLUMN)
+
+    def digest(self) -> str:
+        """A digest of every value and, where rows are placed, its position, after the write: 16 hex digits, "-" and
+        `digest_rows`. It detects changes, not attacks."""
+        return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
+
+    def digest_rows(self) -> str:
+        """The number of rows, and a digest of them in any order, with float64 rounded to float32: sums after a shuffle
+        differ in their last bits from run to run."""
+        found = self._observation.get
+        return f"{found['rows']}-{_hex(found['mixed'])}{_hex(_add_halves(found))}"
+
+    def count_rows(self) -> dict[bool, int]:
+        """The rows to train on (False) and, with a split, those to validate with (True), after the write."""
+        found = self._observation.get
+        if self._split is None:
+            return {False: found["rows"]}
+        return {False: found["rows"] - found["validating"], True: found["validating"]}
+
+    def count_distinct(self) -> int:
+        """About how many different rows there are, after the write: the same number for the same rows."""
+        return int(self._observation.get["distinct"])
+
+    def count_bytes(self) -> int:
+        """The bytes of all strings, after the write."""
+        return self._observation.get.get("bytes") or 0
+
+    def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
+        """The shape of a row of each column, after the write; InvalidInput for nulls and for ragged arrays.
+
+        Args:
+            written: opens the written table, in which a job of its own finds a bad row to name.
+        """
+        found = self._observation.get
+        if found["nulls"] or found.get("nans"):
+            self._refuse_missing(written(), found["rows"])
+        return {
+            name: tuple(self._find_length(found, number, level, written) for level in range(kind.dimensions))
+            for number, (name, kind) in enumerate(self._types.items())
+        }
+
+    def _refuse_missing(self, written: DataFrame, rows: int) -> None:
+        """Raise InvalidInput with the first column that has nulls or NaN, by a job."""
+        texts = [f"count_if({has_null(*each)}) as nulls{n}" for n, each in enumerate(self._types.items())]
+        for number, (name, kind) in enumerate(self._types.items()):
+            if name in self._nans:
+                texts.append(f"count_if({has_nan(name, kind)}) as nans{number}")
+        counts = written.selectExpr(*texts).first()
+        found = {} if counts is None else counts.asDict()
+        for number, name in enumerate(self._types):
+            if nulls := found.get(f"nulls{number}"):
+                raise InvalidInput(MissingKind(name, "nulls").describe(nulls, f"{rows} rows"))
+            if nans := found.get(f"nans{number}"):
+                raise InvalidInput(MissingKind(name, "NaN").describe(nans, f"{rows} rows"))
+
+    def _find_length(
+        self, counted: Mapping[str, int], number: int, level: int, written: Callable[[], DataFrame]
+    ) -> int:
+        shortest, longest = counted[f"min{number}_{level}"], counted[f"max{number}_{level}"]
+        name = list(self._types)[number]
+        if shortest != longest:
+            row = self._describe_row(written(), name, level, shortest)
+            raise InvalidInput(
+                f"The arrays of column {name!r} have different lengths, {shortest} and {longest}"
+                f"{f' (at depth {level + 1})' if level else ''}: {row} has {shortest}; "
+                f"pad or cut them to one length."
+            )
+        if not longest:
+            raise InvalidInput(f"The arrays of column {name!r} are empty: leave the column out.")
+        return longest
+
+    def _describe_row(self, written: DataFrame, name: str, level: int, length: int) -> str:
+        """Describes a row with an array of that length, by its scalar columns or, without any, by its content."""
+        sizes = F.expr(list(_iter_sizes(name, self._types[name].dimensions))[level])
+        scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_SHOWN_SCALARS]
+        shown = scalars or [name]
+        row: Row | None = (
+            written.where(F.array_contains(sizes, length))
+            .select(*(get_column(each) for each in shown))
+            .first()
+        )
+        if row is None:
+            return "a row"
+        values = ", ".join(f"{each}={str(row[each])[:60]}" for each in shown)
+        return f"the row with {values}"
+
+
+def extract_row_digest(content: str) -> str:
+    """The part of a manifest's `content` that is `TableScan.digest_rows`."""
+    _, _, rows = content.partition("/")[0].partition("-")
+    return rows
+
+
+def _sum_halves(number: Column) -> tuple[Column, Column]:
+    """The sum of a column without a sign, as counters of its high bits and its low 16. ANSI mode refuses a sum that
+    overflows: one of 32 bits would after 2**31 rows, and these do after 2**47."""
+    high, low = F.shiftrightunsigned(number, 16), number.bitwiseAND(0xFFFF)
+    return F.sum(high).alias("added_high"), F.sum(low).alias("added_low")
+
+
+def _add_halves(found: Mapping[str, int | None]) -> int:
+    return ((found["added_high"] or 0) << 16) + (found["added_low"] or 0)
+
+
+def _hex(number: int | None) -> str:
+    """16 hex digits; None, for a table without rows, counts as 0."""
+    return f"{(number or 0) & (1 << 64) - 1:016x}"
+
+
+def _iter_sizes(name: str, dimensions: int) -> Iterator[str]:
+    """For each dimension, the array of all lengths in a row."""
+    inner = quote(name)
+    for level in range(dimensions):
+        if level == 0:
+            yield f"array(size({inner}))"
+        else:
+            yield f"transform({inner}, each -> size(each))"
+            inner = f"flatten({inner})"

@@ -1,0 +1,191 @@
+"""Tensors and reductions of torch.distributed as the arrays and arguments that the engine takes.
+
+A contiguous tensor on the CPU is its own array; any other goes through a copy, one on a GPU through the host.
+Collectives that only move data take any dtype, reductions the engine's. No function communicates; any thread may call
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from elastic_collectives import Group
+from elastic_collectives.group import Array
+from elastic_collectives.operands import DTYPES
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.tensors import get_dtype_name, view_memory
+
+# torch's name of a reduction -> the engine's.
+ENGINE_OPS = {
+    "SUM": "sum",
+    "AVG": "average",
+    "PRODUCT": "product",
+    "MIN": "min",
+    "MAX": "max",
+    "PREMUL_SUM": "sum",
+}
+# Those that the engine lacks: numpy reduces what all ranks gathered.
+BITWISE_OPS = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
+
+
+class Operand:
+    """The elements of a tensor in one dimension: its own memory where the layout allows, else a copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """
+        Raises:
+            InvalidInput: the tensor has no values, or is sparse.
+        """
+        if tensor.device.type == "meta":
+            raise InvalidInput(
+                "this collective got a tensor on meta, which has no values: give it some first."
+            )
+        if tensor.layout is not torch.strided:
+            raise InvalidInput(
+                f"this collective takes dense tensors and got {tensor.layout}: only all_reduce takes sparse ones."
+            )
+        self._tensor = tensor.detach()
+        # Whether the elements are pairs of real and imaginary parts.
+        self.is_complex = tensor.is_complex()
+        dense = self._tensor.resolve_conj().resolve_neg()
+        if dense.is_complex():
+            dense = torch.view_as_real(dense)
+        # Waits for the device that computes the tensor.
+        self.flat = dense.cpu().contiguous().view(-1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def array(self) -> Array:
+        """The elements for a collective that moves them."""
+        return view_memory(self.flat)
+
+    @property
+    def numbers(self) -> Array:
+        """The elements for a reduction; bfloat16 as uint16."""
+        return self.array.view(np.uint16) if self.dtype is torch.bfloat16 else self.array
+
+    def rows(self, count: int) -> Array:
+        """`array` with that many rows of equal length."""
+        return self.array.reshape(count, -1) if self.flat.numel() else np.empty((count, 0), self.array.dtype)
+
+    def copy(self) -> Operand:
+        """An operand with the same values in memory of its own."""
+        return Operand(self.flat.clone())
+
+    def write_back(self) -> None:
+        """Copy the elements to the tensor, unless they are its own memory."""
+        if self._tensor.device.type != "cpu" or self.flat.data_ptr() != self._tensor.data_ptr():
+            target = torch.view_as_real(self._tensor) if self._tensor.is_complex() else self._tensor
+            # An inference tensor, too, may be changed in inference mode.
+            with torch.inference_mode():
+                target.copy_(self.flat.view(target.shape))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction that torch asked for."""
+
+    # torch's name, such as "SUM".
+    name: str
+    # Factor on each rank's operand (PREMUL_SUM): a number, or a tensor that broadcasts.
+    factor: float | torch.Tensor = 1.0
+
+    @classmethod
+    def of(cls, op: Any) -> Reduction:
+        """
+        Args:
+            op: a `ReduceOp`, one of its constants, or None for a sum.
+        """
+        if op is None:
+            return cls("SUM")
+        # A ReduceOp object equals its constant, but has another hash.
+        state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
+        kind, factor = state
+        return cls(kind.name, 1.0 if factor is None else factor)
+
+    def check(self, operand: Operand) -> None:
+        """
+        Raises:
+            InvalidInput: numbers of that dtype cannot be reduced so.
+        """
+        dtype = get_dtype_name(operand.dtype)
+        if self.name not in ENGINE_OPS and self.name not in BITWISE_OPS:
+            raise InvalidInput(
+                f"the backend 'elastic' does not know ReduceOp.{self.name}: use SUM, AVG, MIN or MAX."
+            )
+        if dtype not in DTYPES:
+            raise InvalidInput(
+                f"tensors of {operand.dtype} cannot be reduced: convert them to torch.float32 first."
+            )
+        if operand.is_complex and self.name not in ("SUM", "AVG", "PREMUL_SUM"):
+            raise InvalidInput(
+                f"ReduceOp.{self.name} takes no complex numbers: use SUM or AVG, or gather the tensors."
+            )
+        if self.name in BITWISE_OPS and operand.dtype.is_floating_point:
+            raise InvalidInput(f"ReduceOp.{self.name} takes integers and bool; got {operand.dtype}.")
+        if dtype == "bool" and self.name in ("AVG", "PREMUL_SUM"):
+            raise InvalidInput(
+                f"ReduceOp.{self.name} takes no bool: convert the tensor to torch.float32 first."
+            )
+
+    def allreduce(self, group: Group, operands: Sequence[Operand]) -> None:
+        """Reduce the operands over all ranks, in place."""
+        if self.name in BITWISE_OPS:
+            for operand in operands:
+                BITWISE_OPS[self.name].reduce(group.allgather(operand.array), axis=0, out=operand.array)
+            return
+        self._multiply(operands)
+        by_dtype: dict[str | None, list[Array]] = {}  # the engine sums arrays of one dtype together
+        for operand in operands:
+            by_dtype.setdefault(self._dtype(operand), []).append(operand.numbers)
+        for dtype, arrays in by_dtype.items():
+            if len(arrays) == 1:
+                group.allreduce(arrays[0], ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
+            else:
+                group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
+
+    def reducescatter(self, group: Group, operand: Operand, out: Operand) -> None:
+        """Reduce equal parts of the operand, one for each rank; `out` receives this rank's."""
+        if self.name in BITWISE_OPS:
+            whole = operand.copy()
+            self.allreduce(group, [whole])
+            out.array[...] = whole.rows(group.size)[group.rank]
+            return
+        if isinstance(self.factor, torch.Tensor):
+            operand = operand.copy()
+            self._multiply([operand])
+        rows = operand.numbers.reshape(group.size, -1)
+        result = out.numbers.reshape(1, -1)
+        group.reducescatter(
+            rows, ENGINE_OPS[self.name], dtype=self._dtype(operand), scale=self._scale, out=result
+        )
+
+    @property
+    def _scale(self) -> tuple[float, float]:
+        return (1.0, 1.0) if isinstance(self.factor, torch.Tensor) else (float(self.factor), 1.0)
+
+    def _multiply(self, operands: Sequence[Operand]) -> None:
+        if isinstance(self.factor, torch.Tensor):
+            for operand in operands:
+                operand.flat.mul_(self.factor.to("cpu", operand.dtype))
+
+    @staticmethod
+    def _dtype(operand: Operand) -> str | None:
+        return "bfloat16" if operand.dtype is torch.bfloat16 else None
+
+
+def concatenate(tensors: Sequence[torch.Tensor]) -> tuple[Operand, list[int]]:
+    """The elements of all tensors in a row, and how many each of them has."""
+    parts = [Operand(tensor).flat for tensor in tensors]
+    whole = Operand(torch.cat(parts))
+    whole.is_complex = any(tensor.is_complex() for tensor in tensors)
+    return whole, [part.numel() for part in parts]

@@ -1,0 +1,56 @@
+"""Where this process stands in the world: `rank`, `size` and their kin among the workers of a host. Any thread."""
+
+from __future__ import annotations
+
+from spark_elastic.gradients.process_sets import world
+from spark_elastic.protocol.types import Member
+from spark_elastic.worker.context import get_context
+
+
+def size() -> int:
+    """Return the number of workers in the world."""
+    return world().size
+
+
+def rank() -> int:
+    """Return this worker's rank in the world, from 0."""
+    return world().rank
+
+
+def local_size() -> int:
+    """Return the number of workers on this host."""
+    member = _get_member()
+    return 1 if member is None else member.local_size
+
+
+def local_rank() -> int:
+    """Return this worker's rank among those on its host, from 0."""
+    member = _get_member()
+    return 0 if member is None else member.local_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a worker of this local rank."""
+    member = _get_member()
+    return 1 if member is None else member.cross_size
+
+
+def cross_rank() -> int:
+    """Return this worker's rank among those of the same local rank on all hosts, from 0."""
+    member = _get_member()
+    return 0 if member is None else member.cross_rank
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of workers."""
+    worker = get_context()
+    if worker is None or worker.world is None:
+        return True
+    return len({member.local_size for member in worker.world.members}) == 1
+
+
+def _get_member() -> Member | None:
+    worker = get_context()
+    if worker is None or worker.world is None:
+        return None
+    return worker.world.members[worker.require_group().rank]

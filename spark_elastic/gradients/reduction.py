@@ -1,0 +1,172 @@
+"""How tensors are reduced: Horovod's reductions, compressors and checked arguments, for all frameworks. Values only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+
+
+class Compressor:
+    """How tensors travel in fewer bytes. Users write their own with `compress` and `decompress`.
+
+    The compressors that come with the package name a format of the engine, which sends float32 as 16 bits and
+    accumulates it as float32.
+    """
+
+    # The engine's wire format of float32; None: only `compress` and `decompress` change what is exchanged.
+    wire: str | None = None
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return (the tensor to exchange, what `decompress` needs)."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the result, made from the exchanged tensor."""
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+
+def resolve_compressor(compression: object) -> type[Compressor]:
+    """Return the class of a compressor; None stands for `NoneCompressor`.
+
+    Raises:
+        InvalidInput: it is no Compressor.
+    """
+    if compression is None:
+        return NoneCompressor
+    kind = compression if isinstance(compression, type) else type(compression)
+    if not issubclass(kind, Compressor):
+        raise InvalidInput(
+            f"compression must be Compression.none, fp16, bf16 or a Compressor of your own; got {compression!r}."
+        )
+    return kind
+
+
+class ReduceOp(enum.Enum):
+    """What a reduction computes. The value is the name that the engine uses."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    ADASUM = "adasum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """Return the reduction that the two arguments stand for.
+
+    Raises:
+        InvalidInput: both are given, or `op` is no ReduceOp.
+    """
+    if average is not None and op is not None:
+        raise InvalidInput("take either average or op; op is the newer one: leave average out.")
+    if op is not None and not isinstance(op, ReduceOp):
+        raise InvalidInput(f"op must be Average, Sum, Adasum, Min, Max or Product; got {op!r}.")
+    return op if op is not None else (Sum if average is False else Average)
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How a reduction is computed, and by whom: Horovod's arguments after all checks."""
+
+    op: ReduceOp  # over the ranks of `process_set`
+    scale: tuple[float, float] = (1.0, 1.0)  # factors before and after the reduction
+    compression: type[Compressor] = NoneCompressor  # while arrays travel; results have the arrays' type
+    process_set: ProcessSet = global_process_set  # the ranks that take part
+
+    @classmethod
+    def from_args(
+        cls,
+        average: bool | None,
+        op: ReduceOp | None,
+        scale: tuple[float, float],
+        process_set: ProcessSet,
+        compression: object = None,
+    ) -> ReduceOptions:
+        """Check the arguments of an allreduce.
+
+        Raises:
+            InvalidInput: an argument is wrong.
+        """
+        return cls(resolve_op(average, op), _floats(scale), resolve_compressor(compression), process_set)
+
+    @classmethod
+    def from_reducescatter_args(
+        cls,
+        count: int,
+        op: ReduceOp,
+        scale: tuple[float, float],
+        process_set: ProcessSet,
+        compression: object = None,
+    ) -> ReduceOptions:
+        """Check the arguments of a reducescatter of `count` tensors.
+
+        Raises:
+            InvalidInput: an argument is wrong, or there is no tensor.
+        """
+        if not count or op is Adasum or not isinstance(op, ReduceOp):
+            raise InvalidInput(
+                f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {op!r}."
+            )
+        return cls(op, _floats(scale), resolve_compressor(compression), process_set)
+
+    @classmethod
+    def from_gradient_args(
+        cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
+    ) -> ReduceOptions:
+        """Check the arguments of an exchange of gradients. An average divides by `predivide` before the sum, and by
+        size / predivide after it.
+
+        Raises:
+            InvalidInput: an argument is wrong.
+        """
+        if op not in (Average, Sum, Adasum):
+            raise InvalidInput(f"op must be Average, Sum or Adasum; got {op!r}.")
+        if predivide <= 0 or (op is not Average and predivide != 1.0):
+            raise InvalidInput(
+                "gradient_predivide_factor must be above 0, and left out with op=Sum and op=Adasum."
+            )
+        return cls(op, _floats((1.0 / predivide, predivide)), resolve_compressor(compression), process_set)
+
+    def choose_wire_format(self, all_float32: bool) -> str | None:
+        """Return the engine's wire format; None: the caller calls `compress` and `decompress` around the exchange."""
+        return self.compression.wire if all_float32 and self.op is not Adasum else None
+
+    def reducescatter_gradient_factor(self, size: Callable[[], Any]) -> Any:
+        """Return the factor of a reducescatter's gradient.
+
+        As in the last releases of Horovod this is the gradient of the sum of all losses, times the size.
+
+        Args:
+            size: returns the number of ranks; called only where the result depends on it.
+
+        Raises:
+            InvalidInput: this reduction has no gradient.
+        """
+        if self.op in (Min, Max, Product):
+            raise InvalidInput(f"reducescatter has no gradient for {self.op}: use Average or Sum.")
+        factor = self.scale[0] * self.scale[1]
+        return factor if self.op is Average else factor * size()
+
+
+def _floats(scale: tuple[float, float]) -> tuple[float, float]:
+    return float(scale[0]), float(scale[1])

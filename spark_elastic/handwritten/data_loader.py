@@ -1,0 +1,522 @@
+"""`ElasticDataLoader`: map-style data sets for hand-written loops, by the data plan of docs/protocol.md.
+
+torch's DataLoader fetches, collates, pins and runs worker processes; this module decides which rows a step takes, which
+of them are this rank's, and keeps the position. Training thread only; torch's worker processes see data set and
+indices alone, so they may live on through changes of the world.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from spark_elastic.data.plan import (
+    DataPlan,
+    Division,
+    EpochPermutation,
+    Int64s,
+    compute_rank_shares,
+    compute_share_bounds,
+    draw_permutation,
+    draw_uniform,
+)
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.generators import borrow_rng, seeded_rng
+from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.handwritten.elastic_loop import STATE
+from spark_elastic.handwritten.object_state import ObjectState
+from spark_elastic.handwritten.session import get_session
+from spark_elastic.runs.handlers import StateDictHandler
+from spark_elastic.training.fit_config import check_choice, check_whole_number
+from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
+from spark_elastic.worker.outside import ENTERED
+
+_STEPS_AT_ONCE = 64  # whose indices are computed together
+# What the plan decides in place of torch's DataLoader, and what to use instead.
+_DECIDED = {
+    "batch_size": "global_batch_size",
+    "sampler": "shuffle and seed",
+    "batch_sampler": "global_batch_size, shuffle and seed",
+}
+_OPTIONS = inspect.signature(torch.utils.data.DataLoader.__init__).parameters.keys() - {"self", *_DECIDED}
+
+
+class ShareSync(Protocol):
+    """An optimizer's exchange of gradients, to which the loader tells the virtual shares."""
+
+    def begin_share(self) -> None: ...
+
+    def end_share(self) -> None: ...
+
+
+class ElasticDataLoader:
+    """Iterating over it gives this rank's batches of the steps that the epoch has still to take, in any world.
+
+    Each row comes once per epoch. Which rows a step takes depends on `seed` and epoch alone, not on the world; each
+    rank takes an equal part of them, give or take a row. With R rows, an epoch has ceil(R / global_batch_size) steps
+    of equally many rows, give or take one, at most `global_batch_size`.
+
+    A batch counts as taken once the loop has received it, as in torchdata's StatefulDataLoader: commit after the
+    optimizer's step. After the last batch the loader continues with the next epoch by itself.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        determinism: str | None = None,
+        virtual_shares: int = 8,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            dataset: has `__len__` and `__getitem__`, and may have `__getitems__`, as data sets of Hugging Face do.
+            global_batch_size: rows of a step over all ranks.
+            seed: of the order of the rows; the same on all ranks.
+            shuffle: False keeps the order of the data set.
+            drop_last: all steps have exactly `global_batch_size` rows; the rows left over, others in each epoch if
+                shuffled, are left out.
+            determinism: "rows": what the data set draws for a row from the generators of torch, numpy and Python
+                depends on `seed`, epoch and row alone, so that random transforms do not depend on the world.
+                "bitwise": iterating gives `StepShares`, and the process computes deterministically from now on, with
+                one thread for each operation. Pass the loader to `DistributedOptimizer`.
+            virtual_shares: parts that each step is cut into in bitwise mode; at least as many as there will be workers.
+            options: those of torch's DataLoader: num_workers, collate_fn, pin_memory, persistent_workers, ...
+
+        Raises:
+            InvalidInput: an argument is wrong.
+        """
+        _check_dataset(dataset)
+        _check_options(options)
+        # What is made independent of the world beyond the rows of a step.
+        self.determinism = check_choice("determinism", determinism, ("rows", "bitwise"))
+        # Parts that each step is cut into in bitwise mode; 0: the ranks divide its rows.
+        is_bitwise = determinism == "bitwise"
+        self.virtual_shares = check_whole_number("virtual_shares", virtual_shares, 1) if is_bitwise else 0
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.seed = check_whole_number("seed", seed)
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        # The epoch under way, and its batches that the loop has received on each rank.
+        self.epoch = 0
+        self.step = 0
+        self._rows = len(dataset)
+        self._plan = _make_plan(self._rows, global_batch_size, self.seed, drop_last)
+        if self.virtual_shares > self._plan.base_rows:
+            raise InvalidInput(
+                f"a step of {self._plan.base_rows} rows cannot be cut into virtual_shares={self.virtual_shares}: raise "
+                f"global_batch_size, which is {global_batch_size}, or lower virtual_shares."
+            )
+        self._synced: weakref.WeakSet[ShareSync] = weakref.WeakSet()
+        if self.virtual_shares:
+            use_deterministic_arithmetic()
+        # The order of an epoch's rows, and their division into steps.
+        self._order: tuple[int, Int64s, EpochPermutation] | None = None
+        # (rows of this rank, rows of all ranks, ranks) of the batch that the loop received last.
+        self._batch_rows: tuple[int, int, int] | None = None
+        self._iteration: weakref.ref[_Iteration] | None = None
+        self._generator = None if options.get("generator") is not None else torch.Generator()
+        read = dataset
+        if determinism is not None:
+            read = SeededShares(dataset, self.seed) if is_bitwise else SeededRows(dataset, self.seed)
+        self._batches = torch.utils.data.DataLoader(
+            read, batch_sampler=_BatchSampler(self), **{"generator": self._generator, **options}
+        )
+
+    def __len__(self) -> int:
+        """The steps of a whole epoch, in any world."""
+        return self._plan.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch. One iteration is under way at a time: another one takes over from where it stands."""
+        self._check_world()
+        self.reset()
+        if self._generator is not None:  # torch seeds its worker processes by it
+            uniform = draw_uniform(np.array([rank()]), 1, self.seed, self.epoch, self.step)
+            self._generator.manual_seed(int(uniform[0, 0] * 2**53))
+        left = self.step < len(self)
+        kind = _ShareIteration if self.virtual_shares else _Iteration
+        iteration = kind(self, iter(self._batches) if left else iter(()), size())
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    @property
+    def global_rows(self) -> int:
+        """The rows, over all ranks, of the step whose batch the loop received last."""
+        return self._get_batch_rows()[1]
+
+    @property
+    def loss_weight(self) -> float:
+        """What to multiply the mean loss of the newest batch by, before `backward()`.
+
+        This rank's rows times the number of ranks, divided by the step's rows: 1.0 where all ranks have equally many.
+        The average over the ranks is then the mean over the step's rows, whatever the world's size.
+        """
+        mine, planned, ranks = self._get_batch_rows()
+        return mine * ranks / planned
+
+    def attach_sync(self, sync: ShareSync) -> None:
+        """Tell an optimizer's synchronization of each virtual share from now on."""
+        self._synced.add(sync)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on to an epoch; does nothing in that epoch.
+
+        Raises:
+            InvalidInput: the epoch is over.
+        """
+        if epoch < self.epoch:
+            raise InvalidInput(
+                f"set_epoch({epoch}) was called in epoch {self.epoch}: the function begins again in each world, so "
+                "keep the epoch in the state, or count by the loader's own epoch."
+            )
+        if epoch > self.epoch:
+            self.reset()
+            self.epoch, self.step = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the settings that it belongs to; the same on every rank between two steps."""
+        return {"epoch": self.epoch, "step": self.step, **self._settings()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a position. An iteration under way is over.
+
+        Raises:
+            InvalidInput: it belongs to other rows or other settings.
+        """
+        for name, mine in {"epoch": 0, "step": 0, **self._settings()}.items():
+            if name not in state_dict:
+                raise InvalidInput(
+                    f"the position of an ElasticDataLoader has {name!r}: pass what state_dict() returned."
+                )
+            if name in self._settings() and state_dict[name] != mine:
+                raise InvalidInput(
+                    f"the ElasticDataLoader's position belongs to {name}={state_dict[name]}, and this one has "
+                    f"{name}={mine}, which divides epochs otherwise: make the same loader on each worker and in each "
+                    "run."
+                )
+        self.reset()
+        self.epoch, self.step = int(state_dict["epoch"]), int(state_dict["step"])
+
+    def reset(self) -> None:
+        """End the iteration under way, and its worker processes unless they are persistent. The world may have changed.
+
+        The position stays.
+        """
+        iteration = None if self._iteration is None else self._iteration()
+        self._iteration = None
+        if iteration is not None:
+            iteration.close()
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "rows": self._rows,
+            "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            **({"virtual_shares": self.virtual_shares} if self.virtual_shares else {}),
+        }
+
+    def _get_batch_rows(self) -> tuple[int, int, int]:
+        if self._batch_rows is None:
+            raise InvalidInput(
+                "the ElasticDataLoader has given no batch yet: ask inside the loop over it, or over a step's shares."
+            )
+        return self._batch_rows
+
+    def _check_world(self) -> None:
+        if size() > self._plan.base_rows:
+            raise InvalidInput(
+                f"a step of {self._plan.base_rows} rows cannot be divided over {size()} workers: raise "
+                f"global_batch_size, which is {self.global_batch_size}, or lower max_workers."
+            )
+        if self.virtual_shares and size() > self.virtual_shares:
+            raise InvalidInput(
+                f"a step of {self.virtual_shares} virtual shares cannot be divided over {size()} workers: raise "
+                "virtual_shares to max_workers."
+            )
+        session = get_session()
+        if session is None or not session.process_values.get(ENTERED):
+            return
+        state = session.process_values[STATE]
+        if isinstance(state, ObjectState) and self not in state:
+            raise InvalidInput(
+                "the ElasticDataLoader is not in the state, so a new world would not know its position: pass it, as in "
+                "TorchState(model, optimizer, loader=loader)."
+            )
+        for value in vars(state).values() if self.virtual_shares else ():
+            if isinstance(value, torch.nn.Module):
+                check_layers(value, keeps_buffers=False)
+
+    def _order_epoch(self) -> tuple[Int64s, EpochPermutation]:
+        """The order of this epoch's rows, and the steps' places in it; kept, as new worlds ask again."""
+        if self._order is None or self._order[0] != self.epoch:
+            shuffled = draw_permutation(self._rows, self.seed, self.epoch, 0) if self.shuffle else None
+            order = np.arange(self._rows) if shuffled is None else shuffled
+            self._order = self.epoch, order, self._plan.permute_epoch(self.epoch)
+        return self._order[1:]
+
+
+class DataLoaderStateHandler(StateDictHandler):
+    """An `ElasticDataLoader`. All ranks have one position, unlike those of samplers."""
+
+    def sync(self) -> None:
+        self.value.reset()
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class _BatchSampler:
+    """For torch's DataLoader, which runs ahead of the loop: the indices of this rank's batches from the position on."""
+
+    def __init__(self, loader: ElasticDataLoader) -> None:
+        # The loader has torch's DataLoader, which has this.
+        self._loader = weakref.ref(loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        loader = self._loader()
+        assert loader is not None
+        if not loader.virtual_shares:
+            rows = _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
+            return rows if loader.determinism is None else _prepend_epoch(rows, loader.epoch)
+        shares = loader.virtual_shares
+        own = range(*compute_rank_shares(shares, rank(), size()))
+        parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
+        return _prepend_share_key(parts, own, loader.epoch, loader.step)
+
+
+class _Iteration(Iterator[Any]):
+    """One `for` over a loader."""
+
+    def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], ranks: int) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = batches  # None: over
+        self._rank, self._ranks = rank(), ranks
+        self._is_complete = False
+
+    def __next__(self) -> Any:
+        if self._is_complete:
+            raise StopIteration
+        loader = self._loader
+        try:
+            batch = self.fetch()
+        except StopIteration:
+            self._end_epoch()
+            raise
+        planned = loader._plan.count_step_rows(loader.step)
+        mine = planned * (self._rank + 1) // self._ranks - planned * self._rank // self._ranks
+        loader._batch_rows = mine, planned, self._ranks
+        loader.step += 1
+        return batch
+
+    def fetch(self) -> Any:
+        """The next batch of torch's iterator."""
+        if self._batches is None:
+            raise InvalidInput(
+                "the ElasticDataLoader's position or world changed in the middle of a loop over it: begin another "
+                "loop, which continues from the present position."
+            )
+        return next(self._batches)
+
+    def _end_epoch(self) -> None:
+        self._is_complete = True
+        self.close()
+        self._loader.epoch, self._loader.step = self._loader.epoch + 1, 0
+
+    def close(self) -> None:
+        """Drop torch's iterator, which ends its worker processes unless they are persistent."""
+        self._batches = None
+
+
+class _ShareIteration(_Iteration):
+    """One `for` over a loader in bitwise mode."""
+
+    _newest: StepShares | None = None
+
+    def __next__(self) -> StepShares:
+        loader = self._loader
+        if self._is_complete:
+            raise StopIteration
+        if self._newest is not None and not self._newest.is_complete:
+            raise InvalidInput(
+                "the loop over a loader with determinism='bitwise' went on before the last virtual share of a step: "
+                "take all batches of `for batch in shares`."
+            )
+        if loader.step == len(loader):
+            self._end_epoch()
+            raise StopIteration
+        loader._batch_rows = None
+        self._newest = StepShares(
+            loader, self, compute_rank_shares(loader.virtual_shares, self._rank, self._ranks)
+        )
+        loader.step += 1
+        return self._newest
+
+
+class StepShares:
+    """This rank's virtual shares of one step, in bitwise mode: iterating over it, once, gives a batch for each.
+
+    Inside, random numbers depend on seed, epoch, step and share; backward passes count for the share. Then the
+    optimizer's `step()` adds the gradients of all shares of all ranks.
+    """
+
+    def __init__(self, loader: ElasticDataLoader, iteration: _Iteration, own: tuple[int, int]) -> None:
+        self._loader, self._iteration, self._own = loader, iteration, own
+        self._key = loader.seed, loader.epoch, loader.step
+        self._planned = loader._plan.count_step_rows(loader.step)
+        self._is_begun = False
+        # Whether all shares were taken.
+        self.is_complete = False
+
+    def __len__(self) -> int:
+        return self._own[1] - self._own[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._loader
+        if self._is_begun:
+            raise InvalidInput("the virtual shares of a step were taken already: go on to the next step.")
+        if not loader._synced:
+            raise InvalidInput(
+                "no optimizer knows of the virtual shares: DistributedOptimizer(optimizer, named_parameters, "
+                "loader=loader)."
+            )
+        self._is_begun = True
+        for share in range(*self._own):
+            batch = align_batch(self._iteration.fetch())
+            low, high = compute_share_bounds(self._planned, loader.virtual_shares, share)
+            for sync in loader._synced:
+                sync.begin_share()
+            loader._batch_rows = high - low, self._planned, 1
+            with seeded_rng(*self._key, share), _seeded_gpus(*self._key, share):
+                yield batch
+            loader._batch_rows = None
+            for sync in loader._synced:
+                sync.end_share()
+        self.is_complete = True
+
+
+class SeededRows:
+    """A data set that draws the same random numbers for a row in an epoch, whichever process reads it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, places: list[int]) -> Any:
+        """places: the epoch, then the numbers of the rows."""
+        epoch, *rows = places
+        found = []
+        with borrow_rng() as seed:
+            for row in rows:
+                seed(self._seed, epoch, row)
+                found.append(self._dataset[row])
+        return found
+
+
+class SeededShares(SeededRows):
+    """A data set that draws the same random numbers for a virtual share, whichever process reads it."""
+
+    def __getitems__(self, places: list[int]) -> Any:
+        """places: epoch, step and share, then the numbers of the rows."""
+        key, rows = places[:3], places[3:]
+        with seeded_rng(self._seed, *key, -1):  # not what the model draws
+            if hasattr(self._dataset, "__getitems__"):
+                return self._dataset.__getitems__(rows)
+            return [self._dataset[row] for row in rows]
+
+
+@contextmanager
+def _seeded_gpus(*key: int) -> Iterator[None]:
+    """`seeded_rng` for the generators of all GPUs, once something has used them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    saved = torch.cuda.get_rng_state_all()
+    uniform = draw_uniform(np.array([0]), 1, *key)
+    torch.cuda.manual_seed_all(int(uniform[0, 0] * 2**53))
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state_all(saved)
+
+
+def _prepend_epoch(rows: Iterator[list[int]], epoch: int) -> Iterator[list[int]]:
+    """What `SeededRows` takes for each step. rows: those of each step."""
+    return ([epoch, *of_step] for of_step in rows)
+
+
+def _prepend_share_key(
+    rows: list[Iterator[list[int]]], shares: range, epoch: int, step: int
+) -> Iterator[list[int]]:
+    """What `SeededShares` takes for each share of each step from `step` on. rows: by share, those of each step."""
+    for number, of_step in enumerate(zip(*rows, strict=True), step):
+        for share, its_rows in zip(shares, of_step, strict=True):
+            yield [epoch, number, share, *its_rows]
+
+
+def _divide(
+    plan: DataPlan, order: Int64s, epoch: EpochPermutation, step: int, rank: int, size: int
+) -> Iterator[list[int]]:
+    """A rank's indices of each step from `step` on."""
+    while step < plan.steps:
+        count = min(_STEPS_AT_ONCE, plan.count_equal_steps(step))
+        block = epoch.assign_block(step, count, rank, Division.equal(size))
+        places = [
+            np.concatenate([rows for _, rows in lane.runs]).reshape(count, lane.width) for lane in block.lanes
+        ]
+        yield from order[np.concatenate(places, axis=1)].tolist()
+        step += count
+
+
+def _make_plan(rows: int, global_batch_size: Any, seed: int, drop_last: bool) -> DataPlan:
+    """The plan over places in an epoch's order. A map-style data set reads any row at once: one row group, one lane."""
+    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+        raise InvalidInput(
+            f"global_batch_size is {global_batch_size!r}: give the rows of a step over all ranks, a whole number of at "
+            "least 1."
+        )
+    if drop_last:
+        if rows < global_batch_size:
+            raise InvalidInput(
+                f"drop_last leaves nothing of {rows} rows, which are less than one global batch of "
+                f"{global_batch_size}: lower global_batch_size."
+            )
+        rows -= rows % global_batch_size
+    return DataPlan((rows,), global_batch_size, seed, lanes=1, shuffle=False)
+
+
+def _check_dataset(dataset: Any) -> None:
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)
+    if streams or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise InvalidInput(
+            f"ElasticDataLoader reads rows by their number, which {type(dataset).__name__} does not offer: pass a "
+            "map-style data set, with __len__ and __getitem__."
+        )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in _DECIDED:
+            raise InvalidInput(f"ElasticDataLoader takes no {name}: use {_DECIDED[name]}.")
+        if name not in _OPTIONS:
+            raise InvalidInput(
+                f"ElasticDataLoader has no option {name!r}: it takes those of torch's DataLoader."
+            )
+    if options.get("in_order") is False:
+        raise InvalidInput(
+            "ElasticDataLoader needs in_order=True: batches that overtake others have no position."
+        )

@@ -1,0 +1,547 @@
+"""The state of a hand-written training: Horovod's `State`, `ObjectState` and `KerasState`, with atomic snapshots.
+
+A commit is one snapshot over all values, so what is restored and what is handed over always belongs together. Commits
+are counted: their number is the position by which the driver finds the newest survivor (R4, survivors). Training thread
+only. Nothing here knows how worlds are formed; that is behind `WorkerSession`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, World
+from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
+from spark_elastic.runs.handlers import (
+    REGISTRY,
+    KerasModelHandler,
+    KerasOptimizerHandler,
+    LikeKerasModel,
+    LikeKerasOptimizer,
+    Registry,
+    SamplerStateHandler,
+    SnapshotHandler,
+    StateHandler,
+    find_handler,
+)
+from spark_elastic.runs.snapshot import (
+    PickleCodec,
+    Snapshot,
+    SnapshotBuffer,
+    SnapshotBuilder,
+    broadcast_snapshot,
+    pickle_value,
+)
+
+PLAIN = ""  # key of the pickled values in a snapshot's values; no value of a state has such a name
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """All ranks agreed to stop at this point, since workers join or leave. Nothing is lost by it."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        """
+        Args:
+            skip_sync: workers leave and none joins. The next world decides what is handed over: then nothing is.
+        """
+        super().__init__("the membership changes")
+        self.skip_sync = skip_sync
+
+
+class WorkerSession(Protocol):
+    """What a state uses of the worker that it lives in."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def address(self) -> str:
+        """Of this worker's machine."""
+        ...
+
+    def wait_until_idle(self) -> None:
+        """Wait until no other thread calls the group's collectives."""
+        ...
+
+    @property
+    def process_values(self) -> dict[str, Any]:
+        """Values of the process by name, which outlive one call of the user's function."""
+        ...
+
+    def report_commit(self, commits: int) -> None:
+        """Report that this worker now holds the state of `commits` commits."""
+        ...
+
+    def agree_to_stop(self) -> bool:
+        """Whether all ranks stop here for a planned change; the same answer on each (R6, step summary).
+
+        Raises:
+            CollectiveError: the group broke.
+        """
+        ...
+
+    @property
+    def host_update(self) -> HostUpdateResult:
+        """What the planned change does that all ranks know of since `agree_to_stop`."""
+        ...
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """Writes checkpoints; None in a job without them."""
+        ...
+
+    @property
+    def snapshot_reader(self) -> SnapshotReader | None:
+        """Reads the run's checkpoints; None in a job without them."""
+        ...
+
+    def is_job_ending(self) -> bool:
+        """Whether the stop that all ranks agreed on is the end of the job."""
+        ...
+
+    def enter_loop(self) -> None:
+        """The function is about to begin its loop: be in one world with the others that are in theirs.
+
+        Raises:
+            CollectiveError: that world broke at once.
+        """
+        ...
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        """Leave this world, because of `error` or at an agreed boundary, and return once the next one stands.
+
+        Raises:
+            CollectiveError: the next world broke at once.
+        """
+        ...
+
+
+class State(ABC):
+    """Saves, restores and hands over what training needs. Subclasses say how, users say when."""
+
+    # Whether `write_checkpoint` and `restore_checkpoint` work.
+    takes_checkpoints = False
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
+        """
+        Args:
+            bcast_object: one of Horovod's arguments; the job's own broadcast is used instead.
+            get_rank: likewise.
+        """
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._session: WorkerSession | None = None
+        # Number of the newest commit.
+        self._number = 0
+        # The rank whose state the others receive in `sync`.
+        self._source = 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Functions to call after each change of the world, on the workers that were there before.
+
+        Raises:
+            InvalidInput: there is something else among them.
+        """
+        given: Any = callbacks
+        found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+        if not all(map(callable, found)):
+            raise InvalidInput(
+                f"register_reset_callbacks takes a list of functions, such as [f] and not [f()]; got {given!r}."
+            )
+        self._reset_callbacks.extend(found)
+
+    def on_reset(self) -> None:
+        """The world changed."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:  # noqa: B027 - a hook
+        """A planned change interrupts training here; a hook for subclasses.
+
+        Args:
+            timestamp: grows from change to change: the generation of the world that ends.
+            update_res: whether workers leave, join, or both.
+        """
+
+    def commit(self) -> None:
+        """Save, so that a failure goes back to here, and stop here if a planned change waits.
+
+        Does neither `in_mid_step`.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
+        """
+        if not self.in_mid_step():
+            self.make_commit()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Stop here if a planned change waits. All ranks must call this at the same point.
+
+        Raises:
+            HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
+        """
+        # Every rank takes part in the agreement, also one that is in the middle of a step.
+        session = self._session
+        if session is not None and session.agree_to_stop() and not self.in_mid_step():
+            raise HostsUpdatedInterrupt(skip_sync=session.host_update == HostUpdateResult.removed)
+
+    def in_mid_step(self) -> bool:
+        """Whether a step is under way: its rows may be counted already, but a save would not hold its result."""
+        return False
+
+    @property
+    def source_rank(self) -> int:
+        """In `sync`: the rank whose state the others receive."""
+        return self._source
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep everything as it is now, in this process. Only `commit` counts it, except in an `ObjectState`."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Put everything back as it was at the last `save`."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Receive the live state of `source_rank`, and save it. Collective."""
+
+    def reset(self) -> None:  # noqa: B027 - a hook
+        """The world changed; called before the reset callbacks."""
+
+    # ---- called by the run loop
+
+    def make_commit(self) -> None:
+        """Save as a new commit, with the next number."""
+        self.save()
+        self._number += 1
+        self._report_commit()
+
+    def renew_commit(self) -> None:
+        """Save as the newest commit again, under its number, after something other than a step changed the state."""
+        self.save()
+
+    def on_broken_world(self) -> None:
+        """The world broke: go back to the last commit."""
+        self.restore()
+
+    def begin_alone(self) -> None:  # noqa: B027 - a hook
+        """The function begins in a process that is no worker."""
+
+    def attach(self, session: WorkerSession | None) -> None:
+        """Use a worker's session; None detaches.
+
+        Raises:
+            InvalidInput: the job writes checkpoints, and this kind of state takes part in none.
+        """
+        if session is not None and session.checkpointer is not None and not self.takes_checkpoints:
+            raise InvalidInput(
+                "run_id= needs a state that checkpoints can hold, an ObjectState or a class derived from it, such as "
+                f"TorchState, FSDPState, KerasState or TensorFlowState; this one is a {type(self).__name__}."
+            )
+        self._session = session
+
+    def begin_world(self, source: int | None, commits: int | None) -> None:
+        """Prepare to continue in a new world.
+
+        Args:
+            source: the rank whose state all others receive; None: all hold it already.
+            commits: how many commits led to that state; None: the source has restored a checkpoint, which says it.
+        """
+        self._number = self._number if commits is None else commits
+        if source is None:
+            self.renew_commit()  # includes what the reset callbacks changed
+        else:
+            self._source = source
+            self.sync()
+        self._report_commit()
+
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        """Load the first undamaged candidate. Called on the source rank alone.
+
+        Raises:
+            InvalidInput: the checkpoints are of another kind of state.
+            StoreError: all candidates are damaged.
+        """
+        raise NotImplementedError
+
+    def write_checkpoint(self, checkpointer: Checkpointer) -> None:
+        """Write a checkpoint of the newest commit, and return once it is there. Called on every rank."""
+        raise NotImplementedError
+
+    def continue_from(self, other: State) -> None:
+        """Go on from the last commit of a state that an earlier call of the user's function made."""
+        self.__dict__.update(other.__dict__)
+        self.restore()
+
+    def _report_commit(self) -> None:
+        # Reporting position 0 would make the driver prefer this worker's initial state to a checkpoint.
+        if self._session is not None and self._number:
+            self._session.report_commit(self._number)
+
+
+class ObjectState(State):
+    """Values by name, as attributes: `state = ObjectState(epoch=0, sampler=sampler)`, then `state.epoch += 1`.
+
+    Values without a handler must pickle. Assigning to the attribute of a value with a handler makes the handler use the
+    new value; `restore` brings back the one of the commit.
+    """
+
+    takes_checkpoints = True
+    registry: Registry = REGISTRY
+    # Returns the group for a `sync` outside of the run loop.
+    get_group: Callable[[], Group | None] = staticmethod(lambda: None)
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        # Names of the values that are pickled.
+        self._plain: list[str] = []
+        # Values of the newest commit by name, in whose place others were assigned since then.
+        self._replaced: dict[str, Any] = {}
+        super().__init__()
+        self._snapshots = SnapshotBuffer()
+        for name, value in values.items():
+            self._add(name, value)
+        self.renew_commit()
+        self._snapshots.wait()  # a checkpoint may be loaded next, and there is no older snapshot to fall back to
+
+    def _add(self, name: str, value: Any) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            raise InvalidInput(f"a state cannot hold a value named {name!r}: choose another name.")
+        handler = find_handler(value, self.registry)
+        if handler is None:
+            self._plain.append(name)
+        else:
+            self._handlers[name] = handler
+        object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Private attributes are set before `_handlers` exists.
+        handler = None if name.startswith("_") else self._handlers.get(name)
+        if handler is not None and value is not handler.value:
+            self._snapshots.wait()  # the new value may change what is being copied: an optimizer the parameters
+            if isinstance(handler, SnapshotHandler):
+                self._replaced.setdefault(name, handler.value)
+            handler.set_value(value)
+        object.__setattr__(self, name, value)
+
+    def __contains__(self, value: object) -> bool:
+        return any(value is each for each in vars(self).values())
+
+    def save(self) -> None:
+        """Keep one version of everything; large values are copied in the background. This is a new commit."""
+        self._number += 1
+        self.renew_commit()
+        self._report_commit()
+
+    def make_commit(self) -> None:
+        session = self._session
+        if (
+            session is not None
+            and session.checkpointer is not None
+            and session.group.rank == 0
+            and session.checkpointer.count_step()
+        ):
+            self._offer_newest_commit(session.checkpointer)
+        self.save()
+
+    def renew_commit(self) -> None:
+        for handler in self._list_own_handlers():
+            handler.save()
+        self._snapshots.begin(make_commit_position(self._number), self._capture)
+
+    def restore(self) -> None:
+        """Put everything back to the newest complete snapshot."""
+        snapshot = self._snapshots.wait_for_newest()
+        assert snapshot is not None
+        for name, value in dict(self._replaced).items():
+            setattr(self, name, value)
+        self._load(snapshot)
+        for handler in self._list_own_handlers():
+            handler.restore()
+        self._report_commit()
+
+    def begin_world(self, source: int | None, commits: int | None) -> None:
+        if source is not None:
+            super().begin_world(source, commits)  # `sync` merges what the samplers know
+            return
+        progress = self._gather_progress()
+        super().begin_world(source, commits)
+        self._merge_progress(progress)
+
+    def sync(self) -> None:
+        """Receive the live state of `source_rank`, verified before anything changes (R5, staging), and save it."""
+        progress = self._gather_progress()
+        self._sync_values()
+        self._merge_progress(progress)
+
+    def _gather_progress(self) -> dict[str, list[bytes]]:
+        """What each rank's samplers know to be processed, by the sampler's name. Collective if there is a sampler."""
+        group = self._find_group()
+        if group is None:
+            return {}
+        return {
+            name: group.allgather_bytes(h.pack_progress())
+            for name, h in self._find_sampler_handlers().items()
+        }
+
+    def _merge_progress(self, progress: dict[str, list[bytes]]) -> None:
+        differing = {name: packed for name, packed in progress.items() if any(packed)}
+        for name, packed in differing.items():
+            self._find_sampler_handlers()[name].merge_progress(packed)
+        if differing:
+            self.renew_commit()
+
+    def _find_sampler_handlers(self) -> dict[str, SamplerStateHandler]:
+        return {name: h for name, h in self._handlers.items() if isinstance(h, SamplerStateHandler)}
+
+    def _find_group(self) -> Group | None:
+        return self.get_group() if self._session is None else self._session.group
+
+    def _sync_values(self) -> None:
+        group = self._find_group()
+        # Handlers of the user's come first: a rank that breaks there has not received the rest, and claims nothing.
+        self._sync_each(self._list_own_handlers())
+        # Other ranks save nothing here: that snapshot would pass for the state that is to arrive.
+        if group is None or group.rank == self.source_rank:
+            self._snapshots.begin(make_commit_position(self._number), self._capture)
+        if group is not None:
+            allocate = self._snapshots.get_free_memory
+            mine = self._snapshots.wait_for_newest()
+            arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=allocate)
+            if arrived is not None:
+                self._snapshots.replace(arrived)
+                self._load(arrived)
+        self._sync_each(self._find_snapshot_handlers().values())
+
+    def _sync_each(self, handlers: Iterable[StateHandler]) -> None:
+        for handler in handlers:
+            handler.source_rank = self.source_rank
+            handler.sync()
+
+    def attach(self, session: WorkerSession | None) -> None:
+        own = [name for name, h in self._handlers.items() if not isinstance(h, SnapshotHandler)]
+        if session is not None and session.checkpointer is not None and own:
+            raise InvalidInput(
+                f"run_id= makes a state durable as one snapshot, and the handler of {own[0]!r} takes no part in it: "
+                "have it be a SnapshotHandler, or leave run_id out."
+            )
+        super().attach(session)
+
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        snapshot = reader.read(candidates)
+        if not self._fits(snapshot):
+            raise InvalidInput(
+                "the run's checkpoints are of a state of other names: make the same one, or use another run_id."
+            )
+        self._snapshots.wait()
+        self._load(snapshot)
+
+    def write_checkpoint(self, checkpointer: Checkpointer) -> None:
+        assert self._session is not None
+        if self._session.group.rank == 0:
+            self._offer_newest_commit(checkpointer)
+            checkpointer.flush()
+
+    def _offer_newest_commit(self, checkpointer: Checkpointer) -> None:
+        """Rank 0 has completed the exchanges after the newest commit, so every survivor holds it or receives it. Called
+        before the next commit is saved."""
+        assert self._session is not None
+        snapshot = self._snapshots.wait_for_newest()
+        if snapshot is not None and snapshot.position != START:
+            with checkpointer.measure_stall():
+                copy = snapshot.copy()  # the buffer writes over this memory with the commit after the next
+            checkpointer.offer(self._session.world.fence, copy)
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def continue_from(self, other: State) -> None:
+        snapshot = other._snapshots.wait_for_newest() if isinstance(other, ObjectState) else None
+        if snapshot is None or not self._fits(snapshot):
+            raise InvalidInput(
+                "the function made a state of other names than when it was called before: make the same one each time."
+            )
+        self._snapshots.replace(snapshot)
+        self._replaced = {}
+        self.restore()
+
+    def _fits(self, snapshot: Snapshot) -> bool:
+        return set(snapshot.values) == {PLAIN, *self._find_snapshot_handlers()}
+
+    def _list_own_handlers(self) -> list[StateHandler]:
+        """Handlers of the user's that save and restore by themselves."""
+        return [handler for handler in self._handlers.values() if not isinstance(handler, SnapshotHandler)]
+
+    def _find_snapshot_handlers(self) -> dict[str, SnapshotHandler]:
+        return {name: h for name, h in self._handlers.items() if isinstance(h, SnapshotHandler)}
+
+    def _capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            name: h.capture(builder) for name, h in self._find_snapshot_handlers().items()
+        }
+        values[PLAIN] = self._pickle_plain()
+        self._replaced = {}
+        return values
+
+    def _pickle_plain(self) -> bytes:
+        values = {name: getattr(self, name) for name in self._plain}
+        try:
+            return pickle_value(values)
+        except Exception as error:  # objects raise anything when they are asked for their state
+            raise InvalidInput(
+                f"a value of the state cannot be pickled ({error}): keep it outside."
+            ) from error
+
+    def _load(self, snapshot: Snapshot) -> None:
+        for name, handler in self._find_snapshot_handlers().items():
+            handler.load(snapshot.values[name], snapshot.memory)
+        for name, value in pickle.loads(snapshot.values[PLAIN]).items():
+            object.__setattr__(self, name, value)
+        self._number = snapshot.position.step
+        self._replaced = {}
+
+
+def make_commit_position(commits: int) -> Position:
+    """The position of a hand-written training after so many commits."""
+    return Position(0, Phase.TRAIN, commits)
+
+
+class KerasState(ObjectState):
+    """A Keras model, its optimizer and plain values by name, all parts of one snapshot; with any backend."""
+
+    registry: Registry = (
+        (LikeKerasModel, KerasModelHandler),
+        (LikeKerasOptimizer, KerasOptimizerHandler),
+        *REGISTRY,
+    )
+
+    def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
+        """
+        Args:
+            model: a built model.
+            optimizer: None takes the optimizer that the model was compiled with.
+            values: may include further models and built optimizers.
+
+        Raises:
+            InvalidInput: there is no optimizer, or the model is not built.
+        """
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if optimizer is None:
+            raise InvalidInput(f"{type(self).__name__} needs an optimizer: pass one, or compile the model.")
+        if not model.built:
+            raise InvalidInput(
+                "the model is not built: call it on a batch, or model.build(input_shape), before its state is made."
+            )
+        if not optimizer.built:  # a newcomer needs its slot variables before it receives those of others
+            optimizer.build(model.trainable_variables)
+        super().__init__(model=model, optimizer=optimizer, **values)

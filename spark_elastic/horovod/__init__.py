@@ -1,0 +1,1 @@
+"""Horovod's interface: operations by name, optimizers, callbacks and states for torch, TensorFlow and Keras."""

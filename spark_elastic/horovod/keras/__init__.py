@@ -1,0 +1,1 @@
+"""Horovod's interface for Keras; `spark_elastic.keras` exports it."""

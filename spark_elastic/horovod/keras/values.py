@@ -1,0 +1,87 @@
+"""Operations on values and variables of Keras, whatever its backend, for example for metrics. Training thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.reduction import Average, ReduceOp, resolve_op
+from spark_elastic.horovod.ops.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
+from spark_elastic.horovod.ops.operations import (
+    allgather_arrays,
+    allreduce_arrays,
+    broadcast_arrays,
+    reducescatter_arrays,
+)
+from spark_elastic.runs.handlers import to_array
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+    compression: Any = None,
+) -> npt.NDArray[Any]:
+    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors.
+
+    Args:
+        compression: not used; values travel as they are.
+    """
+    mine = _copy(value)
+    allreduce_arrays(
+        [mine], qualify_name(ALLREDUCE, name), resolve_op(average, op), (prescale_factor, postscale_factor)
+    )
+    return mine
+
+
+def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
+    """Concatenate all ranks' values along dimension 0, in which they may differ."""
+    mine = _copy(value)
+    return allgather_arrays([np.atleast_1d(mine)], qualify_name(ALLGATHER, name))[0]
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
+    """Return the value of rank `root_rank`."""
+    mine = _copy(value)
+    broadcast_arrays([mine], root_rank, qualify_name(BROADCAST, name))
+    return mine
+
+
+def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
+    """Return this rank's part of the reduced value, cut along dimension 0."""
+    return reducescatter_arrays([_copy(value)], qualify_name(REDUCESCATTER, name), op)[0]
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite variables with those of `root_rank`."""
+    values = [np.array(to_array(variable), order="C") for variable in variables]
+    if values:
+        broadcast_arrays(values, root_rank, "broadcast.variables", process_set)
+    for variable, array in zip(variables, values, strict=True):
+        variable.assign(array)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Refuse: global variables belong to graphs of TensorFlow 1, which Keras 3 does not have.
+
+    Raises:
+        RuntimeError: always, as in Horovod's eager mode; it says what to use instead.
+    """
+    raise RuntimeError(
+        "Keras 3 has no global variables: give broadcast_variables the model's and the optimizer's variables, or use "
+        "callbacks.BroadcastGlobalVariablesCallback."
+    )
+
+
+def _copy(value: Any) -> npt.NDArray[Any]:
+    return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")

@@ -1,0 +1,292 @@
+"""One negotiated operation: its handle, and its execution on a group in the order that all ranks agreed on.
+
+Small allreduces of one kind that are ready together are fused: every rank fuses the same ones, since the same
+operations are ready everywhere. The thread that runs the queue's round executes operations; any thread may wait for
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+
+from elastic_collectives import CollectiveError, Group
+from elastic_collectives.arithmetic import narrow
+from elastic_collectives.group import Array
+from elastic_collectives.operands import as_array, as_reduction, as_rows, validate_root, validate_splits
+from spark_elastic.clock import Clock
+from spark_elastic.errors import InvalidInput
+from spark_elastic.horovod.ops.negotiation import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+)
+
+POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
+
+
+@dataclass(frozen=True)
+class CompletionSignal:
+    """What the handles of one queue share to wait for their completion."""
+
+    # Tells when operations were requested, and for how long they wait.
+    clock: Clock
+    # Entered around a wait for other processes.
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    # Notified whenever an operation completes or a round ends; its lock guards the state of the queue.
+    condition: threading.Condition = field(default_factory=threading.Condition)
+
+
+class Operation:
+    """The handle of an operation.
+
+    `outputs` once it is done: for allreduce and broadcast the arrays themselves, changed in place; for allgather and
+    reducescatter a new array for each; for alltoall the rows received, and how many came from each rank.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        arrays: Sequence[Array],
+        signal: CompletionSignal,
+        run_until_done: Callable[[Operation], None],
+        splits: list[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            run_until_done: runs rounds until the operation is done; called by a thread that waits for it.
+            splits: of an alltoall: rows for each rank.
+        """
+        self.request = request
+        self.arrays = tuple(arrays)
+        self.splits = splits
+        self.label = request.name or f"unnamed {request.kind}"  # the negotiation gives unnamed ones another
+        self.requested_at = signal.clock.now()
+        self.announced_at = self.requested_at  # when the round began in which the other ranks learned of it
+        self.outputs: tuple[Array, ...] = ()
+        self._signal = signal
+        self._run_until_done = run_until_done
+        self._wait_began_at: float | None = None  # the first call of `wait` or `poll`
+        self._polled_at: float | None = None  # the last call of `poll`
+        self._has_blocked_thread = False
+        self._done = False
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns or raises at once."""
+        return self._done
+
+    def wait(self) -> tuple[Array, ...]:
+        """Run rounds until the operation is done. The deadlines of the queue bound the wait.
+
+        Raises:
+            CollectiveError: the operation failed, or the group broke.
+            Exception: this rank itself could not carry it out.
+        """
+        if not self._done:
+            self._has_blocked_thread = True
+            self._wait_began_at = self._wait_began_at or self._signal.clock.now()
+            with self._signal.waiting():
+                self._run_until_done(self)
+        if self._error is not None:
+            reraise(self._error)
+        return self.outputs
+
+    def poll(self) -> bool:
+        """Whether it is done. A caller that polls repeatedly counts as waiting: see `count_seconds_waited`."""
+        if not self._done:
+            self._polled_at = self._signal.clock.now()
+            self._wait_began_at = self._wait_began_at or self._polled_at
+        return self._done
+
+    def count_seconds_waited(self, now: float) -> float:
+        """Return the seconds since the first wait or poll; 0 if there was none."""
+        return 0.0 if self._wait_began_at is None else now - self._wait_began_at
+
+    def has_waiter(self, now: float) -> bool:
+        """Whether a thread is blocked on it, or has polled it within the last POLLED_AGAIN seconds."""
+        return self._has_blocked_thread or (
+            self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
+        )
+
+    def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
+        """Set the outputs or the error, unless it is done already. Called by the queue."""
+        with self._signal.condition:
+            if not self._done:
+                self.outputs, self._error, self._done = outputs, error, True
+                self._signal.condition.notify_all()
+
+
+def reraise(error: Exception) -> NoReturn:
+    """Raise an error for one of several callers. Each gets a CollectiveError of its own; any other error keeps the
+    traceback of its origin."""
+    if isinstance(error, CollectiveError):
+        raise type(error)(error.ranks, error.reason)
+    raise error
+
+
+FUSED_AT_MOST = 1 << 20  # bytes of an operation: to copy a larger one costs more than a collective of its own
+
+
+@dataclass(frozen=True)
+class Task:
+    """An operation that all ranks carry out now."""
+
+    label: str  # as in its `Response`
+    request: Request  # as in its `Response`
+    operation: Operation | None  # None: this rank has joined and has not requested it
+
+
+def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
+    """Yield batches of tasks to carry out as one, of at most `threshold` bytes; every rank yields the same."""
+    open_batches: dict[object, list[Task]] = {}
+    sizes: dict[object, int] = {}
+    for task in tasks:
+        size, key = _count_bytes(task.request), _fusion_key(task.request)
+        if key is None or size > min(FUSED_AT_MOST, threshold):
+            yield [task]
+            continue
+        if sizes.get(key, 0) + size > threshold:
+            yield open_batches.pop(key)
+            sizes[key] = 0
+        open_batches.setdefault(key, []).append(task)
+        sizes[key] = sizes.get(key, 0) + size
+    yield from open_batches.values()
+
+
+def _count_bytes(request: Request) -> int:
+    return sum(
+        _count_item_bytes(name) * math.prod(shape)
+        for name, shape in zip(request.dtypes, request.shapes, strict=True)
+    )
+
+
+def _fusion_key(request: Request) -> object | None:
+    if request.kind != ALLREDUCE or request.op == "adasum" or len(set(request.dtypes)) != 1:
+        return None
+    return request.dtypes[0], request.op, request.scale, request.compression
+
+
+def validate(operation: Operation, size: int) -> None:
+    """Check an operation before this rank announces it.
+
+    Raises:
+        InvalidInput: its arrays or arguments are invalid.
+    """
+    request = operation.request
+    try:
+        for array, name in zip(operation.arrays, request.dtypes, strict=True):
+            if request.kind in (ALLREDUCE, REDUCESCATTER):
+                view = as_array(array, writable=request.kind == ALLREDUCE)
+                as_reduction(view, request.op, name, None, request.scale, request.compression)
+            if request.kind in (REDUCESCATTER, ALLGATHER, ALLTOALL):
+                as_rows(array)
+        if request.kind == ALLTOALL:
+            validate_splits(len(operation.arrays[0]), operation.splits, size)
+        validate_root(request.root, size)
+    except ValueError as error:
+        raise InvalidInput(f"{operation.label!r}: {error}") from error
+
+
+def execute(group: Group, batch: Sequence[Task]) -> None:
+    """Carry out a batch and complete its operations.
+
+    Raises:
+        CollectiveError: the group broke; none of them is completed.
+    """
+    request = batch[0].request
+    if request.kind == ALLREDUCE:
+        _execute_allreduces(group, batch)
+        return
+    operation = batch[0].operation
+    if request.kind == BARRIER:
+        group.barrier()
+        outputs: tuple[Array, ...] = ()
+    else:
+        assert operation is not None  # a rank that has joined takes part in allreduces and barriers only
+        outputs = _execute_single(group, operation)
+    if operation is not None:
+        operation.complete(outputs)
+
+
+def _execute_single(group: Group, operation: Operation) -> tuple[Array, ...]:
+    request = operation.request
+    if request.kind == BROADCAST:
+        for array in operation.arrays:
+            group.broadcast(array, request.root)
+        return operation.arrays
+    if request.kind == ALLGATHER:
+        return tuple(np.concatenate(group.allgatherv(array)) for array in operation.arrays)
+    if request.kind == ALLTOALL:
+        rows, counts = group.alltoall(operation.arrays[0], operation.splits)
+        return rows, np.array(counts, np.int64)
+    assert request.kind == REDUCESCATTER
+    return tuple(
+        group.reducescatter(array, request.op, name, None, request.scale, request.compression)
+        for array, name in zip(operation.arrays, request.dtypes, strict=True)
+    )
+
+
+def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
+    request = batch[0].request
+    arrays: dict[str, list[Array]] = {}
+    for task in batch:
+        mine = make_neutral_arrays(task.request) if task.operation is None else task.operation.arrays
+        for name, array in zip(task.request.dtypes, mine, strict=True):
+            arrays.setdefault(name, []).append(array)
+    for name, alike in arrays.items():
+        if len(alike) == 1:
+            group.allreduce(
+                alike[0], request.op, dtype=name, scale=request.scale, compression=request.compression
+            )
+        else:
+            group.grouped_allreduce(alike, request.op, name, None, request.scale, request.compression)
+    for task in batch:
+        if task.operation is not None:
+            task.operation.complete(task.operation.arrays)
+
+
+def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
+    """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
+    return tuple(
+        narrow(
+            np.full(shape, _find_neutral_element(request.op, name, request.scale[0]), _numpy_name(name)), name
+        )
+        for name, shape in zip(request.dtypes, request.shapes, strict=True)
+    )
+
+
+def _find_neutral_element(op: str, name: str, factor: float) -> float:
+    """factor: by which every contribution is multiplied before the reduction."""
+    if op not in ("min", "max", "product") or factor == 0:  # 0: all others contribute zeros, too
+        return 0
+    kind = np.dtype(_numpy_name(name))
+    if op == "product":
+        return 1 / factor if kind.kind == "f" else 1
+    largest = (op == "min") == (factor > 0)
+    if kind.kind == "f":
+        return np.inf if largest else -np.inf
+    limits = np.iinfo(kind) if kind.kind in "iu" else None
+    if limits is None:  # bool: min is "and", max is "or"
+        return largest
+    return int(limits.max if largest else limits.min)
+
+
+def _numpy_name(name: str) -> str:
+    """Return the dtype in which numpy computes `name`, since it has no bfloat16."""
+    return "float32" if name in ("bfloat16", "float16") else name
+
+
+def _count_item_bytes(name: str) -> int:
+    return 2 if name == "bfloat16" else np.dtype(name).itemsize

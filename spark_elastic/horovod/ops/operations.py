@@ -1,0 +1,204 @@
+"""Operations in the current world, for the torch, TensorFlow and Keras halves: on numpy arrays and on objects.
+
+The operation queues of a world are made on first use and end with its group. Any thread may call everything here; all
+functions return when their operation is done. Arrays are contiguous; besides numpy's dtypes they may have the bfloat16
+of the package ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_collectives import Group
+from elastic_collectives.group import Array
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import operations_from_env
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.channels import choose_channel
+from spark_elastic.gradients.process_sets import (
+    ProcessSet,
+    find_root_index,
+    global_process_set,
+    is_added,
+    world,
+)
+from spark_elastic.gradients.reduction import Average, ReduceOp
+from spark_elastic.gradients.timeline import get_timeline
+from spark_elastic.horovod.ops.negotiation import (
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+)
+from spark_elastic.horovod.ops.operation import CompletionSignal
+from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from spark_elastic.runs.snapshot import pickle_value
+from spark_elastic.worker.context import get_context, get_group_context
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+
+
+class OperationQueues:
+    """The operation queues of one world, one for each process set. Names of operations belong to the set."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._limits = operations_from_env()
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[int, ...], OperationQueue] = {}  # by the declared ranks of the set
+
+    def get(self, process_set: ProcessSet) -> OperationQueue:
+        """Return the queue of a set that this rank is in."""
+        ranks = process_set.declared_ranks
+        with self._lock:
+            if ranks not in self._queues:
+                group = self._group
+                if group.size > 1:
+                    # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
+                    group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
+                name = "" if process_set is global_process_set else repr(process_set)
+                worker = get_context()
+                wait = nullcontext if worker is None else worker.wait_recorder.record_wait
+                signal = CompletionSignal(SystemClock(), wait)
+                self._queues[ranks] = OperationQueue(group, signal, self._limits, name)
+            return self._queues[ranks]
+
+
+def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
+    """Return the queue to which operations of that set are submitted in the current world.
+
+    Raises:
+        InvalidInput: it is no set, was not added, or does not have this rank.
+        CollectiveError: the worker is between two worlds.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
+    if not is_added(process_set):
+        raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
+    group = world()
+    if group.rank not in process_set.ranks:
+        raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
+    queues = get_group_context().get_or_create(OperationQueues, lambda: OperationQueues(group))
+    queue = queues.get(process_set)
+    queue.timeline = get_timeline()
+    return queue
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once all ranks of the set have called it."""
+    get_queue(process_set).submit(Request(BARRIER), awaited=True).wait()
+
+
+def as_engine_array(array: Array) -> Array:
+    """Return the same memory as a dtype that the engine takes: bfloat16 as uint16."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def allreduce_arrays(
+    arrays: Sequence[Array],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    scale: tuple[float, float] = (1.0, 1.0),
+    process_set: ProcessSet = global_process_set,
+    compression: str | None = None,
+) -> None:
+    """Allreduce arrays in place, as one operation."""
+    request = Request(
+        ALLREDUCE, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale, compression
+    )
+    _execute(request, arrays, process_set)
+
+
+def broadcast_arrays(
+    arrays: Sequence[Array],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
+    root = find_root_index(process_set, root_rank)
+    _execute(
+        Request(BROADCAST, name, _name_arrays(arrays), _list_shapes(arrays), root=root), arrays, process_set
+    )
+
+
+def allgather_arrays(
+    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
+    shapes = tuple((-1, *array.shape[1:]) for array in arrays)
+    return _execute(Request(ALLGATHER, name, _name_arrays(arrays), shapes), arrays, process_set)
+
+
+def reducescatter_arrays(
+    arrays: Sequence[Array],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    scale: tuple[float, float] = (1.0, 1.0),
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """Return this rank's rows of the reduced arrays. They travel as one operation."""
+    request = Request(REDUCESCATTER, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale)
+    return _execute(request, arrays, process_set)
+
+
+def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> list[Array]:
+    """Return the results, with the dtypes of the arrays."""
+    operands = [as_engine_array(array) for array in arrays]
+    results = get_queue(process_set).submit(request, operands, awaited=True).wait()
+    return [result.view(array.dtype) for result, array in zip(results, arrays, strict=True)]
+
+
+def _name_arrays(arrays: Sequence[Array]) -> tuple[str, ...]:
+    return tuple(array.dtype.name for array in arrays)
+
+
+def _list_shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape for array in arrays)
+
+
+# Objects travel pickled. They come from authenticated peers only, which have proved that they hold the key of the job.
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """Return the object of rank `root_rank`."""
+    if process_set.size() == 1:
+        return obj
+    is_root = process_set.rank() == find_root_index(process_set, root_rank)
+    mine = _to_bytes(obj) if is_root else np.empty(0, np.uint8)
+    name = name or "object"
+    length = np.array([len(mine)], np.int64)
+    broadcast_arrays([length], root_rank, f"broadcast.{name}.length", process_set)
+    data = mine if is_root else np.empty(int(length[0]), np.uint8)
+    broadcast_arrays([data], root_rank, f"broadcast.{name}.data", process_set)
+    return obj if is_root else _from_bytes(data)
+
+
+def allgather_object(
+    obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[T]:
+    """Return the objects of all ranks, in rank order."""
+    mine, name = _to_bytes(obj), name or "object"
+    (lengths,) = allgather_arrays([np.array([len(mine)], np.int64)], f"allgather.{name}.length", process_set)
+    (data,) = allgather_arrays([mine], f"allgather.{name}.data", process_set)
+    return [_from_bytes(part) for part in np.split(data, np.cumsum(lengths)[:-1])]
+
+
+def _to_bytes(obj: object) -> Bytes:
+    return np.frombuffer(bytearray(pickle_value(obj)), np.uint8)
+
+
+def _from_bytes(data: Array) -> Any:
+    return pickle.loads(data.tobytes())

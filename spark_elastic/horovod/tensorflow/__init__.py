@@ -1,0 +1,1 @@
+"""Horovod's interface for TensorFlow; `spark_elastic.tensorflow` exports it."""

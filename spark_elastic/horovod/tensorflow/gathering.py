@@ -1,0 +1,222 @@
+"""Allgather, broadcast and join under Horovod's names; names, order and errors are as in `allreduce`.
+
+Gradients belong to the average of all ranks' losses, as in the last releases of Horovod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
+from spark_elastic.gradients.reduction import Average, ReduceOptions
+from spark_elastic.horovod.ops import operations
+from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
+from spark_elastic.horovod.ops.operations import get_queue
+from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
+from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
+from spark_elastic.horovod.tensorflow.topology_ops import rank_in
+from spark_elastic.runs.handlers import unwrap_variable
+
+T = TypeVar("T")
+
+
+@no_autograph
+def allgather(
+    tensor: Tensor,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+@no_autograph
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Allgather several tensors as one operation. Differentiable."""
+    if not tensors:
+        raise InvalidInput("a grouped operation takes at least one tensor.")
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(*inputs: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*upstream: Tensor) -> list[Tensor]:
+            rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs])
+            counts = _allgather([rows[None]], None, process_set)[0]
+            mine = rank_in(process_set)
+            averages = allreduce_tensors(upstream, None, ReduceOptions(Average, process_set=process_set))
+            firsts = tf.reduce_sum(counts[:mine], axis=0)
+            return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
+
+        return _allgather(inputs, name, process_set), gradient
+
+    as_tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    return list(differentiable(*(t[None] if t.shape.rank == 0 else t for t in as_tensors)))
+
+
+def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    def body(arrays: list[Array]) -> Sequence[Array]:
+        return operations.allgather_arrays(arrays, qualify_name(ALLGATHER, name), process_set)
+
+    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in tensors]
+    return call(body, tensors, [tensor.dtype for tensor in tensors], shapes)
+
+
+@no_autograph
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the tensor of rank `root_rank` of the world. Differentiable."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(value: Tensor) -> tuple[Tensor, Any]:
+        def gradient(upstream: Tensor) -> Tensor:
+            average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
+            is_root = tf.equal(rank_in(process_set), find_root_index(process_set, root_rank))
+            return tf.where(is_root, average, tf.zeros_like(average))
+
+        return broadcast_all([value], root_rank, name, process_set)[0], gradient
+
+    return differentiable(tf.convert_to_tensor(tensor))
+
+
+def broadcast_all(
+    tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[Tensor]:
+    """Broadcast several tensors as one operation."""
+
+    def body(arrays: list[Array]) -> list[Array]:
+        results = copy_arrays(arrays).views
+        operations.broadcast_arrays(results, root_rank, qualify_name(BROADCAST, name), process_set)
+        return results
+
+    return call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
+
+
+@no_autograph
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Overwrite variables with those of rank `root_rank`, as one operation.
+
+    Returns:
+        The same variables; in a graph, what their assignments return: a session runs nothing that is not asked for.
+    """
+    assignments = _overwrite(variables, root_rank, name, process_set)
+    return list(variables) if tf.executing_eagerly() else assignments
+
+
+def _overwrite(
+    variables: Sequence[Any], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    """Returns what the assignments return: in a graph, the operations that make them."""
+    inner = [unwrap_variable(variable) for variable in variables]
+    if not inner:
+        return []
+    values = broadcast_all([tf.convert_to_tensor(each) for each in inner], root_rank, name, process_set)
+    return [variable.assign(value) for variable, value in zip(inner, values, strict=True)]
+
+
+@no_autograph
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: not used.
+
+    Returns:
+        In a graph the operation that does so; None in eager mode.
+    """
+    assignments = _overwrite(list(variables), root_rank, "variables", process_set)
+    return None if tf.executing_eagerly() else tf.group(*assignments)
+
+
+def broadcast_object(
+    obj: T,
+    root_rank: int = 0,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> T:
+    """Return the object of rank `root_rank`. session: only None, TensorFlow 2 has none."""
+    _refuse_session(session)
+    return operations.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: T,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[T]:
+    """Return the objects of all ranks, in rank order. session: only None, TensorFlow 2 has none."""
+    _refuse_session(session)
+    return operations.allgather_object(obj, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Return a function that broadcasts an object of `root_rank`. session: only None, TensorFlow 2 has none."""
+    _refuse_session(session)
+    return lambda obj: operations.broadcast_object(obj, root_rank, name, process_set)
+
+
+def _refuse_session(session: object) -> None:
+    if session is not None:
+        raise InvalidInput("there are no sessions in TensorFlow 2: leave session out.")
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return the operation that broadcasts the global variables of a TensorFlow 1 graph.
+
+    Raises:
+        RuntimeError: in eager mode, whose variables are not global; Horovod's error, too.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "TensorFlow 2 has no global variables: call broadcast_variables(model.variables, root_rank)."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+@no_autograph
+def join() -> Tensor:
+    """Take part in the allreduces of the other ranks without contributing, until all ranks have joined.
+
+    Averages still divide by the world's size. Allgather, broadcast, alltoall and reducescatter need all ranks, and so
+    do gradients with missing rows.
+
+    Returns:
+        The rank that joined last, as a scalar int32 tensor.
+
+    Raises:
+        CollectiveError: the world changed.
+    """
+
+    def body(arrays: list[Array]) -> list[Array]:
+        return [np.array(int(get_queue().join().wait()[0][0]), np.int32)]
+
+    return call(body, [], [tf.int32], [[]])[0]

@@ -1,0 +1,350 @@
+"""`DistributedOptimizer` and `DistributedGradientTape`: exchange gradients before they are applied or returned.
+
+The dense gradients of a group are copied into one buffer and reduced there as one operation; TensorFlow takes over the
+results without a copy. Gradients with missing rows (IndexedSlices) are gathered. A gradient that is None stays None: in
+a graph all ranks have the same ones. The training thread traces, threads of TensorFlow run the graphs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from elastic_collectives.group import Array
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
+from spark_elastic.horovod.ops.distributed_optimizer import (
+    GradientAccumulator,
+    WrappedOptimizer,
+    get_exchange,
+    wrap_optimizer,
+)
+from spark_elastic.horovod.ops.operations import allreduce_arrays
+from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, compress_tensors
+from spark_elastic.horovod.tensorflow.arrays import (
+    Tensor,
+    append_to_graph,
+    call,
+    copy_arrays,
+    no_autograph,
+    view_of,
+)
+from spark_elastic.horovod.tensorflow.compression import Compression
+from spark_elastic.horovod.tensorflow.topology_ops import size_op
+from spark_elastic.runs.handlers import list_trainable_weights, unwrap_variable
+
+Plain = TypeVar("Plain")
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How gradients are exchanged."""
+
+    reduce: ReduceOptions  # the same for all variables that are not local
+    sparse_as_dense: bool  # IndexedSlices become dense
+    groups: int | Sequence[Sequence[Any]]  # a number of groups to make, or lists of variables
+    scale_local: bool  # divide local gradients by the size of the process set
+    local: list[Any] = field(default_factory=list)  # variables whose gradients are not exchanged
+
+    def __post_init__(self) -> None:
+        if isinstance(self.groups, int) and self.groups < 0:
+            raise InvalidInput(f"groups must be lists of variables, or a number; got {self.groups}.")
+
+
+def exchange_gradients(
+    gradients: Sequence[Tensor], sources: Sequence[Any], options: ExchangeOptions
+) -> list[Tensor]:
+    """Return the gradients of all ranks, in the order of `sources`, the variables."""
+    results = list(gradients)
+    if options.sparse_as_dense or options.reduce.op is Adasum:
+        results = [_to_dense(gradient) for gradient in results]
+    local = {_key_of(variable) for variable in options.local}
+    present = [i for i, gradient in enumerate(results) if gradient is not None]
+    shared = [i for i in present if _key_of(sources[i]) not in local]
+    if options.scale_local:
+        for i in set(present) - set(shared):
+            results[i] = _divide_by_size(results[i], options.reduce.process_set)
+    for i in shared:
+        if isinstance(results[i], tf.IndexedSlices):
+            # Its number of rows differs, so that the name cannot follow from its shape.
+            results[i] = allreduce_slices(results[i], f"gradient.{i}", options.reduce, allow_single=True)
+    dense = [i for i in shared if not isinstance(results[i], tf.IndexedSlices)]
+    for group in _make_groups(dense, results, sources, options):
+        reduced = _allreduce_group([results[i] for i in group], options.reduce)
+        for i, result in zip(group, reduced, strict=True):
+            results[i] = result
+    return results
+
+
+def _to_dense(gradient: Tensor) -> Tensor:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _make_groups(
+    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: ExchangeOptions
+) -> list[list[int]]:
+    """Return the indices of gradients that travel together: of one dtype, later layers first, whose gradients are
+    computed first."""
+    group_of: dict[Any, int] = {}  # by key of the variable
+    if isinstance(options.groups, int):
+        count = max(options.groups, 1)
+        group_of = {_key_of(sources[i]): at * count // len(indices) for at, i in enumerate(indices)}
+    else:
+        for number, variables in enumerate(options.groups):
+            group_of.update({_key_of(variable): number for variable in variables})
+    groups: dict[tuple[int, Any], list[int]] = {}
+    for i in indices:
+        groups.setdefault((group_of.get(_key_of(sources[i]), -1), gradients[i].dtype), []).append(i)
+    return list(groups.values())[::-1]
+
+
+def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Tensor]:
+    """Allreduce gradients of one dtype as one operation."""
+    wire, compressed = compress_tensors(gradients, options)
+    tensors = [tensor for tensor, _ in compressed]
+    name = f"allreduce.gradients.{_make_label(tensors)}"
+
+    def body(arrays: list[Array]) -> list[Array]:
+        # Copied even without peers: TensorFlow may write into what a call returns.
+        buffer = copy_arrays(arrays)
+        if is_single_process(options.process_set):
+            return buffer.views
+        # Adasum combines each gradient by itself.
+        operands = buffer.views if options.op is Adasum else buffer.flat
+        allreduce_arrays(operands, name, options.op, options.scale, options.process_set, wire)
+        return buffer.views
+
+    results = call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
+    return [options.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, compressed, strict=True)]
+
+
+def _make_label(gradients: Sequence[Tensor]) -> str:
+    """Return the same name on all ranks, whatever each has traced before: a hash of dtypes and shapes."""
+    text = repr([(g.dtype.name, g.shape.as_list() if g.shape.rank is not None else None) for g in gradients])
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _divide_by_size(gradient: Tensor, process_set: ProcessSet) -> Tensor:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _divide_by_size(gradient.values, process_set)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(size_op(process_set), gradient.dtype)
+
+
+def _key_of(variable: Any) -> Any:
+    """Return what identifies a variable; of a Keras variable, the key of its tf.Variable."""
+    inner = unwrap_variable(variable)
+    return inner.ref() if hasattr(inner, "ref") else id(inner)
+
+
+def _accumulate(
+    accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Add one backward pass. Returns (whether the step is complete, the sums; before, without meaning)."""
+    # Without a graph, whose gradients are the same ones each time, each pass may have others.
+    if tf.executing_eagerly():
+        totals = accumulator.add([None if g is None else view_of(g) for g in gradients])
+        if totals is None:
+            return tf.constant(False), list(gradients)
+        return tf.constant(True), [None if t is None else tf.convert_to_tensor(t) for t in totals]
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    tensors = [gradients[i] for i in present]
+
+    def body(arrays: list[Array]) -> list[Array]:
+        totals = accumulator.add(arrays)
+        return [
+            np.array(totals is not None),
+            *(arrays if totals is None else (t for t in totals if t is not None)),
+        ]
+
+    results = call(body, tensors, [tf.bool, *(t.dtype for t in tensors)], [[], *(t.shape for t in tensors)])
+    sums = list(gradients)
+    for i, result in zip(present, results[1:], strict=True):
+        sums[i] = result
+    return results[0], sums
+
+
+def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
+    optimizer: Plain,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Plain:
+    """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
+
+    Args:
+        backward_passes_per_step: the gradients of so many calls of `apply` are summed before they are exchanged and
+            applied; the calls before change nothing.
+        average_aggregated_gradients: average these gradients instead.
+        name, use_locking: not used.
+        For the other arguments see `DistributedGradientTape`.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+
+    def make_exchange() -> tuple[ExchangeOptions, GradientAccumulator[Array]]:
+        accumulator = GradientAccumulator[Array](
+            backward_passes_per_step, average_aggregated_gradients, lambda arrays: copy_arrays(arrays).views
+        )
+        wanted = num_groups if groups is None else groups
+        return ExchangeOptions(options, sparse_as_dense, wanted, scale_local_gradients), accumulator
+
+    distributed: Plain = wrap_optimizer(optimizer, _Distributed, make_exchange, tf.keras.utils)
+    return distributed
+
+
+def PartialDistributedOptimizer(
+    optimizer: Plain, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Plain:
+    """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
+    distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in list_trainable_weights(local_layers):
+        distributed.register_local_var(variable)
+    partly: Plain = distributed
+    return partly
+
+
+class _Distributed(WrappedOptimizer):
+    """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not exchange the gradient of that variable."""
+        get_exchange(self)[0].local.append(var)
+
+    @no_autograph
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Exchange the gradients and apply them.
+
+        Raises:
+            CollectiveError: the exchange broke; no variable was changed. In a graph: see `elastic.run`.
+        """
+        own: Any = super()
+        this: Any = self
+        options, accumulator = get_exchange(self)
+        variables = list(this._trainable_variables if trainable_variables is None else trainable_variables)
+        gradients = list(grads)
+        if accumulator.passes == 1:
+            own.apply(exchange_gradients(gradients, variables, options), trainable_variables)
+            return
+        if not this.built:  # the branch below must not create variables
+            this.build(variables)
+        complete, sums = _accumulate(accumulator, [_to_dense(gradient) for gradient in gradients])
+
+        def step() -> Any:
+            own.apply(exchange_gradients(sums, variables, options), trainable_variables)
+            return tf.constant(True)
+
+        def apply_complete() -> list[Any]:
+            return [tf.cond(complete, step, lambda: tf.constant(False))]
+
+        # In a graph, another optimizer's exchange must wait until this one's is over.
+        apply_complete() if tf.executing_eagerly() else append_to_graph(apply_complete)
+
+
+def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return `gradtape` with a `gradient` that exchanges. It may be wrapped inside or after its `with`.
+
+    Args:
+        compression: how float32 travels.
+        gradient_predivide_factor: f divides by f before the sum and by size / f after it.
+        groups: variables that travel together, as lists or as a number of groups to make; None: all of one dtype.
+        num_groups: the same, as a number.
+        sparse_as_dense: IndexedSlices become dense.
+        process_set: the ranks that exchange; other ranks train alone.
+        scale_local_gradients: divide the gradients of `register_local_source` by the size of the process set.
+        device_dense, device_sparse: not used.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    if isinstance(gradtape, _DistributedTape) or not isinstance(gradtape, tf.GradientTape):
+        raise InvalidInput(
+            f"DistributedGradientTape wraps a tf.GradientTape once; got a {type(gradtape).__name__}."
+        )
+    options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+    wanted = num_groups if groups is None else groups
+    kind = type(type(gradtape).__name__, (_DistributedTape, type(gradtape)), {})
+    distributed: Any = object.__new__(kind)
+    distributed.__dict__ = gradtape.__dict__
+    distributed._options = ExchangeOptions(options, sparse_as_dense, wanted, scale_local_gradients)
+    return distributed
+
+
+def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
+    """As `DistributedGradientTape`, without an exchange for the variables of `local_layers`, Keras layers."""
+    distributed = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in list_trainable_weights(local_layers):
+        distributed.register_local_source(variable)
+    return distributed
+
+
+class _DistributedTape:
+    """The methods that `DistributedGradientTape` puts before those of the tape's own class."""
+
+    _options: ExchangeOptions
+
+    def register_local_source(self, source: Any) -> None:
+        """Do not exchange the gradient of that variable."""
+        self._options.local.append(source)
+
+    @no_autograph
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **how: Any,
+    ) -> Any:
+        """As the tape's own method, averaged or summed over all ranks. use_generic_names: not used.
+
+        Raises:
+            CollectiveError: the exchange, or an operation inside the recorded computation, broke.
+        """
+        own = super().gradient(target, sources, output_gradients, **how)  # type: ignore[misc]
+        # IndexedSlices are one gradient, not three tensors.
+        flat = tf.nest.flatten(own, expand_composites=False)
+        shared = exchange_gradients(flat, tf.nest.flatten(sources), self._options)
+        return tf.nest.pack_sequence_as(own, shared, expand_composites=False)
+
+    @no_autograph
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs (source, gradient): those of `register_local_source`, and those that were exchanged."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        own = {_key_of(variable) for variable in self._options.local}
+        pairs = list(zip(sources, gradients, strict=True))
+        local = [pair for pair in pairs if _key_of(pair[0]) in own]
+        return local, [pair for pair in pairs if _key_of(pair[0]) not in own]

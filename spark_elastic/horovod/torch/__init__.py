@@ -1,0 +1,1 @@
+"""Horovod's interface for torch; `spark_elastic.torch` exports it."""

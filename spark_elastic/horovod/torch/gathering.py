@@ -1,0 +1,249 @@
+"""Allgather, broadcast, join and the sparse allreduce under Horovod's names.
+
+Names, order and errors are as in `allreduce`. Gradients belong to the average of all ranks' losses, as in the last
+releases of Horovod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
+from spark_elastic.gradients.reduction import Average, ReduceOp, Sum
+from spark_elastic.gradients.tensors import copy_back, copy_to_host, disable_compile, tensor_of, to_host
+from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
+from spark_elastic.horovod.ops.operations import broadcast_object, get_queue
+from spark_elastic.horovod.torch.allreduce import allreduce, grouped_allreduce
+from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
+from spark_elastic.horovod.torch.handles import Handle, submit
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
+    return _AllGather.apply(name, process_set, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """`allgather` without waiting; not differentiable."""
+    handle = grouped_allgather_async([tensor], name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0])
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Allgather several tensors as one operation. Differentiable."""
+    return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """`grouped_allgather` without waiting; not differentiable."""
+    return _gather(tensors, name, process_set)
+
+
+@disable_compile
+def _gather(
+    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
+) -> Handle:
+    if not tensors:
+        raise InvalidInput("a grouped operation takes at least one tensor.")
+    # Not copied: the tensors belong to the operation until its handle is done.
+    hosts = [to_host(tensor) for tensor in tensors]
+    rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
+    operation = submit(ALLGATHER, name, rows, process_set, ragged=True, awaited=awaited)
+    return Handle(
+        operation,
+        lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
+    )
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the tensor of rank `root_rank` of the world. Differentiable."""
+    return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`broadcast` without waiting; not differentiable."""
+    copy = copy_to_host(tensor)
+    handle = broadcast_all([copy], root_rank, name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0].to(tensor.device))
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """`broadcast` into `tensor`."""
+    return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
+    handle = broadcast_all([tensor], root_rank, name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0])
+
+
+@disable_compile
+def broadcast_all(
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    awaited: bool = False,
+) -> Handle:
+    """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
+    root = find_root_index(process_set, root_rank)
+    working = [to_host(tensor) for tensor in tensors]
+    operation = submit(BROADCAST, name, working, process_set, awaited=awaited, root=root)
+    return Handle(
+        operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
+    )
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.process_set = process_set
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tuple(_gather(tensors, name, process_set, awaited=True)())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        process_set = ctx.process_set
+        rows = [shape[0] if shape else 1 for shape in ctx.shapes]
+        lengths = allgather(torch.tensor([rows]), process_set=process_set)
+        firsts = lengths[: process_set.rank()].sum(0).tolist()
+        averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        shares = [
+            whole[first : first + count].reshape(shape)
+            for whole, first, count, shape in zip(averages, firsts, rows, ctx.shapes, strict=True)
+        ]
+        return None, None, *shares
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
+        ctx.process_set = process_set
+        result: torch.Tensor = broadcast_async(tensor, root, name, process_set)()
+        ctx.is_root = process_set.ranks[process_set.rank()] == root
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        average = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        # All ranks stay in the graph of a second derivative, whose allreduce needs all of them.
+        unused = torch.tensor(not ctx.is_root, device=average.device)
+        return average.masked_fill(unused, 0.0), None, None, None
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None] | torch.Tensor], root_rank: int
+) -> None:
+    """Overwrite parameters with those of `root_rank`.
+
+    Args:
+        params: a state dict, or parameters with or without names.
+    """
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        raise InvalidInput(
+            "broadcast_parameters takes a state dict or parameters, such as model.state_dict(); got "
+            f"{type(params).__name__}."
+        )
+    entries = sorted(params.items()) if isinstance(params, Mapping) else params
+    tensors = []
+    for number, entry in enumerate(entries):
+        name, tensor = entry if isinstance(entry, tuple) else (number, entry)
+        if isinstance(tensor, torch.Tensor):
+            tensors.append(tensor.data)
+        elif tensor is not None:
+            raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
+    broadcast_all(tensors, root_rank, "parameters", global_process_set, awaited=True)()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrite the optimizer's state and settings with those of `root_rank`. model: not used."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidInput("broadcast_optimizer_state does not take LBFGS: its state is not per parameter.")
+    optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank, "optimizer"))
+
+
+def join(device: int = -1) -> int:
+    """Take part in the allreduces of the other ranks without contributing, until all ranks have joined: for a rank
+    that is out of data.
+
+    Averages still divide by the world's size. This rank does not apply the steps of its `DistributedOptimizer`: as with
+    Horovod, the rank that joined last has the newest weights. device: not used.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        InvalidInput: several optimizers are in use, or gradients were not exchanged.
+        CollectiveError: the world changed.
+    """
+    optimizers = list(get_optimizers_in_use())
+    if len(optimizers) > 1:
+        raise InvalidInput(
+            f"join() cannot tell which of {len(optimizers)} optimizers the others step: close() all but one."
+        )
+    joined = get_queue().join(sum(one.steps() for one in optimizers))
+    for one in optimizers:
+        while one.run_without_data():
+            pass  # until no rank has data
+    return int(joined.wait()[0][0])
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Sum or average sparse tensors of one shape. Calling the handle returns the sparse result."""
+    if op not in (Average, Sum) or not tensor.is_sparse:
+        raise InvalidInput(f"sparse_allreduce_async takes sparse tensors, and Average or Sum; got {op!r}.")
+    whole = tensor.coalesce()
+    parts = [whole.indices().t().contiguous(), whole.values()]
+    handle = grouped_allgather_async(parts, qualify_name("sparse", name), process_set)
+
+    def finish(_: object) -> torch.Tensor:
+        indices, values = handle()
+        if op is Average:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.t(), values, whole.shape, check_invariants=False).coalesce()
+
+    return Handle(handle.operation, finish)

@@ -1,0 +1,1 @@
+"""Elastic versions of what other libraries offer: trainers, process groups, loggers, exports."""

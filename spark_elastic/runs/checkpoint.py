@@ -1,0 +1,436 @@
+"""A run's checkpoints in the store: rank 0 writes them in the background, the driver publishes them (R18, publication).
+
+    runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
+    runs/RUN/checkpoints/published-ATTEMPT-NUMBER.json                                 the list of published ones
+
+A checkpoint has the two parts of a `Snapshot`: `values`, encoded by the framework's codec, and `memory`, the bytes of
+all arrays. A run resumes from it once the driver has put it on the published list. Each attempt has lists of its own;
+only the last one of the highest attempt is read, so a driver that lost the run changes nothing. A list is a new object,
+since not every store replaces one at once, and the lists before it are deleted once it is there.
+
+`CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its training
+thread decides when a snapshot is due, and one writer thread encodes and writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from spark_elastic.clock import Clock
+from spark_elastic.data.store import Store, StoreFull
+from spark_elastic.errors import ElasticError, StoreError
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, format_position
+from spark_elastic.runs.snapshot import Codec, Snapshot
+
+log = logging.getLogger("spark_elastic.state")
+
+MANIFEST = "manifest.json"
+LIST = "published-"  # prefix of the lists of published checkpoints
+VERSION = 5  # of the format of a checkpoint
+VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
+# Keys of `WorkerSession.process_values`.
+CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
+SNAPSHOT_READER = "snapshot_reader"  # its SnapshotReader
+FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint
+WARN_INTERVAL = 60.0  # seconds between two warnings about it
+CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for the checkpoint in flight
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Holds no state; any thread."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self._folder = f"runs/{run_id}/checkpoints"
+
+    def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        """Write the parts and, at last, a manifest of them. No run resumes from it before the driver has published it.
+
+        Raises:
+            StoreFull: the store has no room; what was written of the checkpoint is removed.
+            StoreError: the store cannot be written, or does not give back the bytes that were written.
+        """
+        name = format_checkpoint_name(fence, position)
+        checksums = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
+        manifest = json.dumps({"version": VERSION, "parts": checksums}, sort_keys=True).encode()
+        try:
+            for part, data in {**parts, MANIFEST: manifest}.items():
+                self._store.write_verified(f"{self._folder}/{name}/{part}", data)
+        except StoreFull:
+            self._store.remove_tree(f"{self._folder}/{name}")
+            raise
+        return Checkpoint(fence, position, name, _sha256(manifest))
+
+    def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
+        """The parts of a checkpoint.
+
+        Raises:
+            StoreError: a part is missing, differs from what was written, or has the format of another version.
+        """
+        manifest = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
+        _check(manifest, checkpoint.digest, f"{checkpoint.name}/{MANIFEST}")
+        content = json.loads(manifest)
+        if content.get("version") != VERSION:
+            raise StoreError(f"{checkpoint.name} was written by another version of spark_elastic.")
+        parts = {}
+        for part, checksum in content["parts"].items():
+            data = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{part}")
+            _check(data, checksum["sha256"], f"{checkpoint.name}/{part}")
+            parts[part] = data
+        return parts
+
+    def read_first_undamaged(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
+        """The first undamaged candidate. A warning names each damaged one.
+
+        Raises:
+            StoreError: all candidates are damaged.
+        """
+        for checkpoint in candidates:
+            try:
+                return checkpoint, self.read(checkpoint)
+            except StoreError as error:
+                log.warning("checkpoint %s is damaged, and is not used: %s", checkpoint.name, error)
+        names = ", ".join(checkpoint.name for checkpoint in candidates)
+        raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
+
+    # ---- called by the driver
+
+    def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
+        """Write the list of published checkpoints, newest first, of this attempt. `sweep` deletes the one before."""
+        listed = [asdict(checkpoint) for checkpoint in checkpoints]
+        before = _select_lists(self._store.list(self._folder), attempt)
+        number = int(before[-1].rpartition("-")[2].removesuffix(".json")) + 1 if before else 1
+        name = f"{self._folder}/{LIST}{attempt:06d}-{number:08d}.json"
+        self._store.write_bytes(name, json.dumps(listed).encode())
+
+    def find_highest_attempt(self) -> int:
+        """The newest attempt that has written or published a checkpoint; 0: none has."""
+        names = (path.rpartition("/")[2].removeprefix(LIST) for path in self._store.list(self._folder))
+        numbers = (name.partition("-")[0] for name in names)
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+    def read_published(self) -> tuple[Checkpoint, ...]:
+        """The published checkpoints, newest first: the last list of the highest attempt that has one."""
+        names = _select_lists(self._store.list(self._folder))
+        while names:
+            name = names.pop()
+            try:
+                return tuple(_from_json(item) for item in json.loads(self._store.read_bytes(name)))
+            except (StoreError, ValueError, TypeError, KeyError) as error:
+                there = _select_lists(self._store.list(self._folder))
+                if name in there:
+                    log.warning("%s cannot be read, so the list before it is used: %s", name, error)
+                else:  # the driver has published another one meanwhile
+                    names = there
+        return ()
+
+    def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:
+        """Delete the lists of `attempt` before its last one, and the checkpoints that the last one does not name: older
+        ones, and those of dead attempts.
+
+        The manifest is deleted first, so a half-deleted checkpoint never looks whole. Checkpoints newer than those of
+        `published` stay, since a worker may be about to report them.
+        """
+        paths = self._store.list(self._folder)
+        for path in _select_lists(paths, attempt)[:-1]:
+            self._store.delete(path)
+        names = {checkpoint.name for checkpoint in published}
+        newest = max(names, default="")
+        for path in paths:
+            name = path.rpartition("/")[2]
+            if name in names or not name[:1].isdigit():
+                continue
+            if name < newest or int(name.partition("-")[0]) < attempt:
+                self._store.delete(f"{path}/{MANIFEST}")
+                self._store.remove_tree(path)
+
+
+def format_checkpoint_name(fence: Fence, position: Position) -> str:
+    """The folder of a checkpoint that a member of the world `fence` writes at `position`."""
+    numbers = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
+    return f"{fence.attempt:06d}-{fence.generation:06d}-{numbers}"
+
+
+def _select_lists(names: Iterable[str], attempt: int | None = None) -> list[str]:
+    """The lists of published checkpoints among objects, the last one last. attempt: whose; None: all."""
+    prefix = LIST if attempt is None else f"{LIST}{attempt:06d}-"
+    return [name for name in names if name.rpartition("/")[2].startswith(prefix)]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _check(data: bytes, digest: str, name: str) -> None:
+    if _sha256(data) != digest:
+        raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
+
+
+def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
+    position = item["position"]
+    return Checkpoint(
+        Fence(**item["fence"]),
+        Position(position["epoch"], Phase(position["phase"]), position["step"]),
+        str(item["name"]),
+        str(item["digest"]),
+    )
+
+
+class CheckpointWriter:
+    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
+
+    A store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning.
+    """
+
+    def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint | None], object]) -> None:
+        """
+        Args:
+            report: passes a written checkpoint to the driver, which publishes it unless it is too late, or None if the
+                store has no room for one; called in the thread.
+        """
+        self._store = store
+        self._report = report
+        # Guards the five fields below.
+        self._changed = threading.Condition()
+        # The checkpoint to write next: its world, position, and a function that makes its parts.
+        self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
+        # World and position of the checkpoint that was offered last; None: it failed, or none was.
+        self._offered: tuple[Fence, Position] | None = None
+        # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
+        self._offered_again = False
+        self._writing = False
+        self._closing = False
+        self._thread: threading.Thread | None = None  # `offer` starts it
+        # How many checkpoints have failed since the last one that was written; the thread's own.
+        self._failures = 0
+
+    def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
+        """Have a checkpoint written, unless it was offered before and does not fail. Returns at once.
+
+        Args:
+            make_parts: called by the writer's thread.
+        """
+        with self._changed:
+            self._offered_again = self._offered == (fence, position)
+            if self._offered_again:
+                return
+            self._offered = (fence, position)
+            self._waiting = (fence, position, make_parts)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store."""
+        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
+                    return
+            log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
+        log.error(
+            "the last checkpoint is given up: the store does not answer. The newest one before it stays."
+        )
+
+    def close(self) -> None:
+        """Write the checkpoint that waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting is not None)
+                task, self._waiting = self._waiting, None
+                self._writing = task is not None
+            if task is None:
+                return
+            succeeded = self._try_to_write(*task)
+            with self._changed:
+                self._writing = False
+                if not succeeded and self._offered == task[:2]:  # so none waits
+                    again, self._offered_again = self._offered_again, False
+                    self._offered, self._waiting = (task[:2], task) if again else (None, None)
+                self._changed.notify_all()
+
+    def _try_to_write(
+        self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]
+    ) -> bool:
+        """Write a checkpoint and report it. Returns False if that failed, which is logged."""
+        try:
+            self._write(fence, position, make_parts)
+            return True
+        except ElasticError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            log.log(level, "checkpoint at %s not written: %s", format_position(position), error)
+        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
+            log.exception("checkpoint at %s not written", format_position(position))
+        return False
+
+    def _write(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
+        try:
+            written = self._store.write(fence, position, make_parts())
+        except StoreFull as error:
+            self._report(None)
+            raise StoreFull(
+                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
+            ) from error
+        self._report(written)
+        if self._failures:
+            log.warning("checkpoints are written again, after %d that failed.", self._failures)
+            self._failures = 0
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
+
+    # Whose checkpoints they are.
+    run_id: str
+    # Steps between two checkpoints; None: their number does not matter.
+    steps: int | None = None
+    # Seconds between two checkpoints; None: time does not matter.
+    seconds: float | None = 60.0
+
+
+class CheckpointSchedule:
+    """Counts steps and seconds since the last checkpoint. Training thread only."""
+
+    def __init__(self, policy: CheckpointPolicy, clock: Clock) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._last = clock.now()
+        self._steps = 0
+
+    def count_step(self) -> bool:
+        """Count a step. True if a checkpoint is due; the counts then begin again."""
+        self._steps += 1
+        steps, seconds = self._policy.steps, self._policy.seconds
+        by_steps = steps is not None and self._steps >= steps
+        by_time = seconds is not None and self._clock.now() - self._last >= seconds
+        if by_steps or by_time:
+            self._last, self._steps = self._clock.now(), 0
+        return by_steps or by_time
+
+
+class SnapshotReader:
+    """Reads snapshots back from checkpoints, each only once until `forget`. Training thread only.
+
+    Ranks that wait may give up the world meanwhile. If the next world read the checkpoint again, one that takes longer
+    than `collective_timeout` to read would never be used.
+    """
+
+    def __init__(self, store: Store, run_id: str, codec: Codec) -> None:
+        self._store = CheckpointStore(store, run_id)
+        self._codec = codec
+        self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
+
+    def read(self, candidates: Sequence[Checkpoint]) -> Snapshot:
+        """The snapshot in the first undamaged candidate.
+
+        Raises:
+            StoreError: all candidates are damaged.
+        """
+        wanted = tuple(candidates)
+        if self._cached is None or self._cached[0] != wanted:
+            checkpoint, parts = self._store.read_first_undamaged(wanted)
+            values = self._codec.loads(parts[VALUES], trusted=False)
+            memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
+            self._cached = wanted, Snapshot(checkpoint.position, values, memory)
+        return self._cached[1]
+
+    def read_published(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that are published now, newest first."""
+        return self._store.read_published()
+
+    def forget(self) -> None:
+        """Free the memory, once the world that began from the checkpoint has its state."""
+        self._cached = None
+
+
+class Checkpointer:
+    """Writes snapshots of one training process as checkpoints. Training thread only.
+
+    Callers give it snapshots on rank 0 alone. A snapshot that `build_pending` has built waits until its step is final
+    (R1, finalized steps): from then on the step is part of the history of every survivor, and `write_pending` passes
+    the snapshot to the writer's thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        policy: CheckpointPolicy,
+        clock: Clock,
+        codec: Codec,
+        report: Callable[[Checkpoint | None], object],
+    ) -> None:
+        """
+        Args:
+            report: passes a written checkpoint to the driver, which publishes it unless it is too late (R18,
+                publication), or None if the store has no room for one.
+        """
+        # Seconds for which checkpoints have held up the training thread.
+        self.stall_seconds = 0.0
+        self._schedule = CheckpointSchedule(policy, clock)
+        self._clock = clock
+        self._codec = codec
+        self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
+        # A snapshot whose step is not finalized yet.
+        self._pending: Snapshot | None = None
+
+    def count_step(self) -> bool:
+        """Count a step. True if a checkpoint is due."""
+        return self._schedule.count_step()
+
+    def build_pending(self, build: Callable[[], Snapshot]) -> None:
+        """Build a snapshot now. It is pending until `write_pending` or `discard_pending`."""
+        with self.measure_stall():
+            self._pending = build()
+
+    @contextmanager
+    def measure_stall(self) -> Iterator[None]:
+        """Add the time of the block to `stall_seconds`."""
+        began = self._clock.now()
+        try:
+            yield
+        finally:
+            self.stall_seconds += self._clock.now() - began
+
+    def write_pending(self, fence: Fence) -> None:
+        """Write the pending snapshot, if there is one: its step is finalized."""
+        snapshot, self._pending = self._pending, None
+        if snapshot is not None:
+            self.offer(fence, snapshot)
+
+    def discard_pending(self) -> None:
+        """Drop the pending snapshot: the world broke before its step was finalized."""
+        self._pending = None
+
+    def offer(self, fence: Fence, snapshot: Snapshot) -> None:
+        """Pass a snapshot to the writer's thread, unless this world did so before and it does not fail. It must not
+        change any more."""
+        codec = self._codec
+
+        def make_parts() -> dict[str, bytes]:
+            return {VALUES: codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()}
+
+        self._writer.offer(fence, snapshot.position, make_parts)
+
+    def flush(self) -> None:
+        """Wait until everything offered was written or has failed. Called where all ranks stop for good."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,213 @@
+"""A run that this driver owns: its attempts, its published checkpoints, and the thread that publishes them.
+
+Each driver that opens a run takes the next attempt, by creating an object in the store that only one driver can create.
+The highest attempt owns the run (R10, fence). A driver that finds a higher attempt publishes nothing more. The driver's
+loop calls `publish`, which returns at once; a thread, from `start` to `close`, writes to the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from spark_elastic.data.store import ENDED, Store, StoreFull
+from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
+from spark_elastic.protocol.types import Checkpoint
+from spark_elastic.runs.checkpoint import CheckpointStore
+
+log = logging.getLogger("spark_elastic.state")
+
+MAX_TRIES = 100  # drivers that may open the run at the same moment
+END_WAIT = 30.0  # seconds that closing waits for the store
+
+CheckpointList: TypeAlias = tuple[Checkpoint, ...]
+
+
+class OwnedRun:
+    """A run, as its driver uses it until another driver takes the run over."""
+
+    def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
+        """
+        Args:
+            run_id: name of the run's folder in the store.
+            attempt: this driver's.
+            checkpoints: those that are published when the driver opens the run, newest first.
+        """
+        self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
+        self._checkpoint_store = CheckpointStore(store, run_id)
+        # Lists to publish, newest last; None ends the thread.
+        self._requests: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def acquire(cls, store: Store, run_id: str) -> OwnedRun:
+        """Take the run's next attempt. From then on no other driver owns the run, and what earlier ones left half
+        written is removed.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        attempt = acquire_attempt(store, run_id)
+        run = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
+        run.remove_partial()
+        return run
+
+    def check(self) -> None:
+        """Raises JobCancelled if another driver owns the run, or the run was removed from the store."""
+        owner = self._find_owner()
+        if owner < self.attempt:
+            raise JobCancelled(
+                f"run {self.run_id!r} was removed from the store {self.store.url} while this driver trained it: its "
+                f"attempt {self.attempt} is not there any more"
+            )
+        if owner != self.attempt:
+            taken_by = describe_owner(self.store, self.run_id, owner)
+            raise JobCancelled(
+                f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
+            )
+
+    def delete_objects(self, *names: str) -> None:
+        """Delete objects that the run no longer needs, in this order ("": none), as long as this driver owns the run.
+
+        If the store fails to delete one, it stays with all that follow, and a warning names them.
+        """
+        for number, name in enumerate(names):
+            try:
+                if self._find_owner() != self.attempt:
+                    return
+                if name:
+                    self.store.remove_tree(name)
+            except StoreError as error:
+                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[number:])))
+                return
+
+    def remove_partial(self) -> None:
+        """Delete files of the run whose writers were killed. No process may write to the run meanwhile."""
+        self.delete_objects(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
+
+    def delete_run(self, *names: str) -> None:
+        """Delete a run that cannot be resumed: its record, then `names`, then its attempts.
+
+        The record comes first: a run whose record names rows that are gone could not be resumed either.
+        """
+        self.delete_objects(f"runs/{self.run_id}/run.json", *names, get_attempts_folder(self.run_id))
+        self.store.remove_empty_folder(f"runs/{self.run_id}")
+
+    def mark_ended(self) -> None:
+        """Record that this attempt's job has succeeded: the run no longer counts as unfinished, until a later attempt.
+
+        If the store fails, the run stays unfinished, and a warning says so.
+        """
+        try:
+            if self._find_owner() == self.attempt:
+                self.store.write_bytes(f"{get_attempts_folder(self.run_id)}/{self.attempt:06d}{ENDED}", b"{}")
+        except StoreError as error:
+            log.warning("%s The run counts as unfinished.", error)
+
+    def _find_owner(self) -> int:
+        return find_highest_attempt(self.store, self.run_id)
+
+    # ---- publishing checkpoints
+
+    def start(self, on_lost: Callable[[str], None]) -> None:
+        """Start the publishing thread.
+
+        Args:
+            on_lost: called once, in that thread, with a sentence, if another driver owns the run.
+        """
+        self._thread = threading.Thread(
+            target=self._run, args=(on_lost,), name="spark-elastic-publisher", daemon=True
+        )
+        self._thread.start()
+
+    def publish(self, checkpoints: CheckpointList) -> None:
+        """Have the thread publish these checkpoints, newest first, in place of the former list. Returns at once."""
+        self._requests.put(checkpoints)
+
+    def close(self) -> None:
+        """Publish what was requested, and end the thread."""
+        self._requests.put(None)
+        if self._thread is not None:
+            self._thread.join(END_WAIT)
+
+    def _run(self, on_lost: Callable[[str], None]) -> None:
+        while (checkpoints := self._requests.get()) is not None:
+            try:
+                self.publish_now(checkpoints)
+            except JobCancelled as error:
+                on_lost(str(error))
+                return
+            except Exception as error:  # of any file system; the next request may succeed
+                log.warning("a checkpoint could not be published: %s", error)
+
+    def publish_now(self, checkpoints: CheckpointList) -> None:
+        """Publish the list, then delete the checkpoints that it does not name. Blocks.
+
+        Raises:
+            JobCancelled: another driver owns the run.
+            StoreError: the store failed.
+        """
+        self.check()
+        try:
+            self._checkpoint_store.publish(self.attempt, checkpoints)
+        except StoreFull:
+            # Not even the list has room before a checkpoint is deleted. One that is on both lists must stay.
+            if not set(checkpoints) & set(self._checkpoint_store.read_published()):
+                raise
+            self._checkpoint_store.sweep(self.attempt, checkpoints)
+            self._checkpoint_store.publish(self.attempt, checkpoints)
+        self.check()  # a driver that took the run over meanwhile may resume from a checkpoint that `sweep` deletes
+        self._checkpoint_store.sweep(self.attempt, checkpoints)
+
+
+# ---- attempts: functions of the store, without state; any thread
+
+
+def check_name(run_id: object) -> None:
+    """Raises InvalidInput if `run_id` cannot be the name of a run."""
+    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
+        raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
+
+
+def acquire_attempt(store: Store, run_id: str) -> int:
+    """Create the next attempt of a run and return its number.
+
+    Raises:
+        StoreError: the store cannot be read or written.
+    """
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    # A power cut may have cost the entry of an attempt, and not the checkpoints of it: those that a lower attempt then
+    # writes, or another one's lists, would count for nothing.
+    checkpoints = CheckpointStore(store, run_id).find_highest_attempt()
+    attempt = max(find_highest_attempt(store, run_id), checkpoints)
+    for _ in range(MAX_TRIES):
+        attempt += 1
+        if store.create_exclusive(f"{get_attempts_folder(run_id)}/{attempt:06d}", content):
+            return attempt
+    raise StoreError(f"Run {run_id!r}: {MAX_TRIES} other drivers opened it at the same moment; try again.")
+
+
+def find_highest_attempt(store: Store, run_id: str) -> int:
+    """The attempt that owns the run; 0 if no driver has opened it."""
+    names = [name.rpartition("/")[2] for name in store.list(get_attempts_folder(run_id))]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def describe_owner(store: Store, run_id: str, attempt: int) -> str:
+    """The attempt with the process and host of its driver, for messages."""
+    try:
+        driver = json.loads(store.read_bytes(f"{get_attempts_folder(run_id)}/{attempt:06d}"))
+        return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
+    except (StoreError, ValueError, TypeError, KeyError):
+        return f"attempt {attempt}"
+
+
+def get_attempts_folder(run_id: str) -> str:
+    """The folder with one object for each attempt of the run."""
+    return f"runs/{run_id}/attempts"

@@ -1,0 +1,1 @@
+"""Tables that are read where they lie: Parquet files, Delta and Iceberg, and what selects rows of them."""

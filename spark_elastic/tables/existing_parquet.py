@@ -1,0 +1,531 @@
+"""A manifest for Parquet files that another program wrote: any row groups, further columns, folders by partition.
+
+Owns what is checked before such files are trained on: one type and one shape a column, and no nulls, by the footers
+wherever these say so. Columns that petastorm encoded are described as what they decode to. Large row groups become
+several. Knows nothing of Spark. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import posixpath
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_elastic.data.manifest import (
+    Column,
+    FileColumns,
+    Manifest,
+    RowGroups,
+    compute_decoded_bytes,
+    pack_deleted,
+    reuse_equal,
+)
+from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector, partition_values
+from spark_elastic.data.reading.unischema import Field, describe_field, find_unischema
+from spark_elastic.data.store import ObjectInfo, Store
+from spark_elastic.errors import InvalidInput, StoreError, format_columns
+from spark_elastic.tables.footers import (
+    NO_VALUE,
+    CollectFooters,
+    DataFile,
+    FileFooter,
+    FileSchema,
+    Footers,
+    Int64s,
+    collect_footers_in_threads,
+)
+from spark_elastic.tables.predicate import Predicate
+
+PIECE_BYTES = 4 << 20
+VECTOR_DTYPE = "float32"
+_PARQUET = (".parquet", ".parq", ".pq")
+
+
+def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
+    """One store that holds all the files or folders (one at least), paths or fsspec urls, and their names in it.
+
+    Raises:
+        InvalidInput: they lie in different file systems.
+    """
+    stores = [_drop_dots(Store.open(path, **storage_options)) for path in paths]
+    first = stores[0]
+    for path, other in zip(paths, stores, strict=True):
+        if other.filesystem != first.filesystem:
+            raise InvalidInput(
+                f"{path!r} and {paths[0]!r} lie in different file systems: read one at a time."
+            )
+    common = posixpath.commonpath([store.root for store in stores])
+    if _may_be_parquet(common) and first.filesystem.isfile(common):
+        common = posixpath.dirname(common)
+    url = first.url[: len(first.url) - len(first.root) + len(common)]
+    names = tuple(store.root[len(common) :].strip("/") for store in stores)
+    return replace(first, url=url, root=common), names
+
+
+def _drop_dots(store: Store) -> Store:
+    """A local store without `.` and `//` in its path, by which a file would have two names."""
+    root = store.root
+    if not store.is_local or ".." in root.split("/"):  # which links give another meaning
+        return store
+    plain = posixpath.normpath(root)
+    return replace(store, url=store.url[: len(store.url) - len(root)] + plain, root=plain)
+
+
+def describe_parquet(
+    store: Store,
+    columns: Sequence[str],
+    transformed: bool = False,
+    piece_bytes: int = PIECE_BYTES,
+    names: Sequence[str] = ("",),
+    collect: CollectFooters = collect_footers_in_threads,
+) -> Manifest:
+    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`.
+
+    transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than
+    twice `piece_bytes` when decoded are taken in pieces of that size, which readers cut once. collect: reads the
+    footers.
+
+    Raises:
+        InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
+            lengths, no rows, a table of Delta, Iceberg or Hudi. StoreError: no Parquet files, or unreadable ones.
+    """
+    _refuse_parts_of_tables(store, names)
+    # A file that several of the names lead to is there once.
+    found = {each.name: each for name in names for each in _parquet(store, name)}.values()
+    files = [DataFile(each, partition_values(each.name), is_fixed=False) for each in found]
+    return describe_files(
+        store, files, columns, transformed, piece_bytes, _find_fields(store, names), collect
+    )
+
+
+def find_data_files(
+    urls: Sequence[str], columns: Sequence[str], storage_options: Mapping[str, Any]
+) -> tuple[Store, tuple[DataFile, ...]]:
+    """The Parquet files at these urls (at least one), as Spark writes urls, and one store that holds them all.
+
+    columns: those that a file's path may tell of.
+
+    Raises:
+        InvalidInput: they lie in different file systems. StoreError: one is not there.
+    """
+    parts = [urlsplit(url) for url in urls]
+    places = [(each.scheme or "file", each.netloc, unquote(each.path)) for each in parts]
+    store, names = open_common(places, storage_options)
+    # Folders of partitions may be many; the folders that hold these are few.
+    roots = {re.split(r"(?:^|/)[^/]+=", posixpath.dirname(name))[0] for name in names}
+    found = {each.name: each for root in roots for each in store.find(root)}
+    files = []
+    for name, (_, _, path) in zip(names, places, strict=True):
+        if name not in found:
+            raise StoreError(f"The store {store.url} has no {name!r}.")
+        known = {key: value for key, value in partition_values(path).items() if key in columns}
+        files.append(DataFile(found[name], known, is_fixed=False))
+    return store, tuple(files)
+
+
+Place = tuple[str, str, str]
+"""Scheme, host or bucket, and path of a file."""
+
+
+def open_common(
+    places: Sequence[Place], storage_options: Mapping[str, Any], folder: Place | None = None
+) -> tuple[Store, list[str]]:
+    """One store that holds all files, and the folder if there is one, and the files' names in it."""
+    systems = {each[:2] for each in [*places, *filter(None, [folder])]}
+    if len(systems) > 1:
+        shown = ", ".join(f"{scheme}://{host}" for scheme, host in sorted(systems))
+        raise InvalidInput(
+            f"The files lie in several file systems ({shown}), and a fit reads from one: write them again, to one."
+        )
+    ((scheme, host),) = systems
+    folders = {posixpath.dirname(path) for _, _, path in places}
+    common = posixpath.commonpath([*folders, *([] if folder is None else [folder[2]])])
+    store = Store.open(common if scheme == "file" else f"{scheme}://{host}{common}", **storage_options)
+    return store, [path[len(common) :].lstrip("/") for _, _, path in places]
+
+
+def describe_files(  # noqa: PLR0913 - what callers know of the files
+    store: Store,
+    data_files: Sequence[DataFile],
+    columns: Sequence[str],
+    transformed: bool = False,
+    piece_bytes: int = PIECE_BYTES,
+    fields: Mapping[str, Field] = MappingProxyType({}),
+    collect: CollectFooters = collect_footers_in_threads,
+    where: Predicate | None = None,
+) -> Manifest:
+    """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
+    names = list(dict.fromkeys(columns))
+    if where is not None:
+        _refuse_text_for_numbers(store, data_files, where)
+    read = [each for each in data_files if where is None or where.judge(each.find_bounds) is not False]
+    files = _Files.select(store, read, collect(store, read, names, where))
+    if not files.data:
+        which = "" if where is None else " that match where"
+        raise InvalidInput(
+            f"The Parquet files in {store.url} have no rows{which}: there is nothing to train on."
+        )
+    described = tuple(_build_column(name, files, transformed, fields) for name in names)
+    for column in described:
+        _refuse_nulls(column, files)
+        _refuse_ragged(column, files)
+    groups = _cut_groups(files, described, piece_bytes)
+    seen = [each.info for each in read], list(groups.deleted.values())
+    digest = hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
+    known = reuse_equal(files.list_file_columns(set(names)))
+    is_fixed = all(each.is_fixed for each in read)
+    states = () if is_fixed else tuple(each.info.state for each in files.data)
+    return Manifest(
+        described, tuple(each.info.name for each in files.data), groups, digest, digest, known, states
+    )
+
+
+def _refuse_text_for_numbers(store: Store, data_files: Sequence[DataFile], where: Predicate) -> None:
+    """Refuse texts for a partition column of numbers alone: as texts 10 comes before 9."""
+    for name, _, value in (comparison for group in where.groups for comparison in group):
+        if not any(isinstance(each, str) for each in (value if isinstance(value, list | tuple) else [value])):
+            continue
+        found = {each.constants.get(name) for each in data_files} - {NO_VALUE}
+        is_number = bool(found) and all(text is not None and _is_number(text) for text in found)
+        if is_number and not _has_texts(store, data_files[0], name):
+            raise InvalidInput(
+                f"where compares partition column {name!r}, whose values are numbers, with {value!r}: give numbers."
+            )
+
+
+def _has_texts(store: Store, file: DataFile, column: str) -> bool:
+    """Whether a partition column has texts: by the table's schema, or else since the files have the column, too."""
+    declared = file.types.get(column)
+    if declared is not None:
+        return bool(pa.types.is_string(declared))
+    return FileFooter(store, file).find_type(column) is not None
+
+
+def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
+    try:
+        number = kind(text)
+    except ValueError:
+        return False
+    if kind is int and not -(2**63) <= number < 2**63:
+        return False
+    return "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files that have rows, and what their footers say."""
+
+    store: Store  # that holds them
+    data: Sequence[DataFile]  # a file's number is its place
+    footers: Footers  # of these files alone
+
+    @classmethod
+    def select(cls, store: Store, data: Sequence[DataFile], footers: Footers) -> _Files:
+        """data: the files that the footers are of."""
+        kept = footers.rows > 0
+        number = np.cumsum(kept) - 1
+        footers = replace(
+            footers,
+            schema=footers.schema[kept],
+            rows=footers.rows[kept],
+            group_file=number[footers.group_file],
+            nulls={name: counts[kept] for name, counts in footers.nulls.items()},
+        )
+        with_rows = [
+            replace(data[place], deleted=footers.deleted.get(place, data[place].deleted))
+            for place in np.flatnonzero(kept).tolist()
+        ]
+        return cls(store, with_rows, footers)
+
+    @property
+    def rows(self) -> int:
+        return int(self.footers.rows.sum())
+
+    def first_row(self, column: str) -> pa.Array:
+        return FileFooter(self.store, self.data[0]).first_row(column)
+
+    def schema_of(self, file: int) -> FileSchema:
+        return self.footers.schemas[int(self.footers.schema[file])]
+
+    def find_type(self, column: str) -> pa.DataType | None:
+        """The type in the files; None: no file has the column. Raises InvalidInput if it is not the same in all."""
+        numbers, firsts = np.unique(self.footers.schema, return_index=True)
+        types = sorted(
+            (place, self.footers.schemas[number].find_type(column))
+            for number, place in zip(numbers.tolist(), firsts.tolist(), strict=True)
+        )
+        first, found = next(((place, each) for place, each in types if each is not None), (0, None))
+        if found is None:
+            return None
+        declared = self.data[0].types.get(column)
+        kinds = {each for _, each in types if each is not None}
+        if declared is not None and len(kinds) > 1 and all(_widens(each, declared) for each in kinds):
+            # The table's type became a wider one, and the files that it had then were left as they are.
+            types, found = [], declared
+        for place, other in types:
+            if other is not None and other != found:
+                raise self._different_types(column, first, found, place, other)
+        for place in np.flatnonzero(~self.has_column(column)).tolist():
+            # Some files of a table may have a column of partitions in their paths alone.
+            if column not in self.data[place].constants:
+                raise self._different_types(column, first, found, place, None)
+        return found
+
+    def has_column(self, column: str) -> npt.NDArray[np.bool_]:
+        """Of each file, whether the column is in it."""
+        known = [schema.find_type(column) is not None for schema in self.footers.schemas]
+        return np.array(known, np.bool_)[self.footers.schema]
+
+    def _different_types(
+        self, column: str, first: int, found: pa.DataType, place: int, other: pa.DataType | None
+    ) -> InvalidInput:
+        return InvalidInput(
+            f"The column {column!r} is {found} in {self.data[first].info.name!r} and {other or 'missing'} in "
+            f"{self.data[place].info.name!r}: write them alike."
+        )
+
+    def list_file_columns(self, used: Container[str]) -> Iterator[FileColumns]:
+        stored = [dict(schema.stored_names) for schema in self.footers.schemas]
+        for data, schema in zip(self.data, self.footers.schema.tolist(), strict=True):
+            yield FileColumns(data.constants, stored[schema]).restrict(used)
+
+
+def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
+    """Whether all values of a type in files are values of the table's, by the changes of types that Iceberg has."""
+    for is_kind in (pa.types.is_signed_integer, pa.types.is_floating):
+        if is_kind(stored) and is_kind(declared):
+            return bool(stored.bit_width <= declared.bit_width)
+    if pa.types.is_decimal(stored) and pa.types.is_decimal(declared):
+        return bool(stored.scale == declared.scale and stored.precision <= declared.precision)
+    if is_list(stored) and is_list(declared):
+        return _widens(stored.value_type, declared.value_type)
+    return bool(stored == declared)
+
+
+def _is_hidden(part: str) -> bool:
+    return part.startswith(".") or (part.startswith("_") and "=" not in part)
+
+
+def _parquet(store: Store, name: str) -> list[ObjectInfo]:
+    """What Spark and others take for data: names that begin with _ or . are not, but for values of partitions. Nor are
+    texts beside the files."""
+    listed = store.find(name)
+    _refuse_table_formats(store, name, listed)
+    found = [
+        each
+        for each in listed
+        if _may_be_parquet(each.name)
+        and (each.bytes or each.name.endswith(_PARQUET))  # some clients list empty objects for folders
+        and not any(map(_is_hidden, each.name[len(name) :].split("/")))
+    ]
+    if not found:
+        raise StoreError(f"There is no Parquet file under {store.join(name)}.")
+    return found
+
+
+def _may_be_parquet(name: str) -> bool:
+    """By the name of a file: those of Hive, Athena and Flink have no suffix."""
+    return name.endswith(_PARQUET) or "." not in posixpath.basename(name)
+
+
+def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo]) -> None:
+    """Their folders also hold files whose rows were deleted or updated; only the format's own log knows which."""
+    for each in listed:
+        *folders, file = each.name[len(name) :].split("/")
+        iceberg = folders[-1:] == ["metadata"] and ".metadata.json" in file
+        kind = "delta" if "_delta_log" in folders else "hudi" if ".hoodie" in folders else None
+        kind = "iceberg" if iceberg else kind
+        if kind is not None:
+            way = "fit(spark.read.format('hudi').load(...))" if kind == "hudi" else "fit_on_table"
+            raise InvalidInput(
+                f"{store.join(name)} holds a table of {kind}, in whose files there may be rows that it has no more: "
+                f"train with {way}."
+            )
+
+
+def _refuse_parts_of_tables(store: Store, names: Sequence[str]) -> None:
+    """As the table's own folder, whose log lies above these names. What the store does not show counts as no log."""
+    folders = {parent for name in names for parent in _find_parents(store.path(name))}
+    for folder in sorted(folders):
+        url = store.url[: len(store.url) - len(store.root)] + folder
+        try:
+            found = replace(store, url=url, root=folder).exists("_delta_log")
+        except StoreError:
+            continue
+        if found:
+            raise InvalidInput(
+                f"The paths lie in {url}, a table of delta, in whose files there may be rows that it has no more: "
+                "train with fit_on_table."
+            )
+
+
+def _find_parents(path: str) -> Iterator[str]:
+    while path.strip("/") and (path := posixpath.dirname(path)).strip("/"):
+        yield path
+
+
+def _find_fields(store: Store, names: Sequence[str]) -> dict[str, Field]:
+    """What petastorm's schemas say of the columns, by name; nothing for files that petastorm did not write."""
+    found = [find_unischema(store, name) for name in names]
+    if any(fields != found[0] for fields in found):
+        raise InvalidInput(
+            f"The paths in {store.url} belong to petastorm data sets of different schemas: train on one at a time."
+        )
+    return found[0]
+
+
+def _build_column(name: str, files: _Files, transformed: bool, fields: Mapping[str, Field]) -> Column:
+    arrow = files.find_type(name)
+    if arrow is None:
+        return _partition_column(name, files, transformed)
+    field = fields.get(name)
+    if field is not None and field.codec_name:
+        return describe_field(field, files.first_row(name)[0].as_py())
+    if is_vector(arrow):
+        vector = files.first_row(name)
+        size = vector.field("size")[0].as_py()
+        return Column(name, VECTOR_DTYPE, (size if size is not None else len(vector.field("values")[0]),))
+    shape: list[int] = []
+    values = files.first_row(name) if is_list(arrow) else None
+    while is_list(arrow):
+        assert values is not None
+        if not len(values) or not values[0].is_valid:
+            raise InvalidInput(
+                f"The column {name!r} begins with an empty array or a null: leave the row out."
+            )
+        shape.append(len(values[0]))
+        values, arrow = values.flatten(), arrow.value_type
+    dtype = _find_dtype(name, arrow, transformed)
+    # petastorm keeps numbers in the next type that Parquet or Spark has: uint8 as int16.
+    is_number = field is not None and np.dtype(dtype).kind in "biuf"
+    return Column(name, (field.dtype if field and is_number else None) or dtype, tuple(shape))
+
+
+def _find_dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
+    dtype = dtype_of(arrow)
+    if dtype is None or (Column(name, dtype).is_raw and not transformed):
+        raise InvalidInput(
+            f"The column {name!r} is {arrow}, which cannot be trained on: give numbers, booleans, arrays of them or "
+            "ML vectors, or a transformation that makes numbers of it."
+        )
+    return dtype
+
+
+def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
+    found = [file.constants.get(name) for file in files.data]
+    if None in found:
+        schema = files.schema_of(0)
+        names = sorted({*(dict(schema.stored_names) or schema.names), *files.data[0].constants})
+        raise InvalidInput(
+            f"There is no column {name!r} in {files.store.url}: it has {format_columns(name, names)}."
+        )
+    nulls = int(files.footers.rows[np.array([value == NO_VALUE for value in found])].sum())
+    if nulls:
+        raise _build_null_error(name, nulls, files)
+    declared = files.data[0].types.get(name)
+    if declared is not None and pa.types.is_binary(declared):
+        raise InvalidInput(
+            f"The column {name!r} is binary, and the table is partitioned by it: its log has such values as texts, "
+            "whose form depends on who wrote them. Fit on a DataFrame, or on a column that is in the files."
+        )
+    if declared is not None:
+        return Column(name, _find_dtype(name, declared, transformed))
+    values = set(found)
+    if {str(value).lower() for value in values} <= {"true", "false"}:
+        return Column(name, "bool")
+    for dtype, kind in (("int64", int), ("float64", float)):
+        if all(_is_number(str(value), kind) for value in values):
+            return Column(name, dtype)
+    return Column(name, _find_dtype(name, pa.string(), transformed))
+
+
+def _refuse_nulls(column: Column, files: _Files) -> None:
+    name = column.name
+    by_path = np.array([each.constants.get(name) == NO_VALUE for each in files.data])
+    nulls = int(files.footers.nulls[name].sum() + files.footers.rows[by_path & ~files.has_column(name)].sum())
+    if nulls:
+        raise _build_null_error(name, nulls, files)
+
+
+def _build_null_error(name: str, nulls: int, files: _Files) -> InvalidInput:
+    return InvalidInput(
+        f"The column {name!r} has {nulls} nulls in {files.rows} rows: fill them, or leave those rows out."
+    )
+
+
+def _refuse_ragged(column: Column, files: _Files) -> None:
+    """Judged by the number of values in each row group. Lengths that add up by chance are found when they are read."""
+    if not column.shape or column.codec:
+        return
+    footers = files.footers
+    values = footers.values[column.name]
+    bad = np.flatnonzero((values >= 0) & (values != footers.group_rows * math.prod(column.shape)))
+    if len(bad):
+        group = bad[0]
+        raise InvalidInput(
+            f"The arrays of column {column.name!r} have different lengths: row group {footers.group_index[group]} of "
+            f"{files.data[footers.group_file[group]].info.name!r} has {values[group]} values in "
+            f"{footers.group_rows[group]} rows, and the first row has shape {column.shape}; pad or cut them to one "
+            "length."
+        )
+
+
+def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroups:
+    """The row groups, the large ones in parts, without those of which the table has no row.
+
+    The manifest lists parts as row groups, so that plan, cache and prefetch do not notice.
+    """
+    footers = files.footers
+    rows, size = footers.group_rows, footers.group_bytes
+    decoded = compute_decoded_bytes(columns, rows, size)
+    cut = (decoded > 2 * most) & (rows > 1)  # to cut costs a write and a read
+    part_rows = np.where(cut, np.maximum(1, rows * most // np.maximum(1, decoded)), np.maximum(1, rows))
+    parts = -(-rows // part_rows)
+    source = np.repeat(np.arange(len(rows)), parts)
+    place = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = place * part_rows[source]
+    count = np.minimum(part_rows[source], rows[source] - first)
+    is_part = cut[source]
+    groups = RowGroups(
+        file=footers.group_file[source],
+        index=footers.group_index[source],
+        rows=count,
+        bytes=np.where(is_part, size[source] * count // rows[source], size[source]),
+        first_row=np.where(is_part, first, 0),
+        parent_rows=np.where(is_part, rows[source], 0),
+        part_rows=np.where(is_part, part_rows[source], 0),
+    )
+    if all(file.deleted is None for file in files.data):
+        return groups
+    # Row groups that have rows, in the order of the file: those of a file begin where the former ended.
+    begins = np.cumsum(rows) - rows
+    firsts = np.full(len(files.data), begins[-1])
+    np.minimum.at(firsts, footers.group_file, begins)
+    return _drop_deleted(groups, files.data, begins[source] - firsts[groups.file] + first)
+
+
+def _drop_deleted(groups: RowGroups, files: Sequence[DataFile], begins: Int64s) -> RowGroups:
+    """Without the rows that the table has no more. begins: the row in its file that each group begins with."""
+    rows, masks = groups.rows.copy(), {}
+    for group in range(len(groups)):
+        deleted = files[groups.file[group]].deleted
+        if deleted is not None:
+            mask = deleted[begins[group] : begins[group] + rows[group]]
+            if mask.any():
+                masks[group] = pack_deleted(mask)
+                rows[group] -= int(mask.sum())
+    kept = rows > 0
+    number = np.cumsum(kept) - 1
+    numbers = {name: getattr(groups, name)[kept] for name in RowGroups.NUMBERS}
+    deleted = {int(number[group]): text for group, text in masks.items() if kept[group]}
+    return RowGroups(**{**numbers, "rows": rows[kept]}, deleted=deleted)

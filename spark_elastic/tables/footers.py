@@ -1,0 +1,414 @@
+"""What the footers of Parquet files say of the columns that are wanted, as arrays over many files.
+
+Reads footers; counts nulls by reading a column where its footer does not say. Runs in threads of the driver, or in
+tasks on executors, which send `Footers` back. Knows nothing of Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_elastic.clock import SystemClock, read_thread_seconds
+from spark_elastic.data.manifest import FileColumns
+from spark_elastic.data.reading.decoding import (
+    drop_views,
+    is_list,
+    is_vector,
+    open_parquet,
+    read_footer,
+    to_plain_type,
+)
+from spark_elastic.data.store import ObjectInfo, Store
+from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
+from spark_elastic.tables.predicate import Bounds, Predicate, parse_constant
+
+Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # a constant that is null
+THREADS = 16  # that wait for an object store at once
+FILES_PER_THREAD = 64  # fewer files are read by one thread
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A Parquet file of a table, and what is known of it beside its footer."""
+
+    # The object in the store.
+    info: ObjectInfo
+    # Column -> the text of its one value, which is not in the file.
+    constants: Mapping[str, str] = field(default_factory=dict)
+    # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    # Column -> the id of its field in the file, for tables that know columns by ids.
+    field_ids: Mapping[str, int] = field(default_factory=dict)
+    # Column -> the names that it may have in files whose fields have no ids; {}: its own.
+    mapped_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # Column -> its type in the table's schema; a column that is not in here is what the files say.
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    # Of each row in the file, whether the table has it no more; None: it has all of them.
+    deleted: Mask | None = None
+    # Whether nobody writes a file of this name again, as in tables whose log names their files.
+    is_fixed: bool = True
+
+    def find_bounds(self, column: str, like: Any) -> Bounds | None:
+        """What is known of a column without a look into the file. like: a value that it is compared with."""
+        text = self.constants.get(column)
+        if text is None:
+            return None
+        is_text = pa.types.is_string(self.types.get(column, pa.null()))
+        value = None if text == NO_VALUE else parse_constant(text, like, is_text)
+        return Bounds(value, value, may_be_null=False, may_be_nan=False)
+
+    def find_mapped_names(self, names: Container[str]) -> dict[str, str]:
+        """Column -> its name in a file that has these names and no ids of fields, for the columns that are in it."""
+        mapped = self.mapped_names or {column: (column,) for column in self.field_ids}
+        found = {column: [name for name in own if name in names] for column, own in mapped.items()}
+        return {column: own[0] for column, own in found.items() if own}
+
+    def rename_columns(self, columns: Mapping[str, str]) -> DataFile:
+        """The file with these columns alone. columns: name of a column -> the name that it has here."""
+        constants = {name: self.constants[own] for name, own in columns.items() if own in self.constants}
+        types = {name: self.types[own] for name, own in columns.items() if own in self.types}
+        if self.field_ids:
+            ids = {name: self.field_ids[own] for name, own in columns.items() if own in self.field_ids}
+            mapped = {
+                name: self.mapped_names[own] for name, own in columns.items() if own in self.mapped_names
+            }
+            return replace(self, constants=constants, types=types, field_ids=ids, mapped_names=mapped)
+        stored = {name: self.stored_names.get(own, own) for name, own in columns.items()}
+        return replace(self, constants=constants, types=types, stored_names=stored)
+
+
+@dataclass(frozen=True)
+class FileSchema:
+    """What files have in common."""
+
+    # The names of all columns in the file.
+    names: tuple[str, ...]
+    # Wanted column -> its type; those that are not in the file are not in here.
+    types: tuple[tuple[str, pa.DataType], ...]
+    # Column -> its name in the file, for all columns of tables that map them; (): columns have their own names.
+    stored_names: tuple[tuple[str, str], ...]
+
+    def find_type(self, column: str) -> pa.DataType | None:
+        """None: the column is not in the file."""
+        return dict(self.types).get(column)
+
+
+@dataclass(frozen=True)
+class Footers:
+    """What the footers of some files say."""
+
+    # Those that occur, each once.
+    schemas: tuple[FileSchema, ...]
+    # Of each file, its schema's number.
+    schema: Int64s
+    # Of each file, the rows that the table has of it.
+    rows: Int64s
+    # Of each row group with rows, its file's number; they are listed file by file.
+    group_file: Int64s
+    # Of each row group with rows, its number in the file.
+    group_index: Int64s
+    # Of each row group with rows, its rows in the file, deleted ones among them.
+    group_rows: Int64s
+    # Of each row group with rows, its bytes before compression.
+    group_bytes: Int64s
+    # Wanted column -> its nulls in each file.
+    nulls: Mapping[str, Int64s]
+    # Wanted column of arrays -> its numbers in each row group; -1: not known.
+    values: Mapping[str, Int64s]
+    # File's number -> of each row in it, whether it is not taken, for files of which `where` takes a part.
+    deleted: Mapping[int, Mask]
+
+
+CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], Footers]
+
+
+def collect_footers(
+    store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
+) -> Footers:
+    """Read the footers in the calling thread, and the columns that `where` compares.
+
+    Raises:
+        InvalidInput: where compares a column that a file does not have.
+        StoreError: a file is not there, or is no Parquet file, or has other rows than its table says.
+    """
+    schemas: dict[FileSchema, int] = {}
+    schema, rows = np.zeros((2, len(files)), np.int64)
+    nulls = {name: np.zeros(len(files), np.int64) for name in columns}
+    groups: list[Int64s] = []
+    values: dict[str, list[Int64s]] = {name: [] for name in columns}
+    deleted: dict[int, Mask] = {}
+    for place, data in enumerate(files):
+        file = FileFooter(store, data)
+        found = FileSchema(
+            tuple(file.schema.names),
+            tuple(file.find_types(columns)),
+            tuple(file.columns.stored_names.items()),
+        )
+        if where is not None:
+            file.keep_matching(where)
+        if file.data.deleted is not None and file.data is not data:
+            deleted[place] = file.data.deleted
+        schema[place] = schemas.setdefault(found, len(schemas))
+        rows[place] = file.rows
+        if not file.rows:
+            continue
+        part = file.describe_groups()
+        groups.append(np.concatenate([np.full((1, part.shape[1]), place), part]))
+        for name, _ in found.types:
+            nulls[name][place] = file.count_nulls(name)
+        for name in columns:
+            values[name].append(file.count_values(name, part[0]))
+    number, index, count, size = np.concatenate([np.zeros((4, 0), np.int64), *groups], axis=1)
+    counted = {
+        name: np.concatenate(parts) if parts else np.zeros(0, np.int64) for name, parts in values.items()
+    }
+    return Footers(tuple(schemas), schema, rows, number, index, count, size, nulls, counted, deleted)
+
+
+def collect_footers_in_threads(
+    store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
+) -> Footers:
+    """As `collect_footers`, with threads if there are many files, and a folder that makes readers wait."""
+    parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
+    if len(parts) < 2:
+        return collect_footers(store, files, columns, where)
+    done: list[Footers] = []
+    if store.is_local:  # which may be a network drive
+        clock = SystemClock()
+        began, busy = clock.now(), read_thread_seconds()
+        done.append(collect_footers(store, parts.pop(0), columns, where))
+        if 2 * (read_thread_seconds() - busy) > clock.now() - began:
+            # Threads would only wait for the interpreter's lock, and take twice as long.
+            rest = [each for part in parts for each in part]
+            return join_footers([*done, collect_footers(store, rest, columns, where)])
+    with ThreadPoolExecutor(THREADS, "footers") as threads:
+        found = threads.map(lambda part: collect_footers(store, part, columns, where), parts)
+        return join_footers([*done, *found])
+
+
+def join_footers(parts: Sequence[Footers]) -> Footers:
+    """One over the files of all (one at least), in their order."""
+    numbers: dict[FileSchema, int] = {}
+    for part in parts:
+        for each in part.schemas:
+            numbers.setdefault(each, len(numbers))
+    first = np.cumsum([0, *(len(part.rows) for part in parts)])
+    return Footers(
+        tuple(numbers),
+        np.concatenate(
+            [np.array([numbers[s] for s in part.schemas], np.int64)[part.schema] for part in parts]
+        ),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.group_file + begin for part, begin in zip(parts, first, strict=False)]),
+        np.concatenate([part.group_index for part in parts]),
+        np.concatenate([part.group_rows for part in parts]),
+        np.concatenate([part.group_bytes for part in parts]),
+        {name: np.concatenate([part.nulls[name] for part in parts]) for name in parts[0].nulls},
+        {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
+        {
+            int(begin) + place: mask
+            for part, begin in zip(parts, first, strict=False)
+            for place, mask in part.deleted.items()
+        },
+    )
+
+
+class FileFooter:
+    """One file's footer, and what it says of columns."""
+
+    def __init__(self, store: Store, data: DataFile) -> None:
+        """
+        Raises:
+            StoreError: the file is not there, or is no Parquet file, or has other rows than its table says.
+        """
+        self.store, self.name, self.data = store, data.info.name, data
+        self.footer: pq.FileMetaData = read_footer(store, self.name)
+        self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
+        self.columns = FileColumns(data.constants, {**data.stored_names, **self._find_by_id(data.field_ids)})
+        if data.deleted is not None and len(data.deleted) != self.footer.num_rows:
+            raise StoreError(
+                f"{self.name!r} in the store {store.url} has {self.footer.num_rows} rows, of which its table has "
+                f"deleted some among {len(data.deleted)}: the table is damaged."
+            )
+        self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
+
+    def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
+        """Column -> its name in the file, by the ids in the file's schema, or else by the table's mapping of names."""
+        names: dict[int, str] = {}
+        for each in self.schema if ids else ():
+            number = (each.metadata or {}).get(b"PARQUET:field_id")
+            if number is not None:
+                names[int(number)] = each.name
+        # A column that came after the file is not in it, even if an older one had its name.
+        found = {name: names.get(number, f"(no field {number})") for name, number in ids.items()}
+        if names:
+            return found
+        return found | self.data.find_mapped_names(self.schema.names) if self.data.mapped_names else {}
+
+    def find_stored_name(self, column: str) -> str:
+        """The column's name in the file."""
+        return self.columns.stored_names.get(column, column)
+
+    def find_types(self, columns: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
+        """The columns that are in the file, with their types."""
+        for column in dict.fromkeys(columns):
+            found = self.find_type(column)
+            if found is not None:
+                yield column, found
+
+    def find_type(self, column: str) -> pa.DataType | None:
+        """The plain type; None: the column is not in the file. A table that gives names knows all columns of a file."""
+        name, known = self.find_stored_name(column), self.columns.stored_names
+        if name not in self.schema.names or (known and column not in known):
+            return None
+        return to_plain_type(self.schema.field(name).type)
+
+    def keep_matching(self, where: Predicate) -> None:
+        """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
+        for name in where.columns:
+            found = self.find_type(name)
+            known = {*self.data.constants, *self.data.types}
+            if (found is None and name not in known) or (found and pa.types.is_nested(found)):
+                single = [each.name for each in self.schema if not pa.types.is_nested(each.type)]
+                names = [*single, *self.data.constants]
+                raise InvalidInput(
+                    f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: compare one of "
+                    f"{format_columns(name, names)}{suggest_name(name, names)}."
+                )
+        with self._open() as file:
+            masks = [self._match(where, file, index) for index in range(self.footer.num_row_groups)]
+        left_out = ~np.concatenate([np.ones(0, np.bool_), *masks])
+        if left_out.any():
+            before = self.data.deleted
+            deleted = left_out if before is None else left_out | before
+            self.data, self.rows = replace(self.data, deleted=deleted), int(np.sum(~deleted))
+
+    def _match(self, where: Predicate, file: pq.ParquetFile, index: int) -> Mask:
+        """Of each row of a row group, whether it matches; looks at values only where statistics do not tell."""
+        group = self.footer.row_group(index)
+        find_bounds = partial(self._find_bounds, group)
+        judged = where.judge(find_bounds) if group.num_rows else True
+        if judged is not None:
+            return np.full(group.num_rows, judged)
+
+        def read(column: str) -> pa.Array:
+            name = self.find_stored_name(column)
+            found = file.read_row_group(index, columns=[name], use_threads=False)
+            return drop_views(pa.concat_arrays(found[name].chunks))
+
+        return where.match(find_bounds, read, group.num_rows)
+
+    def _find_bounds(self, group: pq.RowGroupMetaData, column: str, like: Any) -> Bounds | None:
+        """What a row group's statistics say of a column."""
+        arrow = self.find_type(column)
+        if arrow is None and column not in self.data.constants:  # the table got the column after this file
+            return Bounds(None, None, may_be_null=True, may_be_nan=False)
+        if arrow is None:
+            return self.data.find_bounds(column, like)
+        statistics = group.column(self.find_leaf(column)).statistics
+        if statistics is None:
+            return None
+        nulls = statistics.null_count if statistics.has_null_count else None
+        if nulls == group.num_rows:
+            return Bounds(None, None, may_be_null=True, may_be_nan=False)
+        # Writers that count NaN among the values leave no bounds of the others.
+        if not statistics.has_min_max or statistics.min != statistics.min or statistics.max != statistics.max:
+            return None
+        return Bounds(statistics.min, statistics.max, nulls != 0, pa.types.is_floating(arrow))
+
+    def describe_groups(self) -> Int64s:
+        """(3, n): the number, rows and bytes of each row group that has rows."""
+        found = (self.footer.row_group(index) for index in range(self.footer.num_row_groups))
+        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(found)]
+        return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
+
+    def find_leaf(self, column: str) -> int:
+        """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""
+        leaves, name = 0, self.find_stored_name(column)
+        for each in self.schema:
+            width = _count_leaves(each.type)
+            if each.name == name:
+                return leaves if is_vector(each.type) else leaves + width - 1
+            leaves += width
+        raise KeyError(name)
+
+    def first_row(self, column: str) -> pa.Array:
+        """One row of a column, without reading a whole row group."""
+        return next(batch for batch in self._read(column, 1, 1 << 16) if len(batch))
+
+    def count_values(self, column: str, groups: Int64s) -> Int64s:
+        """The numbers of an array column in each of these row groups; -1 where they are not known or do not count."""
+        name = self.find_stored_name(column)
+        known = self.data.deleted is None and name in self.schema.names
+        if not known or not is_list(self.schema.field(name).type):
+            return np.full(len(groups), -1, np.int64)
+        leaf = self.find_leaf(column)
+        return np.array([self.footer.row_group(g).column(leaf).num_values for g in groups.tolist()], np.int64)
+
+    def count_nulls(self, name: str) -> int:
+        """How many nulls a column has, at any depth: by the footer, or by reading the column."""
+        leaf, total = self.find_leaf(name), 0
+        if not self.footer.schema.column(leaf).max_definition_level:
+            return 0
+        for index in range(self.footer.num_row_groups):
+            statistics = self.footer.row_group(index).column(leaf).statistics
+            if statistics is None or not statistics.has_null_count:
+                return self._read_nulls(name)
+            total += statistics.null_count
+        # The nulls may be in rows that the table has no more.
+        return self._read_nulls(name) if total and self.data.deleted is not None else total
+
+    def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
+        """The rows of a column that the table has, by so many in the file."""
+        with self._open(buffer_size) as file:
+            begin, name = 0, self.find_stored_name(column)
+            for batch in file.iter_batches(rows, columns=[name], use_threads=False):
+                # Not the first one: by a name with a dot, Arrow reads the field of a struct as well.
+                values, end = drop_views(batch[name]), begin + batch.num_rows
+                if self.data.deleted is not None:
+                    values = values.filter(pa.array(~self.data.deleted[begin:end]))
+                yield values
+                begin = end
+
+    @contextmanager
+    def _open(self, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
+        """The file, to read rows of it in the block. Raises StoreError if they cannot be read."""
+        try:
+            with self.store.open_read(self.name) as source:
+                yield open_parquet(source, buffer_size=buffer_size)
+        except (pa.ArrowException, OSError) as error:
+            raise StoreError(
+                f"{self.name!r} in the store {self.store.url} cannot be read: {' '.join(str(error).split())}"
+            ) from error
+
+    def _read_nulls(self, name: str) -> int:
+        total = 0
+        for batch in self._read(name, 1 << 16, 1 << 20):
+            values = batch
+            total += values.null_count
+            while is_list(values.type):
+                values = values.flatten()
+                total += values.null_count
+        return total
+
+
+def _count_leaves(arrow: pa.DataType) -> int:
+    """Columns of Parquet that a type takes."""
+    if pa.types.is_struct(arrow):
+        return sum(_count_leaves(field.type) for field in arrow)
+    if pa.types.is_map(arrow):
+        return _count_leaves(arrow.key_type) + _count_leaves(arrow.item_type)
+    return _count_leaves(arrow.value_type) if is_list(arrow) else 1

@@ -1,0 +1,392 @@
+"""Tables of Delta Lake and Iceberg as the data files of one snapshot, with what only the table knows of them.
+
+A table's own log says which files and rows belong to a version, and the values of partition columns; it is read by the
+packages `deltalake` and `pyiceberg`. Knows nothing of Spark. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import posixpath
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta, timezone
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_elastic.data.store import ObjectInfo, Store
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables.existing_parquet import Place, open_common
+from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile
+from spark_elastic.tables.iceberg_deletes import DeletedRows
+
+Version = int | str | datetime
+"""A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
+
+# By the names that Delta or Iceberg has for them.
+_TYPES: Mapping[str, pa.DataType] = {
+    "boolean": pa.bool_(),
+    "byte": pa.int8(),
+    "short": pa.int16(),
+    "int": pa.int32(),
+    "integer": pa.int32(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "date": pa.date32(),
+    **dict.fromkeys(("timestamp", "timestamptz", "timestamp_ntz"), pa.timestamp("us")),
+}
+
+
+# Matches the name of a version's log, or of a checkpoint, which stays when older logs are removed.
+_DELTA_LOG = re.compile(r"(?:^|/)(\d{20})\.(?:json|checkpoint\..*)$")
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """The files of one version of a table."""
+
+    # How errors name it, such as "version 3 of the Delta table file:///tables/t".
+    name: str
+    # What reads it again: the version of Delta or the snapshot id of Iceberg.
+    version: int
+    # Holds all files.
+    store: Store
+    # Each marks the rows that the table has no more.
+    files: tuple[DataFile, ...]
+    # The names of its columns.
+    columns: tuple[str, ...]
+    # Those of single values.
+    single: tuple[str, ...]
+
+
+def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
+    """
+    Args:
+        table: a path or url of a table, of an Iceberg table's metadata file, a `deltalake.DeltaTable` or a
+            `pyiceberg.table.Table`.
+        version: None: the newest one.
+        storage_options: of fsspec, for the data files.
+
+    Raises:
+        InvalidInput: no such table or version, or a table with features that cannot be read here.
+    """
+    version = _parse_version(version)
+    package = type(table).__module__.partition(".")[0]
+    if package == "pyiceberg":
+        return _read_iceberg(table, version, storage_options)
+    if package == "deltalake":
+        # deltalake quotes its uri: a folder "my tables" is "my%20tables" there.
+        store = Store.open(unquote(table.table_uri), **storage_options)
+        return _read_delta(table.table_uri, version, store, table._storage_options)
+    store = Store.open(str(table), **storage_options)
+    if store.root.endswith(".metadata.json"):
+        return _read_iceberg(_open_iceberg(store.url), version, storage_options)
+    if store.exists("_delta_log"):
+        return _read_delta(str(table), version, store, None)
+    metadata = [name for name in store.list("metadata") if name.endswith(".metadata.json")]
+    if metadata:
+        newest = max(metadata, key=lambda name: _number_metadata(store, name))
+        return _read_iceberg(_open_iceberg(store.join(newest)), version, storage_options)
+    raise InvalidInput(
+        f"There is no table of Delta or Iceberg in {store.url}: it has neither _delta_log nor metadata. Files of plain "
+        "Parquet are trained on by fit_on_parquet."
+    )
+
+
+def _parse_version(version: Any) -> int | datetime | None:
+    if version is None or isinstance(version, datetime):
+        return version
+    try:
+        if isinstance(version, str):
+            return datetime.fromisoformat(version.replace("Z", "+00:00"))  # Python 3.10 knows no Z
+        if not isinstance(version, bool):
+            return operator.index(version)
+    except (TypeError, ValueError):
+        pass
+    raise InvalidInput(
+        f"version must be a version of Delta or the id of a snapshot of Iceberg, as a whole number, or a time in ISO "
+        f"form; got {version!r}."
+    )
+
+
+def _find_types(fields: Iterable[tuple[str, Any]]) -> dict[str, pa.DataType]:
+    """Column -> its type, for those of single values and, in Iceberg, arrays of them. fields: names and types, as the
+    table's schema has them."""
+    found = ((name, _find_type(str(kind))) for name, kind in fields)
+    return {name: kind for name, kind in found if kind is not None}
+
+
+def _find_type(kind: str) -> pa.DataType | None:
+    if decimal := re.fullmatch(r"decimal\((\d+), ?(\d+)\)", kind):
+        return pa.decimal128(int(decimal[1]), int(decimal[2]))
+    if elements := re.fullmatch(r"list<(.*)>", kind):
+        inner = _find_type(elements[1])
+        return None if inner is None else pa.list_(inner)
+    return _TYPES.get(kind)
+
+
+def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
+    """One store that holds the files of all snapshots, and their files by their names in it."""
+    first = snapshots[0].store
+    if any(each.store.filesystem != first.filesystem for each in snapshots):
+        raise InvalidInput("The tables lie in different file systems, and a fit reads from one.")
+    common = posixpath.commonpath([each.store.root for each in snapshots])
+    joined = replace(first, url=first.url[: len(first.url) - len(first.root) + len(common)], root=common)
+    parts = []
+    for each in snapshots:
+        folder = each.store.root[len(common) :].strip("/")
+        parts.append(
+            tuple(
+                replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
+                for file in each.files
+            )
+        )
+    return joined, parts
+
+
+# ---- Delta
+
+
+def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_options: Any) -> TableSnapshot:
+    """uri, delta_options: for deltalake. store: of the table's folder."""
+    try:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+    except ImportError as error:
+        raise InvalidInput(
+            "fit_on_table reads Delta tables by the package deltalake: pip install deltalake."
+        ) from error
+    try:
+        table = DeltaTable(uri, storage_options=delta_options)
+        if version is not None:
+            table.load_as_version(version)
+        actions = pa.table(table.get_add_actions()).to_pylist()
+        paths = {action["path"]: unquote(action["path"]) for action in actions}
+        vectors = _read_deletion_vectors(table, set(paths.values()))
+    except (DeltaError, ValueError, OSError, OverflowError) as error:
+        which = "" if version is None else f" of version {version}"
+        reason = _find_missing_version(version, store) or str(error).splitlines()[0]
+        raise InvalidInput(f"The Delta table {uri} cannot be read{which}: {reason}") from error
+    if isinstance(version, datetime):
+        _check_not_before(table.version(), version, store)
+    schema = json.loads(table.schema().to_json())
+    stored_names = _find_physical_names(schema)
+    types = _find_types((field["name"], field["type"]) for field in schema["fields"])
+    files = []
+    for action in sorted(actions, key=lambda each: str(each["path"])):
+        path = paths[action["path"]]
+        if "://" in path or path.startswith("/"):
+            raise InvalidInput(
+                f"The Delta table {uri} has files of another table, such as {path}, as shallow clones have: make a "
+                "deep clone, or fit on a DataFrame."
+            )
+        values = {name: _format_constant(value) for name, value in (action.get("partition") or {}).items()}
+        constants = {
+            column: values[own]
+            for column, own in {**dict(zip(values, values, strict=True)), **stored_names}.items()
+            if own in values
+        }
+        info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
+        files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
+    number, columns = table.version(), tuple(field["name"] for field in schema["fields"])
+    single = tuple(field["name"] for field in schema["fields"] if isinstance(field["type"], str))
+    return TableSnapshot(
+        f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns, single
+    )
+
+
+def _find_missing_version(version: int | datetime | None, store: Store) -> str | None:
+    """Which versions there are if a number is none of them, else None."""
+    if not isinstance(version, int):
+        return None
+    try:
+        found = filter(None, map(_DELTA_LOG.search, store.list("_delta_log")))
+    except StoreError:  # the reader's own error says more
+        return None
+    logged = [int(each[1]) for each in found]
+    if not logged or min(logged) <= version <= max(logged):
+        return None
+    return f"it has the versions {min(logged)} to {max(logged)}."
+
+
+def _check_not_before(number: int, moment: datetime, store: Store) -> None:
+    """Raises InvalidInput if that version, which deltalake takes for the state at a time, was written later: it takes
+    the oldest for any time before it."""
+    logged = f"_delta_log/{number:020d}.json"
+    written = store.describe(logged).modified if store.exists(logged) else None
+    if written is not None and written > _to_utc(moment).timestamp():
+        oldest = datetime.fromtimestamp(written, timezone.utc).isoformat(timespec="seconds")
+        raise InvalidInput(
+            f"The Delta table {store.url} had no version at {moment}: its oldest, {number}, is of {oldest}."
+        )
+
+
+def _to_utc(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+
+
+def _read_deletion_vectors(table: Any, paths: Collection[str]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Path of a file in its table -> which of its rows are deleted. paths: of all files of the table."""
+    features = table.protocol().reader_features or []
+    if "deletionVectors" not in features:
+        return {}
+    found = pa.table(table.deletion_vectors())
+    return {
+        _find_path(unquote(url.as_py()), paths): ~np.asarray(kept.values.to_numpy(zero_copy_only=False))
+        for url, kept in zip(found["filepath"], found["selection_vector"], strict=True)
+    }
+
+
+def _find_path(url: str, paths: Collection[str]) -> str:
+    """The path in its table of a file. Its name alone may be that of a file of another partition, too."""
+    folders = url.split("/")
+    for first in range(len(folders)):
+        path = "/".join(folders[first:])
+        if path in paths:
+            return path
+    raise ValueError(f"it has a deletion vector for {url}, which is none of its files")
+
+
+def _find_physical_names(schema: Mapping[str, Any]) -> dict[str, str]:
+    """Column -> its name in the files, of a table with column mapping."""
+    pairs = (
+        (field["name"], field["metadata"].get("delta.columnMapping.physicalName"))
+        for field in schema["fields"]
+    )
+    return {name: stored for name, stored in pairs if stored is not None}
+
+
+def _format_constant(value: Any) -> str:
+    return NO_VALUE if value is None else str(value)
+
+
+# ---- Iceberg
+
+
+def _open_iceberg(metadata: str) -> Any:
+    try:
+        from pyiceberg.table import StaticTable
+    except ImportError as error:
+        raise InvalidInput(
+            "fit_on_table reads Iceberg tables by the package pyiceberg: pip install pyiceberg."
+        ) from error
+    try:
+        return StaticTable.from_metadata(metadata)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"The Iceberg table of {metadata} cannot be read: {error}") from error
+
+
+def _number_metadata(store: Store, name: str) -> tuple[int, str]:
+    """The place of a metadata file among those of its table: v3.metadata.json or 00003-....metadata.json."""
+    digits = posixpath.basename(name).lstrip("v").partition("-")[0].partition(".")[0]
+    return (int(digits) if digits.isdigit() else -1, name)
+
+
+def _read_iceberg(
+    table: Any, version: int | datetime | None, storage_options: Mapping[str, Any]
+) -> TableSnapshot:
+    snapshot = _find_snapshot(table, version)
+    entries = _list_entries(table, snapshot)
+    data = sorted(
+        (each for each in entries if each.data_file.content.name == "DATA"),
+        key=lambda entry: str(entry.data_file.file_path),
+    )
+    if not data:
+        raise InvalidInput(f"{_name_iceberg(table, snapshot)} has no rows: there is nothing to train on.")
+    places = [_split_url(each.data_file.file_path) for each in data]
+    store, names = open_common(places, storage_options, _split_url(table.location()))
+    # Columns may have been added or renamed after the newest snapshot; an older one has those of its time.
+    is_newest = snapshot.snapshot_id == table.metadata.current_snapshot_id
+    schema = table.schema() if is_newest else table.scan(snapshot_id=snapshot.snapshot_id).projection()
+    ids = {field.name: field.field_id for field in schema.fields}
+    mapping = table.name_mapping()
+    names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
+    mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
+    # A column with a default has that in the files that lack it, and is left to what the files say.
+    fields = [each for each in schema.fields if getattr(each, "initial_default", None) is None]
+    types = _find_types((field.name, str(field.field_type)) for field in fields)
+    files = [
+        DataFile(
+            ObjectInfo(name, each.data_file.file_size_in_bytes, None),
+            _find_partition_values(table, schema, each.data_file),
+            field_ids=ids,
+            mapped_names=mapped,
+            types=types,
+        )
+        for name, each in zip(names, data, strict=True)
+    ]
+    deletes = [each for each in entries if each.data_file.content.name != "DATA"]
+    deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
+    found = tuple(replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True))
+    single = tuple(field.name for field in schema.fields if field.field_type.is_primitive)
+    number = snapshot.snapshot_id
+    return TableSnapshot(_name_iceberg(table, snapshot), number, store, found, tuple(ids), single)
+
+
+def _list_entries(table: Any, snapshot: Any) -> list[Any]:
+    """The data files and delete files of a snapshot, as its manifests have them."""
+    try:
+        with ThreadPoolExecutor(THREADS, "manifests") as threads:
+            parts = threads.map(
+                lambda manifest: manifest.fetch_manifest_entry(table.io), snapshot.manifests(table.io)
+            )
+            return [entry for part in parts for entry in part]
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{_name_iceberg(table, snapshot)} cannot be read: {error}") from error
+
+
+def _find_partition_values(table: Any, schema: Any, file: Any) -> dict[str, str]:
+    """Columns that a file is partitioned by as they are: files that came from Hive have them in their paths alone."""
+    from pyiceberg.types import (
+        BooleanType,
+        DateType,
+        DoubleType,
+        FloatType,
+        IntegerType,
+        LongType,
+        StringType,
+    )
+
+    known = BooleanType, DateType, DoubleType, FloatType, IntegerType, LongType, StringType
+    names = {field.field_id: (field.name, field.field_type) for field in schema.fields}
+    found = {}
+    for number, field in enumerate(table.specs()[file.spec_id].fields):
+        value = file.partition[number]
+        name, kind = names.get(field.source_id, ("", None))
+        if str(field.transform) == "identity" and isinstance(kind, known):
+            is_days = isinstance(kind, DateType) and isinstance(value, int)
+            found[name] = _format_constant(date(1970, 1, 1) + timedelta(value) if is_days else value)
+    return found
+
+
+def _name_iceberg(table: Any, snapshot: Any) -> str:
+    return f"snapshot {snapshot.snapshot_id} of the Iceberg table {table.location()}"
+
+
+def _split_url(url: str) -> Place:
+    parsed = urlparse(url)  # as it is: the folders of partitions have encoded values for names
+    return parsed.scheme or "file", parsed.netloc, parsed.path
+
+
+def _find_snapshot(table: Any, version: int | datetime | None) -> Any:
+    if isinstance(version, datetime):
+        found = table.snapshot_as_of_timestamp(int(_to_utc(version).timestamp() * 1000))
+    else:
+        found = table.current_snapshot() if version is None else table.snapshot_by_id(version)
+    if found is None:
+        which = "snapshot" if version is None else f"snapshot {version}"
+        raise InvalidInput(
+            f"The Iceberg table {table.location()} has no {which}: it has "
+            f"{', '.join(str(each.snapshot_id) for each in table.snapshots()) or 'none'}."
+        )
+    return found

@@ -1,0 +1,402 @@
+"""The losses and metrics that a Keras model was compiled with, for steps whose rows are split over workers.
+
+Losses are sums over rows, so that any split of a step's rows gives the same gradient (R8, weighting). Metrics are
+exact, since every rank gets the rows of the whole step, in rank order; their accumulators are equal everywhere and part
+of the state. Main thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.batch import Arrays, LocalBatch, MetricRows
+from spark_elastic.training.keras.state import read_value
+
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+@dataclass(frozen=True)
+class _OutputLoss:
+    """The loss of one output."""
+
+    # Keys that lead to the output in the structure of the model's outputs.
+    path: tuple[Any, ...]
+    # A Keras loss without reduction.
+    loss: Any
+    # Its weight in the sum of the losses.
+    weight: float
+    # As Keras names it; the history has it as NAME_loss.
+    name: str
+    # The reduction that the user chose.
+    reduction: str
+    # The class whose labels do not count, not in a mean's divisor either (Keras's ignore_class); None: all count.
+    ignored: int | None
+    # Which of the outputs it is, in their order.
+    place: int
+
+    @property
+    def of_classes(self) -> bool:
+        """Whether its labels are numbers of classes; Keras would cut 0.5 down to 0."""
+        return getattr(getattr(self.loss, "fn", None), "__name__", "") == "sparse_categorical_crossentropy"
+
+    def find_divisor(self, batch: LocalBatch[npt.NDArray[Any]]) -> float | None:
+        """What these rows add to the divisor of the mean; None: it does not depend on what is in the rows."""
+        weighted = self.reduction == "mean_with_sample_weight" and batch.weights is not None
+        if self.reduction == "sum" or not (weighted or self.ignored is not None):
+            return None
+        counted = np.ones((len(batch), 1))
+        if self.ignored is not None:
+            labels = batch.labels[self.place]
+            counted = (labels != self.ignored).reshape(len(batch), math.prod(labels.shape[1:]))
+        if weighted:
+            assert batch.weights is not None
+            counted = counted * batch.weights.astype(np.float64)[:, None]
+        return float(counted.sum())
+
+
+class CompiledLosses:
+    """Losses of one compiled model. They run without reduction, and the sums are divided by what all ranks have, so
+    that no two reductions can differ."""
+
+    def __init__(self, model: Any, labels: Any, outputs: Any, label_cols: Sequence[str] = ()) -> None:
+        """
+        Args:
+            labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
+            outputs: likewise.
+            label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
+
+        Raises:
+            InvalidInput: the loss does not fit the outputs, or an output carries a mask.
+        """
+        self._model, self._label_cols = model, label_cols
+        compiled = model._compile_loss
+        if not compiled.built:
+            try:
+                compiled.build(labels, outputs)
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidInput(f"the loss does not fit the model's outputs: {error}") from error
+        self._dtype = compiled.dtype
+        places = keras.tree.pack_sequence_as(outputs, list(range(len(keras.tree.flatten(outputs)))))
+        self._parts = [
+            _build_output_loss(path, loss, weight, name, places)
+            for path, loss, weight, name in compiled._flat_losses
+        ]
+        for part in self._parts:
+            if getattr(_get_at(part.path, outputs), "_keras_mask", None) is not None:
+                raise InvalidInput(
+                    f"the output of loss {part.name!r} carries a mask, whose number of elements is known only behind "
+                    "the forward pass: weight the rows with sample_weight_col, or end the mask before the output."
+                )
+
+    @property
+    def count(self) -> int:
+        """How many losses there are."""
+        return len(self._parts)
+
+    @property
+    def names(self) -> list[str]:
+        """Names under which the history lists the losses one by one; none for a single loss."""
+        return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
+
+    def factors(self, group: Group, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
+        """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
+        make a divisor. Raises InvalidInput as `check_labels`."""
+        self.check_labels(batch)
+        divisors = [1.0 if part.reduction == "sum" else float(batch.planned) for part in self._parts]
+        own = {k: found for k, p in enumerate(self._parts) if (found := p.find_divisor(batch)) is not None}
+        if own:
+            totals = group.allgather(np.array([*own.values()])).sum(0)
+            for k, total in zip(own, totals, strict=True):
+                divisors[k] = float(total) or 1.0
+        return [1.0 / divisor for divisor in divisors]
+
+    def check_labels(self, batch: LocalBatch[npt.NDArray[Any]]) -> None:
+        """Raise InvalidInput if a loss of classes has a label that is not a whole number."""
+        for part in self._parts:
+            label = batch.labels[part.place]
+            may_be_wrong = part.of_classes and label.dtype.kind in "fV"  # V: bfloat16
+            if may_be_wrong and (wrong := label[label != np.trunc(label)]).size:
+                raise InvalidInput(
+                    f"column {self._label_cols[part.place]!r} has {float(wrong[0]):g}, and {part.loss.fn.__name__} "
+                    "takes whole numbers of classes: number the classes from 0, or give categorical_crossentropy "
+                    "arrays of shares of each class."
+                )
+
+    def total(
+        self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any
+    ) -> tuple[Any, list[Any]]:
+        """(these rows' part of the step's loss, the part of each loss). Called while TensorFlow traces.
+
+        Args:
+            part: fraction of the step's rows that these rows are.
+        """
+        own = [
+            self._sum(p, labels, outputs, weights) * tf.cast(factors[k], p.loss.dtype)
+            for k, p in enumerate(self._parts)
+        ]
+        total = sum(tf.cast(o, self._dtype) * p.weight for o, p in zip(own, self._parts, strict=True))
+        rows = tf.shape(tf.nest.flatten(outputs)[0])[0]
+        for extra in self._model.losses:
+            total += _weight_by_rows(tf.cast(extra, self._dtype), rows, tf.cast(part, self._dtype))
+        return total, own
+
+    def _sum(self, part: _OutputLoss, labels: Any, outputs: Any, weights: Any) -> Any:
+        label, output = _get_at(part.path, labels), _get_at(part.path, outputs)
+        values = part.loss(label, output, sample_weight=weights)
+        _check_values(values, label, output)
+        rows = tf.cast(tf.shape(tf.nest.flatten(output)[0])[0], part.loss.dtype)
+        if values.shape.rank == 0:  # the user's function takes the mean itself
+            return values * rows if part.reduction in MEANS else values
+        summed = tf.reduce_sum(values)
+        if part.reduction == "sum" or part.ignored is not None:
+            return summed
+        if part.reduction == "mean_with_sample_weight" and weights is not None:
+            return summed
+        return summed * rows / tf.cast(tf.size(values), part.loss.dtype)
+
+
+def _check_values(values: Any, label: Any, output: Any) -> None:
+    """Refuse a loss of pairs of rows, such as (n, n) of a label (n,) and an output (n, 1). A later trace of TensorFlow
+    may not know the sizes; the first one does."""
+    labels, outputs = ([each.shape for each in keras.tree.flatten(tensors)] for tensors in (label, output))
+    if not all(shape.is_fully_defined() for shape in map(tf.TensorShape, [values.shape, *labels, *outputs])):
+        return
+    most = max(sum(map(math.prod, shapes)) for shapes in (labels, outputs))
+    if math.prod(values.shape) > most:
+        output_shapes, label_shapes = (
+            " and ".join(str(tuple(s)) for s in shapes) for shapes in (outputs, labels)
+        )
+        raise InvalidInput(
+            f"the loss made {tuple(values.shape)} out of the model's output {output_shapes} and labels {label_shapes}: "
+            "give output and label the same shape."
+        )
+
+
+def find_loss_arguments(loss: Any) -> dict[str, Any]:
+    """What a Keras loss gives the function that it stands for."""
+    return getattr(loss, "_fn_kwargs", {})
+
+
+def _build_output_loss(
+    path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any
+) -> _OutputLoss:
+    chosen = loss.reduction
+    if chosen not in (*MEANS, "sum"):
+        raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
+    # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
+    summed = object.__new__(type(loss))
+    vars(summed).update(vars(loss), reduction="none")
+    ignored = find_loss_arguments(loss).get("ignore_class")
+    weight = 1.0 if weight is None else float(weight)
+    return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
+
+
+def _weight_by_rows(extra: Any, rows: Any, part: Any) -> Any:
+    """What a loss of `add_loss` adds to the step's loss: a number for each row its sum, as in Keras; another one, a
+    mean over rows or a weight penalty, the rows' part of it."""
+    summed = tf.reduce_sum(extra)
+    if extra.shape.rank == 0:
+        return summed * part
+    return tf.where(tf.shape(extra)[0] == rows, summed, summed * part)
+
+
+# Until Keras 3.13 an activity penalty is the sum over the rows; later it is their mean.
+SUMS_ACTIVITY = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
+
+
+@contextmanager
+def activity_by_row(model: Any, rows: Any) -> Iterator[None]:
+    """Let penalties of layers' activity that are sums over rows be a number for each of the `rows` of this call, which
+    `CompiledLosses.total` sums; it takes a single number for a mean."""
+    layers = [each for each in model._flatten_layers() if each.activity_regularizer is not None]
+    own = [(each, each.activity_regularizer) for each in layers if SUMS_ACTIVITY]
+    for layer, regularizer in own:
+        layer.activity_regularizer = functools.partial(_spread, regularizer, rows)
+    try:
+        yield
+    finally:
+        for layer, regularizer in own:
+            layer.activity_regularizer = regularizer
+
+
+def _spread(regularizer: Callable[[Any], Any], rows: Any, output: Any) -> Any:
+    penalty = regularizer(output)
+    return tf.fill([rows], penalty / tf.cast(rows, penalty.dtype))
+
+
+def _get_at(path: Sequence[Any], structure: Any) -> Any:
+    for key in path:
+        if keras.tree.is_nested(structure):
+            structure = structure[key]
+    return structure
+
+
+def list_layer_metrics(model: Any) -> list[Any]:
+    """The metrics that the model and its layers own and update in their calls."""
+    tracked = [model._loss_tracker, model._compile_metrics, *model._compile_loss.metrics]
+    known = set(map(id, tracked))
+    return list({id(metric): metric for metric in model.metrics if id(metric) not in known}.values())
+
+
+def compute_results(metrics: Sequence[Any]) -> dict[str, Any]:
+    """By name, as Keras's history has them."""
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        result = metric.result()
+        found.update(result if isinstance(result, dict) else {metric.name: result})
+    return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+
+class LayerMetrics:
+    """Metrics that layers update in their calls. What each pass adds to their accumulators, which are sums as those of
+    Keras's metrics, is taken out, and added up over the passes of all ranks."""
+
+    def __init__(self, model: Any) -> None:
+        self.metrics = list_layer_metrics(model)
+        self._variables = [variable for metric in self.metrics for variable in metric.variables]
+        self.reset()  # a pass has shown the shapes
+        self._empty = self._read()
+
+    def take(self) -> dict[str, float]:
+        """What the passes since `reset` added, by place."""
+        added = self._read() - self._empty
+        self.reset()
+        return {f"layer metric {place}": float(added[place]) for place in np.flatnonzero(added)}
+
+    def results(self, sums: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Metrics by name. sums: first of each, what `take` returned, added up."""
+        place, values = 0, self._empty.copy()
+        for number in range(len(values)):
+            values[number] += sums.get(f"layer metric {number}", (0.0,))[0]
+        for variable in self._variables:
+            size = math.prod(variable.shape)
+            variable.assign(values[place : place + size].reshape(variable.shape))
+            place += size
+        found = compute_results(self.metrics)
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        for metric in self.metrics:
+            metric.reset_state()
+
+    def _read(self) -> npt.NDArray[np.float64]:
+        values = [np.asarray(read_value(v), np.float64).ravel() for v in self._variables]
+        return np.concatenate([np.zeros(0), *values])
+
+
+class CompiledMetrics:
+    """Metrics of training or validation, one after the other; the accumulators are Keras's own.
+
+    Rows travel once a step, in rank order. What a step gathered counts once `commit` is called.
+    """
+
+    def __init__(
+        self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool
+    ) -> None:
+        """
+        Args:
+            names: of the losses that the history lists one by one.
+            pack: puts a list into the structure of the model's outputs.
+        """
+        self._names, self._pack = list(names), pack
+        self._model, self._compiled = model, model._compile_metrics
+        self._run = self._update if eager else tf.function(self._update, reduce_retracing=True)
+        self._sums: dict[str, list[float]] = {}
+        self._outputs = 0
+        self._rows = MetricRows()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The accumulators."""
+        return [] if self._compiled is None else list(self._compiled.variables)
+
+    @property
+    def sums(self) -> dict[str, list[float]]:
+        """[sum over rows, rows] of each loss and each number of layers' metrics, by name; part of the state."""
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: dict[str, list[float]]) -> None:
+        self._sums = sums
+
+    def build(self, labels: Any, outputs: Any) -> None:
+        """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs. The model
+        was called with it."""
+        self._outputs = len(keras.tree.flatten(outputs))
+        if self._compiled is not None and not self._compiled.built:
+            self._compiled.build(labels, outputs)
+        self._layers = LayerMetrics(self._model)
+
+    def add(
+        self, part: LocalBatch[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays
+    ) -> None:
+        """Add a micro-batch of this rank.
+
+        Args:
+            losses: the part of each loss in the step's loss.
+        """
+        means = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
+        logged = {name: (total, len(part)) for name, total in (means | self._layers.take()).items()}
+        weights = [] if part.weights is None else [part.weights]
+        columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
+        self._rows.add(logged, columns)
+
+    def gather(self, group: Group) -> None:
+        """Exchange the step's rows. Collective; also called on a rank without rows."""
+        if self._compiled is not None or self._names or self._layers.metrics:
+            self._rows.gather(group)
+
+    def discard(self) -> None:
+        """Forget the rows of an aborted step."""
+        self._layers.reset()
+        self._rows.discard()
+
+    def commit(self) -> None:
+        """The step was applied: what was gathered counts."""
+        per_part, columns = self._rows.pop_gathered()
+        for logged in per_part:
+            for name, (total, rows) in logged.items():
+                before = self._sums.get(name, [0.0, 0])
+                self._sums[name] = [before[0] + total, before[1] + rows]
+        if columns:
+            self._run([tf.constant(column) for column in columns])
+
+    def results(self) -> dict[str, Any]:
+        """Metrics of all rows since `reset`, by name."""
+        losses = {name: self._sums[name] for name in self._names if name in self._sums}
+        compiled = [] if self._compiled is None else [self._compiled]
+        return {
+            **{name: total / (rows or 1) for name, (total, rows) in losses.items()},
+            **compute_results(compiled),
+            **self._layers.results(self._sums),
+        }
+
+    def reset(self) -> None:
+        self._sums = {}
+        if self._compiled is not None:
+            self._compiled.reset_state()
+
+    def _update(self, columns: list[Any]) -> None:
+        count = self._outputs
+        labels, rest = columns[count : 2 * count], columns[2 * count :]
+        self._compiled.update_state(
+            self._pack(labels), self._pack(columns[:count]), sample_weight=rest[0] if rest else None
+        )
+
+
+def _wide(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """16-bit floats as float32, which numpy can write."""
+    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array

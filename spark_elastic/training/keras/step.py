@@ -1,0 +1,374 @@
+"""One optimizer step of the whole world: gradients over this rank's rows, their sum, the optimizer's step.
+
+`TrainStep.run` either applies the step or leaves everything as it was and raises (R1, finalized steps; R3, aborted
+forward). Main thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from elastic_collectives import Group
+from spark_elastic.gradients.flat_allreduce import FlatAllreduce
+from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.keras.compiled import (
+    CompiledLosses,
+    CompiledMetrics,
+    activity_by_row,
+)
+from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.trainer import WorkClock, defer_interrupts, describe_dependent_layers
+
+Array = npt.NDArray[Any]
+
+
+class RunningStats:
+    """Variables that a forward pass writes, such as BatchNorm's statistics (R3, aborted forward).
+
+    Each pass of a step begins with the values from before the step. A step that is applied adds to them the mean of
+    what the passes changed, weighted by rows; of whole numbers and truth values, such as a layer's counter of steps, it
+    takes the largest. Seeds of random layers follow from a key alone, so they need not be kept.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = model._flatten_layers()
+        frozen = {id(v) for layer in layers if not layer.trainable for v in _list_unwritten(layer)}
+        # Of metrics `CompiledMetrics` takes care, and of seeds `begin`.
+        written = [v for v in model.non_trainable_weights if id(v) not in frozen]
+        floats = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
+        self.variables = list({id(v): v for v in [*floats, *_find_normalized(layers)]}.values())
+        self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]
+        self._seeds = [v for v in model.variables if v.path.endswith(SEED)]
+        # Of `variables` and `_counters`, before the step.
+        self._before: list[Array] = []
+        self._changes: list[Array | None] = []
+        self._counts: list[Array] = []
+
+    def begin(self, *key: int) -> None:
+        """Keep the values as they are, and let random layers draw by `key` from here on."""
+        self._before = [np.array(read_value(v)) for v in [*self.variables, *self._counters]]
+        self._changes = [None] * len(self.variables)
+        self._counts = self._before[len(self.variables) :]
+        for number, seed in enumerate(self._seeds):
+            digest = hashlib.sha256(repr((*key, number)).encode()).digest()
+            seed.assign(np.array([int.from_bytes(digest[:4], "little") >> 1, 0]))
+
+    def end_pass(self, weight: float) -> None:
+        """Take what a pass over `weight` of the step's rows changed, and put the values back."""
+        for number, (variable, before) in enumerate(zip(self.variables, self._before, strict=False)):
+            now = np.asarray(read_value(variable))
+            if not np.array_equal(now, before):
+                change, earlier = (now - before) * np.asarray(weight, before.dtype), self._changes[number]
+                self._changes[number] = change if earlier is None else earlier + change
+                variable.assign(before)
+        self._counts = [
+            np.maximum(count, np.asarray(read_value(v)))
+            for count, v in zip(self._counts, self._counters, strict=True)
+        ]
+        for variable, before in zip(self._counters, self._before[len(self.variables) :], strict=True):
+            variable.assign(before)
+
+    def take_changes(self, group: Group) -> list[Array | None]:
+        """This rank's part of each variable's change; None: the step has not changed it. Collective."""
+        if self._counts:
+            flat = np.concatenate([count.ravel() for count in self._counts]).astype(np.int64)
+            group.allreduce(flat, op="max")
+            ends = np.cumsum([count.size for count in self._counts])[:-1]
+            parts = zip(np.split(flat, ends), self._counts, strict=True)
+            self._counts = [part.reshape(count.shape).astype(count.dtype) for part, count in parts]
+        return self._changes
+
+    def restore(self) -> None:
+        for variable, value in zip([*self.variables, *self._counters], self._before, strict=True):
+            variable.assign(value)
+
+    def apply(self, changes: list[Array], changed: Array) -> None:
+        """Add the changes of all ranks."""
+        for variable, before, change, has_changed in zip(
+            self.variables, self._before, changes, changed, strict=False
+        ):
+            if has_changed:
+                variable.assign(before + change)
+        for variable, count in zip(self._counters, self._counts, strict=True):
+            variable.assign(count)
+
+
+def _list_unwritten(layer: Any) -> list[Any]:
+    """Weights of a frozen layer that its forward pass leaves alone: all of Keras's own layers, but for
+    SpectralNormalization; one of the user's may go on to write its state."""
+    is_keras = type(layer).__module__.startswith(("keras.", "keras_hub.", "keras_cv."))
+    return [*layer._trainable_variables, *(layer._non_trainable_variables if is_keras else ())]
+
+
+def _find_normalized(layers: Sequence[Any]) -> list[Any]:
+    """Weights that a forward pass writes although they are trainable, or although their layer is frozen."""
+    normalized = [layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)]
+    return [variable for layer in normalized for variable in (layer.kernel, layer.vector_u)]
+
+
+def describe_world_dependence(model: Any) -> str | None:
+    """A sentence on the layers that make the weights depend on the number of workers (R9, scope of P2), or None."""
+    return describe_dependent_layers(_dependent_layers(model))
+
+
+def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
+    for layer in model._flatten_layers(include_self=False):
+        if not layer.trainable:
+            continue
+        if type(layer).__name__ == "BatchNormalization":
+            yield layer.name, "BatchNormalization: statistics of each worker's own rows"
+        elif any(v.path.endswith(SEED) for v in layer.variables) and not list(layer._layers):
+            # Cells of RNNs have a seed even if they drop nothing.
+            rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+            if rates != [0, 0]:
+                yield layer.name, f"{type(layer).__name__}: random in each worker"
+
+
+def _numpy_dtype(variable: Any) -> str:
+    return "float32" if variable.dtype == "bfloat16" else str(variable.dtype)
+
+
+Pack = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the inputs and outputs of a model are nested."""
+
+    # From a list in order to the inputs as the model takes them.
+    inputs: Pack
+    # From a list in order to the structure of the outputs.
+    outputs: Pack
+
+
+class Gradients:
+    """Gradients of the step's loss over this rank's rows, as TensorFlow functions."""
+
+    def __init__(self, model: Any, losses: CompiledLosses, structure: Structure, eager: bool) -> None:
+        self._model, self._losses, self._structure = model, losses, structure
+        self._variables = list(model.trainable_variables)
+        graph = (lambda function: function) if eager else tf.function(reduce_retracing=True)
+        self._run_score = graph(self._score)
+        self._run_gradients = graph(self._differentiate)
+
+    def __call__(
+        self, part: LocalBatch[Array], factors: Sequence[float]
+    ) -> tuple[list[Array | None], list[Array], list[Any]]:
+        """(gradients, losses, outputs) of a part of the rows; first of the losses is their weighted sum."""
+        gradients, losses, outputs = self._run_gradients(*self._arguments(part, factors))
+        return [None if g is None else np.asarray(g) for g in gradients], _arrays(losses), _arrays(outputs)
+
+    def score(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
+        """(losses, outputs) of a part of the rows, as in validation."""
+        losses, outputs = self._run_score(*self._arguments(part, factors))
+        return _arrays(losses), _arrays(outputs)
+
+    def _arguments(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[Any, ...]:
+        weights = None if part.weights is None else tf.constant(part.weights)
+        return (
+            [tf.constant(array) for array in part.features],
+            [tf.constant(array) for array in part.labels],
+            weights,
+            tf.constant(factors, tf.float64),
+            tf.constant(len(part) / part.planned, tf.float64),
+        )
+
+    def _differentiate(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
+            # The optimizer divides by its loss_scale_factor.
+            scaled = self._model.optimizer.scale_loss(losses[0])
+        gradients = tape.gradient(scaled, self._variables)
+        # Dense, as in a plain loop. Of an embedding's row that a batch has twice Keras lists two entries, and Adam and
+        # `global_clipnorm` square each of them: the result would depend on which rows share a batch. The sum does not.
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        return dense, losses, outputs
+
+    def _score(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
+        return self._forward(inputs, labels, weights, factors, part, training=False)
+
+    def _forward(
+        self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
+    ) -> tuple[list[Any], list[Any]]:
+        with activity_by_row(self._model, tf.shape(inputs[0])[0]):
+            outputs = self._model(self._structure.inputs(inputs), training=training)
+        total, own = self._losses.total(self._structure.outputs(labels), outputs, weights, factors, part)
+        return [total, *own], keras.tree.flatten(outputs)
+
+
+class OptimizerStep:
+    """The optimizer's step on means over the whole step's rows."""
+
+    def __init__(self, model: Any, eager: bool) -> None:
+        self._optimizer, self._variables = model.optimizer, list(model.trainable_variables)
+        self._run = self._apply if eager else tf.function(self._apply)
+
+    def __call__(self, means: Sequence[Array], present: Array) -> None:
+        self._run(
+            [
+                tf.constant(mean, v.dtype) if exists else None  # None: no rank had it (R8, weighting)
+                for mean, exists, v in zip(means, present, self._variables, strict=True)
+            ]
+        )
+
+    def _apply(self, gradients: list[Any]) -> None:
+        self._optimizer.apply(gradients, self._variables)
+
+
+class TrainStep:
+    """Takes steps on one state."""
+
+    def __init__(
+        self,
+        config: FitConfig,
+        model: Any,
+        state: KerasTrainingState,
+        losses: CompiledLosses,
+        structure: Structure,
+        metrics: CompiledMetrics,
+        ledger: Ledger,
+    ) -> None:
+        eager = bool(model.run_eagerly)
+        self._config, self._state, self._losses, self._metrics = config, state, losses, metrics
+        self._gradients = Gradients(model, losses, structure, eager)
+        self._optimizer_step = OptimizerStep(model, eager)
+        self._running_stats, self._ledger, self.work = RunningStats(model), ledger, WorkClock()
+        self._count = len(model.trainable_variables)
+        weights, stats = model.trainable_variables, self._running_stats.variables
+        # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
+        apart = bool(stats) and config.gradient_compression is not None
+        parts = [weights, stats] if apart else [[*weights, *stats]]
+        self._exchanges = [
+            FlatAllreduce([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts
+        ]
+        self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
+
+    def run(
+        self,
+        group: Group,
+        batch: LocalBatch[Array],
+        version: MembershipVersion,
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
+        wants_stop: bool,
+    ) -> StepDecision:
+        """Take one step. See `ModelTrainer.train_step`.
+
+        Args:
+            wants_stop: a callback wants training to end after this step.
+
+        Raises:
+            CollectiveError: the exchange broke; the state is as before the step.
+            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
+        """
+        state, position = self._state, self._state.position
+        key = (self._config.seed, position.epoch, position.phase, position.step, group.rank)
+        self._running_stats.begin(*key)
+        try:
+            factors = self._losses.factors(group, batch)
+            self._ledger.write_ahead(group.fence, position, batch.row_ids)
+            gradients, loss = self._backward(batch, factors)
+            worked = self.work.take()
+            sent = [*gradients, *self._running_stats.take_changes(group)]
+            sums = self._allreduce(group, sent)
+            self._metrics.gather(group)
+            summary = StepSummary(
+                position,
+                version,
+                self._layout_hash,
+                rows=len(batch),
+                loss=loss * batch.planned,
+                denominator=float(len(batch)),
+                present=np.array([each is not None for each in sent]),
+                wants_stop=wants_stop,
+                seconds=worked,
+                has_weight=batch.has_weight,
+            )
+            decision = exchange_summaries(group, summary)
+            self.work.begin()
+            if self._config.terminate_on_nan:
+                decision.check_finite(position)
+        except BaseException:
+            self._running_stats.restore()
+            self._metrics.discard()
+            raise
+        with defer_interrupts():
+            on_previous_step_finalized()
+            # First: the optimizer's step begins at the weights of which the gradients were computed.
+            self._running_stats.apply(sums[self._count :], decision.present[self._count :])
+            self._optimizer_step(sums[: self._count], decision.present[: self._count])
+            self._metrics.commit()
+            state.position = record_step(decision)
+            self._ledger.record_applied(group.fence, position, group.size)
+        return decision
+
+    def validate(self, group: Group, batch: LocalBatch[Array], version: MembershipVersion) -> StepDecision:
+        """Take one step of validation; the position stays."""
+        position, loss, rows = self._state.position, 0.0, len(batch)
+        try:
+            factors = self._losses.factors(group, batch)
+            for part in batch.micro_batches(self._config.validation_batch):
+                losses, outputs = self._gradients.score(part, factors)
+                loss += float(losses[0])
+                self._metrics.add(part, losses[1:], outputs)
+            self._metrics.gather(group)
+            no_gradients = np.zeros(0, np.bool_)
+            summary = StepSummary(
+                position,
+                version,
+                0,
+                rows,
+                loss * batch.planned,
+                float(rows),
+                no_gradients,
+                has_weight=batch.has_weight,
+            )
+            decision = exchange_summaries(group, summary)
+        except BaseException:
+            self._metrics.discard()
+            raise
+        self._metrics.commit()
+        return decision
+
+    def close(self) -> None:
+        for exchange in self._exchanges:
+            exchange.close()
+
+    def _allreduce(self, group: Group, sent: Sequence[Array | None]) -> list[Array]:
+        first, *rest = self._exchanges
+        end = self._count if rest else len(sent)
+        sums = first.allreduce(group, sent[:end], self._config.gradient_compression)
+        return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
+
+    def _backward(
+        self, batch: LocalBatch[Array], factors: Sequence[float]
+    ) -> tuple[list[Array | None], float]:
+        """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
+        total: list[Array | None] = [None] * self._count
+        loss = 0.0
+        for part in batch.micro_batches(self._config.batch_size):
+            gradients, losses, outputs = self._gradients(part, factors)
+            self._running_stats.end_pass(len(part) / part.planned)
+            total = [
+                g if t is None else t if g is None else t + g for t, g in zip(total, gradients, strict=True)
+            ]
+            loss += float(losses[0])
+            self._metrics.add(part, losses[1:], outputs)
+        return total, loss
+
+
+def _arrays(tensors: Sequence[Any]) -> list[Array]:
+    return [np.asarray(tensor) for tensor in tensors]

@@ -1,0 +1,256 @@
+"""A Keras model in training, as the training loop takes it: state, step, validation, weights.
+
+Shipped by cloudpickle with the user's model inside, as a `.keras` file. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elastic_collectives import Group
+from spark_elastic.data.loader import StepRows
+from spark_elastic.data.reading.readers import read_sample_row
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.step_summary import StepDecision
+from spark_elastic.protocol.types import MembershipVersion, Phase, Position
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.identity import digest
+from spark_elastic.training.keras.archive import Archive, save_model
+from spark_elastic.training.keras.batching import BatchBuilder, Inputs, order_labels, pack_inputs
+from spark_elastic.training.keras.callback_list import KerasCallbackList
+from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
+from spark_elastic.training.keras.devices import let_gpu_memory_grow
+from spark_elastic.training.keras.state import KerasTrainingState
+from spark_elastic.training.keras.step import Structure, TrainStep, describe_world_dependence
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.trainer import WorkClock
+from spark_elastic.training.transformation import Transformation, transform_columns
+from spark_elastic.worker.context import get_process_context
+
+
+@dataclass(frozen=True)
+class KerasUserObjects:
+    """What the user brings to a training with Keras."""
+
+    # Compiled.
+    model: Archive
+    # Keras's own, or of their kind.
+    callbacks: tuple[Any, ...] = ()
+    # By class of the one label.
+    class_weight: Mapping[int, float] | None = None
+    # Applied to the columns of each step; None: they stay as they are.
+    transformation: Transformation | None = None
+
+    def identity(self) -> dict[str, str]:
+        """What a run is bound to (R19, resuming a run), by the words that an error has for it."""
+        return {
+            "model, optimizer or loss": digest(self.model.identity()),
+            "class_weight": digest(self.class_weight),
+            "transformation_fn": digest(self.transformation),
+        }
+
+
+@dataclass(frozen=True)
+class ConnectedModel:
+    """How a model and its losses take the columns, which a call of the model with some rows has shown."""
+
+    # How feature columns become inputs.
+    inputs: Inputs
+    # In the order of the outputs.
+    label_cols: Sequence[str]
+    # Without class weights, as Keras validates.
+    batches: BatchBuilder
+    # How inputs and outputs are nested.
+    structure: Structure
+    # Those that the model was compiled with, one for each output that has one.
+    losses: CompiledLosses
+    # Of those rows, in the structure of the outputs.
+    labels: Any
+    # Of those rows.
+    outputs: Any
+
+    @classmethod
+    def of(cls, model: Any, spec: TrainSpec, rows: StepRows, *, transformed: bool) -> ConnectedModel:
+        """Call the model. rows: as it takes them; transformed: a function of the user's made them."""
+        config = spec.config
+        inputs = Inputs.of(model, spec.features, free=transformed)
+        structure, outputs = _call_model(
+            model, BatchBuilder(config, inputs, config.label_cols, None).build(rows)
+        )
+        label_cols = order_labels(model, outputs, config.label_cols)
+        batches = BatchBuilder(config, inputs, label_cols, None)
+        labels = structure.outputs(list(batches.build(rows).labels))
+        losses = CompiledLosses(model, labels, outputs, label_cols)
+        return cls(inputs, label_cols, batches, structure, losses, labels, outputs)
+
+
+def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
+    """How inputs and outputs are nested, and the outputs of these rows."""
+    inputs = partial(pack_inputs, model)
+    outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
+
+    def pack_outputs(values: Sequence[Any]) -> Any:
+        return keras.tree.pack_sequence_as(outputs, list(values))
+
+    return Structure(inputs, pack_outputs), outputs
+
+
+class KerasTrainProgram(TrainingLoop):
+    """The program of a worker of `ElasticKerasEstimator`: the training loop over a Keras model."""
+
+    def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
+        super().__init__(spec, KerasTrainer(spec, objects), objects.transformation)
+
+
+def prepare_gpus(device: str) -> None:
+    """Let TensorFlow use what the worker trains on, and before it uses a GPU.
+
+    Raises:
+        InvalidInput: TensorFlow finds no GPU, and the slot was given one.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if device == "cuda" and not gpus:
+        raise InvalidInput(
+            f"this worker is to train on a GPU, and TensorFlow {tf.__version__} finds none: install "
+            "tensorflow[and-cuda] on the executors, look at nvidia-smi there for the driver, or set device='cpu'."
+        )
+    if device == "cpu":  # GPUs of the machine that Spark did not give to this slot
+        tf.config.set_visible_devices([], "GPU")
+    else:
+        let_gpu_memory_grow()
+
+
+class KerasTrainer:
+    """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
+
+    def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
+        self._spec = spec
+        self._objects = objects
+
+    def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
+        spec, config, objects = self._spec, self._spec.config, self._objects
+        prepare_gpus(get_process_context().device)
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_floatx(objects.model.floatx)
+        self.model = model = objects.model.load()
+        if config.learning_rate is not None:
+            model.optimizer.learning_rate = config.learning_rate
+        if spec.lr_scale != 1:
+            model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_scale
+        model.optimizer.build(model.trainable_variables)
+        transformed = objects.transformation is not None
+        found = ConnectedModel.of(model, spec, self._row(), transformed=transformed)
+        self._batches = BatchBuilder(config, found.inputs, found.label_cols, objects.class_weight)
+        self._validation_batches = found.batches
+        losses, structure = found.losses, found.structure
+        self._loss_names = losses.names
+        self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
+        self._metrics.build(found.labels, found.outputs)
+        params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
+        self.callbacks = KerasCallbackList(objects.callbacks, model, params)
+        replicas = [*model.weights, *model.optimizer.variables]
+        self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
+        self._train_step = TrainStep(config, model, self.state, losses, structure, self._metrics, ledger)
+
+    @property
+    def work(self) -> WorkClock:
+        return self._train_step.work
+
+    @property
+    def bulk_seconds(self) -> None:
+        """Gradients travel through host memory."""
+
+    def move_to_device(self) -> None:
+        """Keras places variables when it makes them."""
+
+    def train_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
+        get_next_rows: Callable[[], StepRows | None],
+    ) -> StepDecision:
+        self._metrics.sums = self.state.progress.metric_sums
+
+        def record_step_and_metrics(decision: StepDecision) -> Position:
+            position, progress = record_step(decision), self.state.progress
+            progress.metric_sums = self._metrics.sums
+            if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
+                progress.train_metrics = self._metrics.results()
+                self._metrics.reset()
+                progress.metric_sums = {}
+            return position
+
+        batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
+        return self._train_step.run(
+            group, batch, version, record_step_and_metrics, on_previous_step_finalized, stop
+        )
+
+    def validation_mode(self) -> AbstractContextManager[None]:
+        self.callbacks.on_validation_begin()
+        return nullcontext()
+
+    def validation_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        get_next_rows: Callable[[], StepRows | None],
+    ) -> StepDecision:
+        self._metrics.sums = self.state.progress.metric_sums
+        decision = self._train_step.validate(group, self._validation_batches.build(rows), version)
+        self.state.progress.metric_sums = self._metrics.sums
+        return decision
+
+    def epoch_metrics(self) -> dict[str, Any]:
+        rate = getattr(self.model.optimizer, "learning_rate", None)  # a MultiOptimizer has none of its own
+        found = {} if rate is None else {"learning_rate": float(np.asarray(rate))}
+        progress, losses = self.state.progress, self._loss_names
+        found.update(progress.epoch.correct_losses(progress.train_metrics, losses))
+        if self._spec.validation is not None:
+            self._metrics.sums = progress.metric_sums  # this worker may have joined since the last step
+            validated = progress.validation.correct_losses(self._metrics.results(), losses)
+            found.update({f"val_{name}": value for name, value in validated.items()})
+        return found
+
+    def reset_metrics(self) -> None:
+        self._metrics.reset()
+        self.state.progress.metric_sums, self.state.progress.train_metrics = {}, {}
+
+    def describe_world_dependence(self) -> str | None:
+        return describe_world_dependence(self.model)
+
+    def export_weights(self) -> bytes:
+        return save_model(self.model)
+
+    def close(self) -> None:
+        self._train_step.close()
+
+    def _row(self) -> StepRows:
+        """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
+        data, manifest = self._spec.rows.data, self._spec.rows.manifest
+        transformation, used = self._objects.transformation, self._spec.config.used_cols
+        if transformation is None:
+            values = [np.zeros(column.shape, column.dtype) for column in manifest.columns]
+        else:
+            values = read_sample_row(data, manifest, [column.name for column in manifest.columns])
+        stored = {
+            column.name: np.array([value], column.dtype)
+            for column, value in zip(manifest.columns, values, strict=True)
+        }
+        if transformation is not None:
+            stored = transform_columns({name: stored[name] for name in used}, 1, used, transformation)
+        return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)

@@ -1,0 +1,435 @@
+"""Brings the buffers that a step wrote together, so that all ranks hold what one process would.
+
+How follows from what a buffer is: each of `MERGES` is tried on some rows of the first step that writes the buffer, as a
+forward pass of all of them shows what is right. All ranks choose alike, as part of the state. Main thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import CPU
+from spark_elastic.training.batch import LocalBatch, pack_metric_rows, unpack_metric_rows
+from spark_elastic.training.torch.forward import BufferSnapshot, is_random
+from spark_elastic.training.torch.module_state import list_buffers, put_buffer
+
+log = logging.getLogger("spark_elastic")
+
+T = TypeVar("T")
+Reduce = Callable[[list[torch.Tensor], str], torch.Tensor]
+Forward = Callable[[torch.nn.Module, LocalBatch[torch.Tensor]], object]
+
+# How the values of several parts of a step's rows become one, the first that is right:
+# the mean weighted by rows; of each element the value of the last part that changed it; the sum of the changes; the
+# maximum; the minimum. APPROXIMATE is the mean, where it is not what all rows give. EQUAL: user code has exchanged it.
+MERGES = ("mean", "overwrite", "sum", "max", "min")
+EQUAL, APPROXIMATE = "equal", "approximate"
+_ROWS = 8  # of each of the two parts on which they are tried; with repetitions where a rank has fewer
+
+
+def merge(
+    kind: str,
+    before: torch.Tensor,
+    parts: Sequence[tuple[int, torch.Tensor, float]],
+    reduce: Reduce,
+) -> torch.Tensor:
+    """The merged values, in float64 or int64.
+
+    Args:
+        before: the values before the step.
+        parts: of this process: (number, values, part of the step's rows) each.
+        reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one.
+    """
+    if kind in (
+        "mean",
+        APPROXIMATE,
+    ):  # zeros, not values times zero, which are NaN where a mask holds infinities
+        return reduce([own * factor if factor else torch.zeros_like(own) for _, own, factor in parts], "sum")
+    if kind == "max":
+        return reduce([own for _, own, _ in parts], "max")
+    if kind == "min":
+        return -reduce([-own for _, own, _ in parts], "max")
+    if kind == "sum":
+        return before + reduce([torch.where(own == before, 0, own - before) for _, own, _ in parts], "sum")
+    if kind == "overwrite":
+        claims = [torch.where(own == before, 0, number + 1) for number, own, _ in parts]
+        last = reduce(claims, "max")
+        mine = [torch.where(last == number + 1, own, 0) for number, own, _ in parts]
+        return torch.where(last == 0, before, reduce(mine, "sum"))
+    return parts[0][1]  # EQUAL
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat copy in float64 or int64, in which ranks exchange values."""
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return real.to(torch.float64 if real.is_floating_point() else torch.int64).reshape(-1)
+
+
+def narrow(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What `widen` made of a tensor, with the shape and the dtype of that one."""
+    if like.is_complex():
+        return torch.view_as_complex(flat.view(*like.shape, 2)).to(like.dtype)
+    return flat.view(like.shape).to(like.dtype)
+
+
+def _reduce_here(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+    stacked = torch.stack(tensors)
+    return stacked.sum(0) if op == "sum" else stacked.amax(0)
+
+
+class BufferMerge:
+    """The buffers that the steps of a model wrote: for each step `take` for each part of this process, then `exchange`,
+    then `apply` in the apply section. Buffers that nothing wrote to (masks, tables of positions, which may be larger
+    than the gradients) do not travel."""
+
+    def __init__(self, model: torch.nn.Module, merges: dict[str, str]) -> None:
+        """
+        Args:
+            merges: of the state, by name; those that are learned are added.
+        """
+        self._model, self._merges = model, merges
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        # By part: (number, its part of the step's rows, the buffers that it wrote, by name).
+        self._parts: list[tuple[int, float, dict[str, torch.Tensor]]] = []
+        self._saved: dict[str, bool] = {}  # by name: whether `state_dict` has it
+        self._results: dict[str, torch.Tensor] = {}
+
+    def take(self, before: BufferSnapshot, number: int, factor: float, *, keep: bool = False) -> None:
+        """Take what the newest part wrote.
+
+        Args:
+            before: the buffers before the step.
+            number: of the part in the order of the step's rows.
+            factor: its part of the step's rows; 0.0: it has none.
+            keep: the values are copied, since the next part writes to the same memory.
+        """
+        live = {
+            name: each for name, each in sorted(list_buffers(self._model).items()) if each.tensor is not None
+        }
+        changed = before.find_changed(
+            (name, each.tensor) for name, each in live.items() if each.tensor is not None
+        )
+        written = {
+            name: each.tensor.clone() if keep else each.tensor
+            for (name, each), flag in zip(live.items(), changed, strict=True)
+            if flag and each.tensor is not None
+        }
+        self._saved.update((name, live[name].is_saved) for name in written)
+        self._parts.append((number, factor, written))
+
+    def exchange(
+        self,
+        group: Group,
+        before: BufferSnapshot,
+        batch: LocalBatch[torch.Tensor],
+        forward: Forward,
+        reduce: Reduce,
+    ) -> None:
+        """Bring the parts of all ranks together; collective.
+
+        Args:
+            batch: some rows of this rank.
+            forward: makes a forward pass of a copy of the model.
+            reduce: see `merge`.
+
+        Raises:
+            InvalidInput: a buffer cannot be brought together; on all ranks alike.
+        """
+        layouts = [
+            {name: [list(each.shape), str(each.dtype), self._saved[name]] for name, each in written.items()}
+            for _, _, written in self._parts
+        ]
+        distinct = [layout for number, layout in enumerate(layouts) if layout not in layouts[:number]]
+        digests = group.allgather(np.array([zlib.crc32(json.dumps(distinct).encode())], np.int64))
+        self._results = {}
+        if len(distinct) > 1 or len(set(digests.ravel().tolist())) > 1:
+            layouts = _gather(group, layouts)
+            self._results = _settle_shapes(group, layouts, [written for *_, written in self._parts])
+            for layout in layouts:
+                self._saved.update((name, bool(saved)) for name, (_, _, saved) in layout.items())
+        names = sorted({name for layout in layouts for name in layout if name not in self._results})
+        if not names:
+            return
+        live = list_buffers(self._model)
+        for name in names:
+            if name in live and isinstance(live[name].owner, _NormBase):
+                self._merges.setdefault(name, "mean" if _is_real(self._find(name, before)) else "max")
+        unknown = [name for name in names if name not in self._merges]
+        if unknown:
+            self._merges.update(self._learn(group, unknown, before, batch, forward))
+        kinds: dict[tuple[str, bool], list[str]] = {}
+        for name in names:
+            kinds.setdefault((self._merges[name], _is_real(self._find(name, before))), []).append(name)
+        for (kind, _), members in sorted(kinds.items()):
+            self._merge(kind, members, before, reduce)
+
+    def apply(self) -> None:
+        with torch.no_grad():
+            live = list_buffers(self._model)
+            for name, result in self._results.items():
+                current = live[name].tensor if name in live else None
+                if current is None or current.shape != result.shape or 0 in current.stride():
+                    put_buffer(self._model, name, result, is_saved=self._saved[name])
+                else:
+                    current.copy_(result)
+
+    def _find(self, name: str, before: BufferSnapshot) -> torch.Tensor:
+        """The values of a buffer that some part has written; before the step where none of this process has."""
+        found = next((written[name] for *_, written in self._parts if name in written), None)
+        return before.get(name) if found is None else found  # type: ignore[return-value]
+
+    def _merge(self, kind: str, names: list[str], before: BufferSnapshot, reduce: Reduce) -> None:
+        """Merge buffers of one kind, in one exchange."""
+        likes = [self._find(name, before) for name in names]
+        olds = [_get_before(before, name, like) for name, like in zip(names, likes, strict=True)]
+        flat = _join(olds)
+        parts = [
+            (
+                number,
+                _join([written.get(name, old) for name, old in zip(names, olds, strict=True)]),
+                factor,
+            )
+            for number, factor, written in self._parts
+        ]
+        merged = merge(kind, flat, parts, reduce).to(likes[0].device)
+        sizes = [like.numel() * (2 if like.is_complex() else 1) for like in likes]
+        for name, like, part in zip(names, likes, torch.split(merged, sizes), strict=True):
+            self._results[name] = narrow(part, like)
+
+    # ---- what a buffer is
+
+    def _learn(
+        self,
+        group: Group,
+        names: list[str],
+        before: BufferSnapshot,
+        batch: LocalBatch[torch.Tensor],
+        forward: Forward,
+    ) -> dict[str, str]:
+        """Choose how to merge these buffers; collective."""
+        mine = {
+            name: [
+                zlib.crc32(widen(written[name]).cpu().numpy().data)
+                for *_, written in self._parts
+                if name in written
+            ]
+            for name in names
+        }
+        found = {}
+        if len(batch):
+            try:
+                found = try_merges(self._model, names, before, batch, forward)
+            except CollectiveError:
+                raise
+            except Exception as error:  # of the user's code; or a model that has trained cannot be copied
+                log.debug("how to merge the buffers %s was not tried: %r", names, error)
+                found = {name: [APPROXIMATE] for name in names}
+        # All ways are right for one row, but forward may exchange something, so such a rank has tried them as well.
+        everywhere: list[list[dict[str, Any]]] = _gather(group, [[mine, found if len(batch) > 1 else {}]])
+        chosen = {}
+        for name in names:
+            held = [ranks[name] for _, ranks in everywhere if name in ranks]
+            fits = [kind for kind in (*MERGES, EQUAL, APPROXIMATE) if all(kind in each for each in held)]
+            if not held:
+                fits = [APPROXIMATE]
+            if len({digest for digests, _ in everywhere for digest in digests[name]}) > 1:
+                fits = [kind for kind in fits if kind != EQUAL]
+            if not fits:
+                raise InvalidInput(_describe_lost(name))
+            chosen[name] = fits[0]
+        averaged = [name for name, kind in chosen.items() if kind == APPROXIMATE]
+        if averaged and group.rank == 0:
+            log.warning(
+                "the workers' values of the buffer %s are averaged by rows after each step, which is right for "
+                "statistics of the rows; they depend on the number of workers.",
+                ", ".join(map(repr, averaged)),
+            )
+        return chosen
+
+
+def _describe_lost(name: str) -> str:
+    return (
+        f"buffer {name!r} of the model depends on all rows of a step in a way that several workers cannot bring "
+        "together (as a queue of rows does): exchange the rows in forward by spark_elastic.torch.allgather, so that "
+        "all workers write the same, or set max_workers=1."
+    )
+
+
+def try_merges(
+    model: torch.nn.Module,
+    names: Sequence[str],
+    before: BufferSnapshot,
+    batch: LocalBatch[torch.Tensor],
+    forward: Forward,
+) -> dict[str, list[str]]:
+    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer.
+
+    Without them the mean is still one where the rows' order does not matter, nor their number: APPROXIMATE. What none
+    fits may still be EQUAL, if the ranks have exchanged it: its values depend on the rows' contents.
+    """
+    half = len(batch) // 2
+    first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
+    both = np.concatenate([first, second])
+    orders = {"x": first, "y": second, "xy": both, "yx": [*second, *first], "xx": [*first, *first]}
+    after = {
+        key: _run_copy(model, before, _pick(batch, np.array(order)), forward) for key, order in orders.items()
+    }
+    found = {}
+    for name in names:
+        x, y, whole, turned, twice = (after[key].get(name) for key in orders)
+        kinds: list[str] = []
+        if whole is None:
+            found[name] = [*MERGES, EQUAL, APPROXIMATE]  # these rows do not write it
+            continue
+        old = _get_before(before, name, whole)
+        if x is not None and y is not None and x.shape == y.shape == whole.shape:
+            wide, w, parts = widen(old), widen(whole), [(0, widen(x), 0.5), (1, widen(y), 0.5)]
+            real = w.is_floating_point()
+            for kind in MERGES:
+                if kind == "mean" and not real:
+                    continue
+                if _are_close(merge(kind, wide, parts, _reduce_here), w, wide, whole.dtype):
+                    kinds.append(kind)
+            if real and turned is not None and twice is not None and twice.shape == x.shape:
+                same_order = _are_close(widen(turned), w, wide, whole.dtype)
+                moved = float((widen(x) - wide).norm())
+                if same_order and float((widen(twice) - widen(x)).norm()) <= 0.25 * moved:
+                    kinds.append(APPROXIMATE)
+        if x is None or y is None or x.shape != y.shape or not torch.equal(x, y):
+            kinds.append(EQUAL)
+        found[name] = kinds
+    return found
+
+
+def _are_close(found: torch.Tensor, wanted: torch.Tensor, old: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether they differ by rounding alone, which in 16 bits and in sums of another order is a part of the change."""
+    if not wanted.is_floating_point():
+        return torch.equal(found, wanted)
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.nan_to_num(found[~finite]), torch.nan_to_num(wanted[~finite])):
+        return False
+    found, wanted, old = found[finite], wanted[finite], old[finite]
+    if not wanted.numel():
+        return True
+    change = torch.where(torch.isfinite(old), wanted - old, wanted).abs().max()
+    allowed = 0.02 * change + 8 * torch.finfo(dtype).eps * wanted.abs().max()
+    return bool(((found - wanted).abs() <= allowed).all())
+
+
+def _run_copy(
+    model: torch.nn.Module, before: BufferSnapshot, batch: LocalBatch[torch.Tensor], forward: Forward
+) -> dict[str, torch.Tensor | None]:
+    """The buffers after a forward pass of a copy, which shares the trained parameters: what code changes in forward,
+    such as an average of weights, are frozen ones."""
+    copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if p.requires_grad})
+    before.restore(copied)
+    for part in copied.modules():
+        if isinstance(part, _NormBase) or is_random(part):
+            part.eval()
+    with torch.no_grad():
+        forward(copied, batch)
+    return {name: each.tensor for name, each in list_buffers(copied).items()}
+
+
+def _pick(batch: LocalBatch[torch.Tensor], rows: Any) -> LocalBatch[torch.Tensor]:
+    def pick(side: Any) -> Any:
+        if side is None or isinstance(side, tuple):
+            return None if side is None else tuple(map(pick, side))
+        return side[rows]
+
+    return replace(
+        batch,
+        row_ids=batch.row_ids[rows],
+        features=pick(batch.features),
+        labels=pick(batch.labels),
+        weights=pick(batch.weights),
+        on_host=pick(batch.on_host),
+    )
+
+
+# ---- shapes
+
+
+def _settle_shapes(
+    group: Group, layouts: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The buffers that parts wrote in different shapes, by name: each is the largest, if the others are its beginning,
+    as where a table of positions grows with the longest row. Collective.
+
+    Raises:
+        InvalidInput: they are not; on all ranks alike.
+    """
+    settled = {}
+    for name in sorted({name for layout in layouts for name in layout}):
+        written = [layout[name][:2] for layout in layouts if name in layout]
+        if all(each == written[0] for each in written):
+            continue
+        arrays = [widen(values[name]).cpu().numpy() for values in own if name in values]
+        gathered = [
+            a
+            for blob in group.allgather_bytes(pack_metric_rows([], arrays))
+            for a in unpack_metric_rows(blob)[1]
+        ]
+        tensors = [
+            narrow(
+                torch.from_numpy(array),
+                torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch."))),
+            )
+            for array, (shape, dtype) in zip(gathered, written, strict=True)
+        ]
+        largest = max(tensors, key=torch.numel)
+        for each in tensors:
+            part = tuple(slice(length) for length in each.shape)
+            fits = (
+                each.dtype == largest.dtype
+                and each.ndim == largest.ndim
+                and largest[part].shape == each.shape
+            )
+            if not fits or not torch.equal(largest[part], each):
+                where = "on rank" if len(layouts) == group.size else "by virtual share"
+                seen = "; ".join(
+                    f"{layout[name][1]} {layout[name][0]} {where} {number}"
+                    for number, layout in enumerate(layouts)
+                    if name in layout
+                )
+                raise InvalidInput(
+                    f"the workers wrote buffer {name!r} of the model in different shapes ({seen}): give it one shape, "
+                    "whatever rows a worker has, or compute it in forward without keeping it."
+                )
+        settled[name] = largest
+    return settled
+
+
+def _gather(group: Group, own: list[T]) -> list[T]:
+    """The lists of all ranks, one after the other; collective."""
+    return [each for blob in group.allgather_bytes(json.dumps(own).encode()) for each in json.loads(blob)]
+
+
+def _get_before(before: BufferSnapshot, name: str, like: torch.Tensor) -> torch.Tensor:
+    """A buffer before the step; zeros if the step has registered it, or given it another shape."""
+    old = before.get(name)
+    return old if old is not None and old.shape == like.shape else torch.zeros_like(like)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All of them in one copy to the host."""
+    return torch.cat([widen(tensor) for tensor in tensors]).to(CPU)

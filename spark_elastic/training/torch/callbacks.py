@@ -1,0 +1,259 @@
+"""Callbacks of the estimator's training, those that come with it, and `progress` for code that runs inside a step.
+
+They run on all workers, which hold the same numbers, so that replicas stay equal. The public attributes of a callback
+are part of the state that newcomers receive and checkpoints contain. Main thread only; knows no group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.context import get_context
+
+Logs = Mapping[str, Any]
+
+
+@dataclass
+class Training:
+    """What a callback sees and controls.
+
+    The optimizer's rates may be changed in any hook, weights only in `on_fit_begin` and `on_fit_end`.
+    """
+
+    model: torch.nn.Module  # this worker's replica
+    optimizer: torch.optim.Optimizer  # of that model
+    rank: int = 0  # in the current world; rank 0 should write files
+    size: int = 1  # of the current world
+    stopped: str | None = None  # the reason, once a callback has asked to stop
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the first parameter group; setting it sets all groups."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def stop(self, reason: str) -> None:
+        """End the training after the step in progress, on all workers; validation and the epoch's end follow.
+
+        `on_step_end` reports the previous step, so from there training ends one step later.
+        """
+        self.stopped = reason
+
+
+class Callback:
+    """Override the hooks that you need. `on_step_end` is called for steps that are part of the history of all workers
+    (R1, finalized steps): once for each, before the next one is applied. Hooks must come to the same results on all
+    workers; if they do not (clocks, files), rank 0's decision at the end of an epoch counts.
+
+    The state is what `state_dict` returns: by default the attributes without a leading underscore, which must be plain
+    values and tensors.
+    """
+
+    def on_fit_begin(self, training: Training) -> None:
+        """Once in each worker, before its first step. Afterwards newcomers and resumed runs take over the state: rates,
+        weights and attributes are then those of the others, whatever was set here."""
+
+    def on_epoch_begin(self, training: Training, epoch: int) -> None:
+        """Once in each worker, before its first step of the epoch. Of a worker that joins or resumes within an epoch,
+        rates and attributes stay those of the state that it takes over, whatever is set here."""
+
+    def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
+        """Before a forward pass; again if the step is repeated in another world."""
+
+    def on_step_end(self, training: Training, logs: Logs) -> None:
+        """logs: epoch, step, loss (mean over the step's rows), rows."""
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        """logs: the epoch's entry in the history, including validation and metrics."""
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        """Before the final weights are written."""
+
+    @property
+    def watches(self) -> str | None:
+        """The number that the callback needs in the epoch's logs."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class _Monitor(Callback):
+    """Finds out whether a number of the epoch's logs is the best one so far."""
+
+    def __init__(self, monitor: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max'; got {mode!r}.")
+        self.monitor, self.mode, self.min_delta = monitor, mode, min_delta
+        self.best: float | None = None
+        self.best_epoch = -1
+
+    @property
+    def watches(self) -> str | None:
+        return self.monitor
+
+    def update_best(self, logs: Logs) -> bool:
+        """Record the epoch's number. Returns whether it is the best one so far; a NaN never is.
+
+        Raises:
+            InvalidInput: the number is not logged.
+        """
+        value = float(get_monitored(logs, self.monitor))
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+            if not gain > self.min_delta:
+                return False
+        if value != value:
+            return False
+        self.best, self.best_epoch = value, int(logs["epoch"])
+        return True
+
+
+class EarlyStopping(_Monitor):
+    """Ends the training once `monitor` has not improved by more than `min_delta` for `patience` epochs, or for one if
+    that is 0."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 1,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.patience = patience
+        self.waited = 0
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        self.waited = 0 if self.update_best(logs) else self.waited + 1
+        if self.waited and self.waited >= self.patience:
+            training.stop(f"{self.monitor} has not improved for {self.waited} epochs")
+
+
+class BestWeights(_Monitor):
+    """Keeps the weights of the epoch with the best `monitor` and makes them the fitted model's."""
+
+    def __init__(self, monitor: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
+        super().__init__(monitor, mode)
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        if self.update_best(logs):
+            self.weights = dict(copy.deepcopy(training.model.state_dict()))
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        if self.weights:
+            training.model.load_state_dict(self.weights)
+
+
+class LearningRateSchedule(Callback):
+    """One of torch's schedulers, advanced after each epoch or each applied step."""
+
+    def __init__(
+        self,
+        make: Callable[[torch.optim.Optimizer], Any],
+        every: Literal["epoch", "step"] = "epoch",
+        monitor: str | None = None,
+    ) -> None:
+        """
+        Args:
+            make: makes the scheduler.
+            every: "epoch" or "step".
+            monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets.
+        """
+        if every not in ("epoch", "step"):
+            raise ValueError(f"every must be 'epoch' or 'step'; got {every!r}.")
+        self._make, self._every, self._monitor = make, every, monitor
+        self._scheduler: Any = None
+
+    @property
+    def binding(self) -> tuple[Callable[[torch.optim.Optimizer], Any], str, str | None]:
+        """What a run stores to recognise the schedule: (make, every, monitor)."""
+        return self._make, self._every, self._monitor
+
+    @property
+    def watches(self) -> str | None:
+        """The monitored number; known after `bind`."""
+        return (self._monitor or "val_loss") if self._plateaus else None
+
+    @property
+    def _plateaus(self) -> bool:
+        return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the scheduler, which sets the optimizer's first rate. To be called before any state is loaded."""
+        self._scheduler = self._make(optimizer)
+        if self._plateaus and self._every == "step":
+            raise InvalidInput("ReduceLROnPlateau looks at a number of each epoch: use every='epoch'.")
+
+    def advance_step(self) -> None:
+        """Advance a schedule of steps. Part of the apply section of a step."""
+        if self._every == "step":
+            self._scheduler.step()
+
+    def on_epoch_end(self, training: Training, logs: Logs) -> None:
+        if self._every != "epoch":
+            return
+        if self.watches is not None:
+            self._scheduler.step(get_monitored(logs, self.watches))
+        else:
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state)
+
+
+def get_monitored(logs: Logs, name: str) -> Any:
+    """Return a number of an epoch's logs.
+
+    Raises:
+        InvalidInput: the epoch did not log it.
+    """
+    if name not in logs:
+        available = ", ".join(sorted(logs))
+        raise InvalidInput(
+            f"a callback watches {name!r}, which the epoch has not: set its monitor to one of {available}."
+        )
+    return logs[name]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The step that a worker is taking."""
+
+    epoch: int  # from 0
+    step: int  # within the epoch, from 0
+    generation: int  # of the world that takes the step
+    rank: int  # of this worker in that world
+    size: int  # of that world
+
+
+def progress() -> Progress | None:
+    """Return the step that this worker is taking; None outside of training."""
+    worker = get_context()
+    if worker is None or worker.world is None or worker.group is None or worker.position is None:
+        return None
+    return Progress(
+        worker.position.epoch,
+        worker.position.step,
+        worker.world.fence.generation,
+        worker.group.rank,
+        worker.group.size,
+    )

@@ -1,0 +1,103 @@
+"""What `determinism="bitwise"` asks of a process and of a model: the same bits from the same rows, wherever they are
+computed.
+
+torch's kernels give the same bits for the same shapes if the number of threads, the processor and the alignment of
+memory are the same. Training thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.torch.row_dropout import exchanges_statistics
+
+ALIGN = 64  # bytes: what torch's own allocator aligns to
+
+
+def use_deterministic_arithmetic() -> None:
+    """Let this process compute deterministically from now on: one thread for each operation, and an error for
+    operations that have no deterministic kernel."""
+    torch.set_num_threads(1)  # sums are divided by the number of threads
+    os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ))  # what cuBLAS needs for it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a pass over memory
+    torch.backends.cudnn.benchmark = False  # it chooses kernels by their times
+
+
+@cache
+def describe_arithmetic() -> str:
+    """What the bits of this process's results depend on besides the numbers; equal where they are equal."""
+    parts = [f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), _find_processor()]
+    if torch.cuda.is_available():
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        parts += [torch.cuda.get_device_name(), f"cuDNN {cudnn}"]
+    return ", ".join(parts)
+
+
+def _find_processor() -> str:
+    """The model of the processor, by which libraries choose kernels and sizes of blocks."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def align_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Move tensors that begin elsewhere to an address that is a multiple of ALIGN, in place."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if not is_aligned(tensor):
+                tensor.data = tensor.detach().clone()
+
+
+def align_batch(batch: Any) -> Any:
+    """A structure of tensors with those that begin elsewhere copied."""
+    return tree_map_only(torch.Tensor, lambda each: each if is_aligned(each) else each.clone(), batch)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.data_ptr() % ALIGN == 0
+
+
+def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:
+    """Refuse layers whose results depend on how rows are divided over workers, even by whole shares.
+
+    Args:
+        model: one in evaluation mode is trained as a whole.
+        keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
+
+    Raises:
+        InvalidInput: a layer cannot be trained so.
+    """
+    for name, layer in _list_dependent_layers(model, keeps_buffers):
+        raise InvalidInput(
+            f"determinism='bitwise' cannot train layer {name!r}, {type(layer).__name__}, which "
+            + (
+                "computes statistics of all workers' rows: use torch.nn.BatchNorm1d, 2d or 3d, which takes those of a "
+                "virtual share."
+                if keeps_buffers
+                else "keeps statistics of the rows that its own worker has seen: use GroupNorm or LayerNorm, or set "
+                "track_running_stats=False."
+            )
+        )
+
+
+def _list_dependent_layers(
+    model: torch.nn.Module, keeps_buffers: bool
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, layer in model.named_modules():
+        synced = isinstance(layer, torch.nn.SyncBatchNorm) or exchanges_statistics(layer)
+        tracks = isinstance(layer, _NormBase) and layer.track_running_stats
+        if (layer.training or not model.training) and (synced or (tracks and not keeps_buffers)):
+            yield name, layer

@@ -1,0 +1,587 @@
+"""The loss of one part of a rank's rows: the forms of the user's loss, each with the model's forward pass.
+
+Each call returns (sum, denominator). Over all ranks and parts, sum(sums) / sum(denominators) is the loss that one
+process would have computed for the whole batch, so any split of a batch gives the same gradient (R8, weighting).
+A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their plain
+mean. A function of torch that divides by something else is recognized, also inside a `partial`. Main thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from types import FunctionType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.loss import CTCLoss, _Loss
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.gradients.devices import CPU, read_later
+from spark_elastic.protocol.types import Position
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.model_io import list_output_parts
+from spark_elastic.worker.context import get_process_context
+
+# ---- sums of losses
+
+# The mean that such a function returns does not show what it was divided by; the module shows it.
+_MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
+# These compare number by number: one label per row can only belong to an output of one column.
+_ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
+    nn.PoissonNLLLoss,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """The loss of one part of a step's rows."""
+
+    # () with a graph: the sum over the rows.
+    total: torch.Tensor
+    # This part's summand of the divisor; 0 in every part if the user wants the loss summed, not averaged.
+    denominator: float
+
+
+def find_loss_module(loss: Any) -> Any:
+    """Return the loss module for one of torch's functions or a `functools.partial` of it; any other loss unchanged.
+
+    Raises:
+        InvalidInput: the partial has an argument that the module does not take.
+    """
+    module = _find_loss_class(loss)
+    if module is None:
+        return loss
+    if not isinstance(loss, functools.partial):
+        return module()
+    try:
+        return module(**loss.keywords)
+    except TypeError:
+        raise InvalidInput(
+            f"loss is a partial of {loss.func.__name__} with {', '.join(loss.keywords)}, which {module.__name__} does "
+            "not take: pass a function that returns one loss per row."
+        ) from None
+
+
+def is_elementwise(loss: Any) -> bool:
+    """Whether it is a loss of torch that compares number by number, whatever its settings."""
+    return (_find_loss_class(loss) or type(loss)) in _ELEMENTWISE
+
+
+def _find_loss_class(loss: Any) -> type[_Loss] | None:
+    """The module class of one of torch's functions, or of a `partial` of it; None for any other loss."""
+    function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
+    return _MODULES.get(function) if isinstance(function, FunctionType) else None
+
+
+def refuse_broadcast(name: str, output: Any, labels: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Let a user's function of (output, *labels) make no matrix of an output (n, 1) and a label (n,), or the other way
+    round: the mean over it would be another number.
+
+    Args:
+        name: of the function, for the error.
+    """
+    outputs = [each for each in list_output_parts(output) if isinstance(each, torch.Tensor)]
+    if any(_are_column_and_row(one, label) for one in outputs for label in labels):
+        return _BroadcastGuard(name, outputs, labels)
+    return nullcontext()
+
+
+def _are_column_and_row(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these two, of as many rows, would broadcast to a matrix."""
+    rows = len(other) if other.ndim else 0
+    return rows > 1 and {one.shape, other.shape} == {(rows,), (rows, 1)}
+
+
+class _BroadcastGuard(TorchFunctionMode):
+    """What is made of outputs, or of labels, alone is allowed: a metric may compare all pairs of rows."""
+
+    def __init__(self, name: str, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._name = name
+        # What was computed from outputs, or from labels, alone: by identity, which it keeps from being used again.
+        self._outputs = {id(each): each for each in outputs}
+        self._labels = {id(each): each for each in labels}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in given if id(each) in self._outputs]
+        labels = [each for each in given if id(each) in self._labels]
+        pairs = [pair for pair in product(outputs, labels) if _are_column_and_row(*pair)]
+        is_loss = bool(pairs) and is_elementwise(func)  # of which no matrix is seen, but its mean
+        result = None if is_loss else func(*args, **(kwargs or {}))
+        for output, label in pairs:
+            matrix = len(label), len(label)
+            if is_loss or getattr(result, "shape", None) == matrix:
+                raise InvalidInput(
+                    f"{self._name} made {matrix} out of the model's output {tuple(output.shape)} and labels "
+                    f"{tuple(label.shape)}: give output and label the same shape."
+                )
+        if isinstance(result, torch.Tensor) and bool(outputs) != bool(labels):
+            (self._outputs if outputs else self._labels)[id(result)] = result
+        return result
+
+
+class LabelConverter:
+    """Converts labels to what a loss of torch takes, given as a module or function; any other gets them unchanged.
+
+    A loss that compares number by number also takes labels (n,) for an output (n, 1), as Horovod's estimator and Keras
+    do, and labels of any type. A loss of classes also takes their numbers as floats, as Spark's StringIndexer returns
+    them, and those of a sequence's tokens, (n, t), for an output (n, C, t).
+    """
+
+    def __init__(self, loss: Any, label: str = "label", ahead: bool = False) -> None:
+        """
+        Args:
+            label: name of the first label's column, for errors.
+            ahead: labels of classes are also converted before the model's output exists.
+        """
+        self._kind, self._label, self._ahead = _find_loss_class(loss) or type(loss), label, ahead
+        self.of_classes = issubclass(self._kind, nn.CrossEntropyLoss | nn.NLLLoss)
+        self.elementwise = is_elementwise(loss)
+
+    def convert_classes(
+        self, labels: tuple[torch.Tensor, ...], output: Any = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
+        stay as they are; if the output is unknown, every array of floats counts as probabilities.
+
+        Raises:
+            InvalidInput: a class is not a whole number.
+        """
+        if not self.of_classes:
+            return labels
+        label = labels[0]
+        if issubclass(self._kind, nn.CrossEntropyLoss) and label.is_floating_point() and label.ndim > 1:
+            if not isinstance(output, torch.Tensor) or output.ndim == label.ndim:
+                return labels
+            if self._ahead:
+                raise InvalidInput(
+                    f"column {self._label!r} has arrays of classes as {str(label.dtype).removeprefix('torch.')}, which "
+                    "with several losses must be whole numbers: cast it to array<int>."
+                )
+        whole = label.to(torch.int64)
+        if label.is_floating_point() and not torch.equal(whole.to(label.dtype), label):
+            wrong = float(label[whole.to(label.dtype) != label][0])
+            raise InvalidInput(
+                f"column {self._label!r} has {wrong:g}, and {self._kind.__name__} takes whole numbers of "
+                "classes: number the classes from 0, or give arrays of shares of each class."
+            )
+        return whole, *labels[1:]
+
+    def match_output(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Give the first label the output's type and number of dimensions, where they are compared by number."""
+        if not self.elementwise or not isinstance(output, torch.Tensor):
+            return labels
+        label = labels[0].to(output.dtype)
+        if output.shape == (len(label), 1) and label.ndim == 1:
+            label = label.unsqueeze(1)
+        return label, *labels[1:]
+
+
+class RowLoss:
+    """Computes a `LossSum` with a copy of the user's loss, which is never changed."""
+
+    def __init__(
+        self,
+        loss: Callable[..., torch.Tensor],
+        weighted: bool = False,
+        label: str = "label",
+        ahead: bool = False,
+    ) -> None:
+        """
+        Args:
+            weighted: rows have sample weights.
+            label: name of the first label's column, for errors.
+            ahead: `compute_denominator` is called before the model's output exists.
+        """
+        loss = find_loss_module(loss)
+        keywords = loss.keywords if isinstance(loss, functools.partial) else {}
+        reduction = getattr(loss, "reduction", keywords.get("reduction"))
+        self._weighted, self._converter = weighted, LabelConverter(loss, label, ahead)
+        # Whether the user wants the loss summed, not averaged.
+        self.is_summed = reduction == "sum"
+        self._per_row_sums = reduction in ("sum", "batchmean")
+        self._loss = loss
+        # On the CPU, computes the sum over rows at once where each has one number; None: only `_loss` is known to.
+        self._sum_loss: Any = None
+        # CTC's mean divides every row by the length of its own label, which its "none" does not.
+        if isinstance(loss, _Loss) and not isinstance(loss, CTCLoss):
+            self._loss = copy.deepcopy(loss)
+            self._loss.reduction = "none"
+        if type(loss) in (*_ELEMENTWISE, nn.CrossEntropyLoss, nn.NLLLoss):  # a class of the user may do more
+            self._sum_loss = copy.deepcopy(loss)
+            self._sum_loss.reduction = "sum"
+        # (C,) Weights of the classes, on the host.
+        self._class_weights: torch.Tensor | None = None
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+            self._class_weights = loss.weight.detach().to("cpu", torch.float64)
+        self._device = torch.device("cpu")
+        # Whether the user's own function has yet to show what it makes of two rows or more.
+        self._is_unchecked = not isinstance(loss, nn.Module)
+
+    def __call__(
+        self,
+        output: torch.Tensor,
+        labels: tuple[torch.Tensor, ...],
+        weights: torch.Tensor | None,
+        on_host: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None,
+    ) -> LossSum:
+        """Compute the loss of these rows.
+
+        Args:
+            labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts.
+            weights: (n,)
+            on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
+                computed from these, so that nothing waits for the device.
+
+        Raises:
+            InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
+                whole number.
+        """
+        rows = len(labels[0])
+        host_labels, host_weights = on_host or (labels, weights)
+        host_labels = self._converter.convert_classes(host_labels, output)
+        labels = (labels[0].to(host_labels[0].dtype), *labels[1:]) if on_host else host_labels
+        if isinstance(self._loss, nn.Module) and labels[0].device != self._device:
+            self._device = labels[0].device
+            self._loss.to(self._device)
+        matched = self._converter.match_output(output, labels)
+        may_sum = self._sum_loss is not None and weights is None and labels[0].device == CPU
+        if may_sum and self._has_one_number_per_row(output, matched):
+            total = self._sum_loss(output, *matched)
+            return LossSum(total, self._compute_denominator(host_labels, host_weights))
+        value = self._compute_value(output, matched)
+        self._check_value(value, output, labels)
+        if value.ndim == 0:
+            if self._weighted:
+                raise InvalidInput(
+                    "sample_weight_col needs a loss of one number per row: use a torch loss module, or return a "
+                    "tensor of one loss per row instead of their mean."
+                )
+            return LossSum(value, 0.0) if self.is_summed else LossSum(value * rows, float(rows))
+        per_row = self._reduce_rows(value, labels[0], rows)
+        if weights is not None:
+            per_row = per_row * weights
+        return LossSum(per_row.sum(), self._compute_denominator(host_labels, host_weights))
+
+    def _compute_value(self, output: Any, labels: tuple[torch.Tensor, ...]) -> Any:
+        if not self._is_unchecked or len(labels[0]) < 2:
+            return self._loss(output, *labels)
+        self._is_unchecked = False
+        with refuse_broadcast("the loss", output, labels):
+            return self._loss(output, *labels)
+
+    def compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+        """The denominator that `__call__` returns, without the model's output. Both are on the host."""
+        return self._compute_denominator(self._converter.convert_classes(labels), weights)
+
+    def _compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+        """labels: converted."""
+        if self.is_summed:
+            return 0.0
+        if weights is None and not self._divides_by_class(labels[0]):
+            return float(len(labels[0]))
+        divisors = torch.ones(len(labels[0]), dtype=torch.float64)
+        if self._divides_by_class(labels[0]):
+            divisors = self._find_class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
+        return float((divisors if weights is None else divisors * weights).sum())
+
+    def _has_one_number_per_row(self, output: Any, labels: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the loss of each row is one number. labels: as the loss takes them."""
+        label = labels[0]
+        if not isinstance(output, torch.Tensor) or len(labels) > 1:
+            return False
+        if self._converter.elementwise:
+            return output.shape == label.shape and output.numel() == len(label)
+        return self._converter.of_classes and output.ndim == 2 and label.ndim == 1
+
+    def _check_value(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
+        rows = len(labels[0])
+        if not isinstance(value, torch.Tensor):
+            raise InvalidInput(
+                f"the loss returned {type(value).__name__}: return a tensor, of one loss per row or their mean."
+            )
+        if not value.ndim:
+            return
+        if len(value) != rows:
+            raise InvalidInput(
+                f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
+            )
+        outputs = [part for part in list_output_parts(output) if isinstance(part, torch.Tensor)]
+        most = sum(part.numel() for part in outputs)
+        if not isinstance(self._loss, _Loss):
+            most = max(most, *(label.numel() for label in labels))
+        if value.numel() > max(most, rows):
+            shapes = " and ".join(str(tuple(part.shape)) for part in outputs)
+            raise InvalidInput(
+                f"the loss made {tuple(value.shape)} out of the model's output {shapes} and labels "
+                f"{tuple(labels[0].shape)}: give output and label the same shape."
+            )
+
+    def _reduce_rows(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
+        """The loss of each row, (n,)."""
+        if value.ndim == 1:
+            return value
+        flat = value.reshape(rows, -1)
+        return flat.sum(1) if self._per_row_sums or self._divides_by_class(label) else flat.mean(1)
+
+    def _divides_by_class(self, label: torch.Tensor) -> bool:
+        """Whether the loss divides by the weights of the labels' classes."""
+        return self._converter.of_classes and not label.is_floating_point()
+
+    def _find_class_divisors(self, label: torch.Tensor) -> torch.Tensor:
+        """The divisors of torch's mean: the class weight of each label, 0 for ignored labels."""
+        loss = self._loss
+        assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        counted = label != loss.ignore_index
+        if self._class_weights is None:
+            return counted.to(torch.float64)
+        weights = self._class_weights
+        return torch.where(counted, weights[torch.where(counted, label, 0)], 0.0)
+
+
+# ---- losses with the model's forward pass
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = frozenset(DTYPES.values())
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
+
+    # As in `LossSum`.
+    total: torch.Tensor
+    # As in `LossSum`; NaN: the model reports no loss.
+    denominator: float
+    # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
+    outputs: tuple[torch.Tensor, ...] = ()
+    # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
+    # it by: their number or their weight.
+    logged: Mapping[str, tuple[float | torch.Tensor, float]] = field(default_factory=dict)
+
+
+class LossFn(Protocol):
+    """Called for each micro-batch of a step, after `begin`, which every rank calls."""
+
+    # Whether `LossResult.logged` is used.
+    logs: bool
+
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None: ...
+
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult: ...
+
+
+# Matches torch's errors about a layer or loss that does not take the type of its input. Other errors may print a tensor
+# with "dtype=".
+_DTYPE_ERROR = re.compile(
+    r"\b(dtype(?!=)|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
+)
+
+
+class DtypeHints:
+    """Adds the types of the columns to the error of a layer or loss that takes other types."""
+
+    def __init__(self, loss_fn: LossFn, columns: Sequence[str], transformed: bool = False) -> None:
+        """columns: names of the features, then of the labels. transformed: a transformation made them."""
+        self._loss_fn, self._columns = loss_fn, columns
+        self._where = (
+            "return it from transformation_fn with another type"
+            if transformed
+            else "cast the column in Spark"
+        )
+        self.logs = loss_fn.logs
+
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        self._loss_fn.begin(group, batch, position)
+
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+        try:
+            return self._loss_fn(model, part)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ElasticError | CollectiveError) or not _DTYPE_ERROR.search(str(error)):
+                raise  # a layer may speak to the other ranks
+            tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
+            given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
+            raise InvalidInput(
+                f"a layer of the model, or the loss, takes numbers of another type than it was given {given}: "
+                f"{self._where} (float32, or int64 for an Embedding), or cast the tensor in the model's forward."
+            ) from error
+
+
+class ModelLoss:
+    """One loss of (output, *labels)."""
+
+    logs = False
+
+    def __init__(
+        self,
+        loss: Callable[..., torch.Tensor],
+        weighted: bool,
+        precision: str | None = None,
+        labels: Sequence[str] = ("label",),
+    ) -> None:
+        """labels: names of their columns."""
+        self._loss = RowLoss(loss, weighted, labels[0])
+        self._forward = _Forward(precision, labels)
+
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        """Exchanges nothing: the step summary carries the denominator."""
+
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+        output = self._forward(model, part)
+        summed = self._loss(output, part.labels, part.weights, part.on_host)
+        return LossResult(summed.total, summed.denominator, _detach(list_output_parts(output)))
+
+
+class MultiOutputLoss:
+    """A model of several outputs with a loss and a weight for each: the sum over k of weight_k · mean of loss_k.
+
+    Each mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the
+    backward pass adds the gradients up: one small exchange a step. `loss_LABEL` of each is logged.
+    """
+
+    logs = True
+
+    def __init__(
+        self,
+        losses: Mapping[str, tuple[Callable[..., torch.Tensor], float]],
+        weighted: bool,
+        precision: str | None = None,
+    ) -> None:
+        """losses: by label column, with their weights."""
+        self._names = [f"loss_{label}" for label in losses]
+        self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
+        self._loss_weights = [weight for _, weight in losses.values()]
+        self._forward = _Forward(precision, list(losses))
+        # For each loss the factor of its sum over rows: rows of the step / divisor of the loss; 1 before `begin`.
+        self._scales = [1.0] * len(losses)
+
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        own = np.array([self._compute_denominators(part) for part in batch.shares or (batch,)])
+        # One after the other, so that the sums over virtual shares do not depend on how ranks divide them.
+        whole = np.concatenate(group.allgatherv(own)) if batch.shares else group.allgather(own[0])
+        everywhere = whole.sum(axis=0).tolist()
+        # A divisor of 0: the user wants this loss summed.
+        self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
+
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+        outputs = list_output_parts(self._forward(model, part))
+        if len(outputs) != len(self._losses):
+            raise InvalidInput(
+                f"loss has {len(self._losses)} losses, but the model returned {len(outputs)}: return one output for "
+                "each."
+            )
+        host_labels, host_weights = part.on_host or (part.labels, part.weights)
+        sums = [
+            loss(output, (label,), part.weights, ((host,), host_weights))
+            for loss, output, label, host in zip(self._losses, outputs, part.labels, host_labels, strict=True)
+        ]
+        each = [own.total.to(torch.float64) * scale for own, scale in zip(sums, self._scales, strict=True)]
+        total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
+        logged = {
+            name: (read_later(scaled.detach()), float(len(part)))
+            if loss.is_summed
+            else (read_later(own.total.detach()), own.denominator)
+            for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True)
+        }
+        return LossResult(total, float(len(part)), _detach(outputs), logged)
+
+    def _compute_denominators(self, part: LocalBatch[torch.Tensor]) -> list[float]:
+        labels, weights = part.on_host or (part.labels, part.weights)
+        return [
+            loss.compute_denominator((label,), weights) if len(part) else 0.0
+            for loss, label in zip(self._losses, labels, strict=True)
+        ]
+
+
+class FunctionLoss:
+    """The user's own function of (model, features, labels) to the rows' losses or their mean, under autocast."""
+
+    logs = False
+
+    def __init__(self, function: Callable[..., Any], weighted: bool, precision: str | None = None) -> None:
+        self._function = function
+        self._loss = RowLoss(return_loss, weighted)
+        self._precision = precision
+
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        """Exchanges nothing."""
+
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+        with autocast(self._precision):
+            value = self._function(model, part.features, part.labels)
+        summed = self._loss(to_float32(value), part.labels, part.weights, part.on_host)
+        return LossResult(summed.total, summed.denominator)
+
+
+class _Forward:
+    """Computes the model's output, under autocast if a precision is set. Losses get it in float32 or wider."""
+
+    def __init__(self, precision: str | None, labels: Sequence[str]) -> None:
+        """labels: names of the label columns, in the order of the outputs."""
+        self._precision, self._labels = precision, list(labels)
+
+    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> Any:
+        with autocast(self._precision):
+            output = model(*part.features)
+        if output is None:
+            raise InvalidInput("the model returned None: end its forward with a return of its output.")
+        names = list(output) if isinstance(output, Mapping) else self._labels
+        if set(names) == set(self._labels) and names != self._labels:
+            raise InvalidInput(
+                f"the model returns {', '.join(names)}, and label_cols names {', '.join(self._labels)}: name the "
+                "labels in the order of the outputs."
+            )
+        if isinstance(output, torch.Tensor):
+            return output.float() if output.dtype in HALVES else output
+        return to_float32(output)
+
+
+def autocast(precision: str | None) -> AbstractContextManager[Any]:
+    """precision: "bf16", "fp16", or None: no autocast."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(get_process_context().device, dtype=DTYPES[precision])
+
+
+def return_loss(value: Any, *labels: torch.Tensor) -> Any:
+    """The loss of a model or function that has computed its loss already."""
+    return value
+
+
+def to_float32(output: Any) -> Any:
+    """A copy of a structure of tensors with floats of 16 bits as float32."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in HALVES else tensor
+
+    return tree_map_only(torch.Tensor, wide, output)
+
+
+def _detach(outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(output.detach() for output in outputs if isinstance(output, torch.Tensor))

@@ -1,0 +1,323 @@
+"""Metrics of an epoch, exact for any division of its rows: every rank receives the rows of the whole step.
+
+The ranks exchange outputs and labels once per step. Accumulators are equal on all ranks and part of the state. A metric
+is a function of (output, label) that returns a mean over rows or a number for each row, or an object with `update`,
+`compute` and `reset` (torchmetrics). Gathered rows count once `commit` is called, in the step's apply section. Main
+thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import HostCopy
+from spark_elastic.training.batch import MetricRows
+from spark_elastic.training.progress import check_metric_names
+from spark_elastic.training.torch.loss import (
+    LabelConverter,
+    LossResult,
+    RowLoss,
+    refuse_broadcast,
+    to_float32,
+)
+
+
+class Metrics:
+    """The metrics of training, or those of validation."""
+
+    def __init__(
+        self, metrics: Mapping[str, Any], labels: Sequence[str], logs: bool, prefix: str = ""
+    ) -> None:
+        """
+        Args:
+            metrics: by name; with several outputs, each is computed for each label.
+            labels: names of the label columns.
+            logs: the loss function reports numbers, too.
+            prefix: of the names of all results.
+        """
+        self._given = metrics
+        self._labels = labels
+        # By name as given, and label, as those after it.
+        self._converters = {
+            (name, label): _MetricLabels(metric, label)
+            for name, metric in metrics.items()
+            for label in labels
+        }
+        self._losses = {
+            (name, label): loss
+            for name, metric in metrics.items()
+            for label in labels
+            if (loss := _find_class_loss(metric, label)) is not None
+        }
+        self._logs = logs
+        self._prefix = prefix
+        self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
+        # Functions and logged numbers: (sum over rows, their number or weight).
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._updates = 0
+        self._part = MetricRows()
+        # What `add` was given, on its way to the host: by name what each sum is divided by; the sums; the columns.
+        self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []
+
+    def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
+        """Add a part of this rank's rows."""
+        if not (self._given or self._logs):
+            return
+        sums = [torch.as_tensor(total, dtype=torch.float64) for total, _ in result.logged.values()]
+        divisors = {name: divisor for name, (_, divisor) in result.logged.items()}
+        columns = self._copy_columns(result, labels) if self._given else None
+        self._coming.append((divisors, HostCopy(sums), columns))
+
+    def try_rows(self, result: LossResult, labels: Sequence[torch.Tensor], rows: int) -> None:
+        """Compute the metrics of these rows, repeated to so many as a step has: for a trial, without other ranks."""
+        if self._given:
+            times = -(-rows // len(labels[0]))
+            columns = [torch.cat([each] * times)[:rows] for each in self._copy_columns(result, labels).wait()]
+            self._update(columns[: -len(labels)], columns[-len(labels) :])
+
+    def _copy_columns(self, result: LossResult, labels: Sequence[torch.Tensor]) -> HostCopy:
+        if not result.outputs:
+            raise InvalidInput(
+                "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
+                "dict of them, or leave metrics out."
+            )
+        return HostCopy([to_float32(tensor) for tensor in (*result.outputs, *labels)])
+
+    def gather(self, group: Group) -> None:
+        """Exchange the step's rows. Collective: ranks without rows call it, too."""
+        coming, self._coming = self._coming, []
+        for divisors, sums, columns in coming:
+            logged = {
+                name: (float(total), divisor)
+                for (name, divisor), total in zip(divisors.items(), sums.wait(), strict=True)
+            }
+            self._part.add(logged, None if columns is None else [column.numpy() for column in columns.wait()])
+        if self._given or self._logs:
+            self._part.gather(group)
+
+    def discard(self) -> None:
+        """Drop the rows of a step that was aborted."""
+        self._coming = []
+        self._part.discard()
+
+    def commit(self) -> None:
+        """Count the gathered rows: the step is applied."""
+        logged_by_part, columns = self._part.pop_gathered()
+        for logged in logged_by_part:
+            for name, (total, divisor) in logged.items():
+                self._count(name, total, divisor)
+        if columns:
+            whole = [torch.from_numpy(column) for column in columns]
+            self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
+
+    def results(self) -> dict[str, Any]:
+        """The metrics of all rows since `reset`: numbers or lists of them, by name."""
+        found: dict[str, Any] = {
+            name: total / (divisor or 1) for name, (total, divisor) in self._sums.items()
+        }
+        for name, (_, metric) in self._objects.items():
+            if self._updates:
+                found.update(_flatten_result(name, metric.compute()))
+        prefix = self._prefix  # which LightningModules give their names themselves
+        return {name if name.startswith(prefix) else prefix + name: found[name] for name in found}
+
+    def reset(self) -> None:
+        self._sums, self._updates = {}, 0
+        for _, metric in self._objects.values():
+            metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        objects = {
+            name: (given, type(metric).__name__, _state_of(metric))
+            for name, (given, metric) in self._objects.items()
+        }
+        return {"sums": dict(self._sums), "updates": self._updates, "objects": objects}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._updates = dict(state["sums"]), state["updates"]
+        self._objects = {
+            name: (given, _restore_metric(self._given[given], saved, self._updates))
+            for name, (given, kind, saved) in state["objects"].items()
+            # A run may be resumed with other metrics: one of another class begins anew.
+            if type(self._given.get(given)).__name__ == kind
+        }
+
+    def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
+        self._updates += 1
+        if len(outputs) == 1:
+            calls = [("", self._labels[0], outputs[0], tuple(labels))]
+        elif len(outputs) == len(labels):
+            pairs = zip(self._labels, outputs, labels, strict=True)
+            calls = [(f"_{name}", name, output, (label,)) for name, output, label in pairs]
+        else:
+            raise InvalidInput(
+                f"metrics need one output of the model, or one per label column: it returned {len(outputs)} for "
+                f"{len(labels)} labels."
+            )
+        for given, metric in self._given.items():
+            for suffix, column, output, others in calls:
+                name = given + suffix
+                if (given, column) in self._losses:
+                    summed = self._losses[given, column](output, others, None)
+                    self._count(name, float(summed.total), summed.denominator)
+                    continue
+                arguments = output, *self._converters[given, column].convert(output, others)
+                is_object = is_accumulator(metric)
+                if is_object and name not in self._objects:
+                    self._objects[name] = (given, copy.deepcopy(metric))
+                with refuse_broadcast(f"the metric {given!r}", output, arguments[1:]):
+                    value = self._objects[name][1].update(*arguments) if is_object else metric(*arguments)
+                if not is_object:
+                    rows = len(labels[0])
+                    self._count(name, _average_rows(given, value, rows) * rows, rows)
+
+    def _count(self, name: str, total: float, divisor: float) -> None:
+        so_far, before = self._sums.get(name, (0.0, 0))
+        self._sums[name] = (so_far + total, before + divisor)
+
+
+def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
+    """A metric that is one of torch's losses of classes, whose mean over a step does not show what it was divided by.
+    None: another metric, or one that returns a sum."""
+    if not LabelConverter(metric).of_classes:
+        return None
+    try:
+        loss = RowLoss(metric, label=label)
+    except InvalidInput:  # a `partial` with arguments of the function alone
+        return None
+    return None if loss.is_summed else loss
+
+
+def _average_rows(name: str, value: Any, rows: int) -> float:
+    """What a metric's function returned for these rows: one number, or one for each row, whose mean counts.
+
+    Raises:
+        InvalidInput: it returned something else.
+    """
+    try:
+        numbers = torch.as_tensor(value).double()
+    except (TypeError, ValueError, RuntimeError):
+        numbers = None
+    if numbers is None or numbers.numel() not in (1, rows):
+        shape = "" if numbers is None else f" of shape {tuple(numbers.shape)}"
+        raise InvalidInput(
+            f"the metric {name!r} returned a {type(value).__name__}{shape} for {rows} rows: return one number, or "
+            "one for each row."
+        )
+    return float(numbers.mean())
+
+
+class _MetricLabels:
+    """Converts labels to what a metric takes: a loss of torch as in training, while torchmetrics get labels (n,) as
+    (n, 1) for an output (n, 1). The user's own metrics receive the labels unchanged."""
+
+    def __init__(self, metric: Any, label: str) -> None:
+        """label: name of the first label's column, for errors."""
+        self._converter = LabelConverter(metric, label)
+        self._is_torchmetrics = type(metric).__module__.startswith("torchmetrics.")
+
+    def convert(self, output: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if self._is_torchmetrics:
+            label, *others = labels
+            columns = label.ndim == 1 and output.shape == (len(label), 1)
+            return (label.unsqueeze(1), *others) if columns else labels
+        return self._converter.match_output(output, self._converter.convert_classes(labels, output))
+
+
+def name_metrics(metrics: Any) -> dict[str, Any]:
+    """The metrics by name: that of the function ("metric" for a lambda), or of the class in lower case. Each member of
+    a collection (torchmetrics) has its own name, with the name of the collection before it if the user gave one.
+
+    Raises:
+        InvalidInput: one is neither a function nor a metric object, two have the same name, or one has the name of one
+            of the fit's own numbers.
+    """
+    if is_accumulator(metrics) or callable(metrics) or not isinstance(metrics, Iterable):
+        metrics = [metrics]
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(metrics, Mapping):
+        for name, metric in metrics.items():
+            members = (
+                [(f"{name}_{member}", each) for member, each in metric.items()]
+                if _is_collection(metric)
+                else []
+            )
+            pairs += members or [(str(name), metric)]
+    else:
+        for metric in metrics:
+            own = getattr(metric, "__name__", type(metric).__name__.lower()).replace("<lambda>", "metric")
+            pairs += list(metric.items()) if _is_collection(metric) else [(own, metric)]
+    for name, metric in pairs:
+        if isinstance(metric, type) or not (callable(metric) or is_accumulator(metric)):
+            raise InvalidInput(
+                f"metrics must be functions of (output, label) or objects with update, compute and reset; {name!r} "
+                f"is {metric!r}."
+            )
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise InvalidInput("two metrics have the same name: give them as a dict of names.")
+    check_metric_names(found)
+    return found
+
+
+def is_accumulator(metric: Any) -> bool:
+    """Whether it is an object with torchmetrics' methods, not a function."""
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _is_collection(metric: Any) -> bool:
+    """Whether it is a collection of metrics, whose accumulators may be shared among them."""
+    return is_accumulator(metric) and callable(getattr(metric, "items", None))
+
+
+def _flatten_result(name: str, value: Any) -> dict[str, Any]:
+    """The result of `compute` for the history: numbers or lists of them; each entry of a dict has its own name."""
+    if isinstance(value, Mapping):
+        return {
+            k: v for key, part in value.items() for k, v in _flatten_result(f"{name}_{key}", part).items()
+        }
+    return {name: _plain(name, value)}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(name, part) for part in value]
+    try:
+        return torch.as_tensor(value).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(
+            f"the metric {name!r} computed {value!r}: compute must return numbers, tensors, or lists or dicts of them."
+        ) from None
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    if not hasattr(metric, "state_dict"):
+        return dict(vars(metric))
+    for part in _parts(metric):  # torchmetrics leaves its accumulators out otherwise
+        part.persistent(True)
+    state: dict[str, Any] = metric.state_dict()
+    return state
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metric and those that it wraps, where they are torchmetrics'."""
+    inner = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+    return [part for part in inner if hasattr(part, "persistent")]
+
+
+def _restore_metric(metric: Any, saved: dict[str, Any], updates: int) -> Any:
+    metric = copy.deepcopy(metric)
+    if not hasattr(metric, "load_state_dict"):
+        vars(metric).update(saved)
+        return metric
+    for part in _parts(metric):
+        part.persistent(True)
+        part._update_count = updates  # without it torchmetrics warns of results without data
+    metric.load_state_dict(saved)
+    return metric

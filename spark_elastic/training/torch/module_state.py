@@ -1,0 +1,539 @@
+"""What a training depends on of its modules and optimizers: the one definition for estimators, elastic loops and the
+trainers of other libraries.
+
+Of a module: parameters and which of them are frozen, which parts are in evaluation mode, every buffer, also those that
+training has registered, grown or replaced, plain public attributes that it has changed, and extra state. Of an
+optimizer: which parameters its groups hold, by name, their settings, and the state of each. Training thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import CPU, SnapshotCopy
+from spark_elastic.runs.handlers import SnapshotHandler
+from spark_elastic.runs.snapshot import Bytes, Extent, SnapshotBuilder
+
+PLAIN = {bool, int, float, str, type(None)}  # types of the attributes that are part of the state
+_SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
+
+
+class TensorRef(NamedTuple):
+    """A tensor in a snapshot."""
+
+    # Its bytes in the memory of the snapshot, or a copy that many snapshots share.
+    extent: Extent | Bytes
+    dtype: torch.dtype  # with which these bytes are viewed
+    shape: tuple[int, ...]  # () for a scalar
+    on_host: bool  # False: it was on the device that the process trains on
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, extent: Extent | Bytes) -> TensorRef:
+        return cls(extent, tensor.dtype, tuple(tensor.shape), tensor.device == CPU)
+
+
+class Buffer(NamedTuple):
+    """A place for a buffer in a module."""
+
+    owner: torch.nn.Module  # the module that has it
+    name: str  # in that module
+    tensor: torch.Tensor | None  # None: it is not set
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is part of `state_dict`."""
+        return self.name not in self.owner._non_persistent_buffers_set
+
+
+Parts = Iterable[tuple[str, torch.nn.Module]]
+
+
+def list_buffers(model: torch.nn.Module, parts: Parts | None = None) -> dict[str, Buffer]:
+    """All buffers by name, also those that two modules share, and those that are not set. parts: of `named_modules`."""
+    return {
+        f"{path}.{own}" if path else own: Buffer(module, own, buffer)
+        for path, module in (model.named_modules() if parts is None else parts)
+        for own, buffer in module._buffers.items()
+    }
+
+
+def put_buffer(model: torch.nn.Module, name: str, value: torch.Tensor | None, *, is_saved: bool) -> None:
+    """Register a buffer, or replace it."""
+    path, _, own = name.rpartition(".")
+    owner = model.get_submodule(path)
+    owner._buffers[own] = value
+    (owner._non_persistent_buffers_set.discard if is_saved else owner._non_persistent_buffers_set.add)(own)
+
+
+class Views:
+    """Views of tensors as bytes, cached while a tensor stays in its memory: to make one costs microseconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
+        self._former = self._known
+
+    def begin(self) -> None:
+        """A capture begins; only tensors of this and of the former one stay known."""
+        self._former, self._known = self._known, {}
+
+    def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, deferred: bool) -> Extent:
+        known = self._former.get(id(tensor)) or self._known.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
+            if tensor.device != CPU and not hasattr(tensor, "to_local"):
+                # This thread waits once, for the copies of all tensors.
+                copied = SnapshotCopy(tensor.device)
+                builder.allocate, builder.wait_remote = copied.allocate, copied.wait
+                return builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
+            memory, shared = view_bytes(tensor)
+            if not shared:
+                return builder.add(memory)
+            known = tensor, tensor.data_ptr(), memory, lambda: tensor._version
+        self._known[id(tensor)] = known
+        return builder.add(known[2], known[3] if deferred else None)
+
+
+class _FrozenCopies:
+    """Copies of frozen parameters, each made once and shared by all snapshots until its parameter changes.
+
+    A change is seen by the parameter's version and memory, and, since writing through `.data` leaves no such trace, by
+    some of its elements. A parameter that has changed once, as that of a moving average, is copied each time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, TensorRef]] = {}
+        self._moving: set[int] = set()
+
+    def take(self, frozen: Iterable[torch.Tensor]) -> dict[int, TensorRef]:
+        """The copies of these parameters, by id; without those that change."""
+        held = [each for each in frozen if id(each) not in self._moving and each.numel()]
+        former, self._kept = self._kept, {}
+        for tensor, sample in zip(held, _sample(held), strict=True):
+            place, known = (tensor.data_ptr(), tensor._version), former.get(id(tensor))
+            if known is None or known[0] is not tensor:
+                memory, shared = view_bytes(tensor)
+                known = tensor, place, sample, TensorRef.of(tensor, memory.copy() if shared else memory)
+            elif known[1] != place or not torch.equal(known[2], sample):
+                self._moving.add(id(tensor))
+                continue
+            self._kept[id(tensor)] = known
+        return {key: known[3] for key, known in self._kept.items()}
+
+
+def _sample(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The bits of some elements of each."""
+    taken = [
+        each.detach().as_strided((min(each.numel(), _SAMPLES),), (max(each.numel() // _SAMPLES, 1),)).double()
+        for each in tensors
+    ]
+    if not taken:
+        return ()
+    sizes = [len(each) for each in taken]
+    return torch.split(torch.cat(taken).cpu().view(torch.int64), sizes)
+
+
+class ModelStateHandler(SnapshotHandler):
+    """A module: see the top of this file."""
+
+    def __init__(self, value: torch.nn.Module) -> None:
+        super().__init__(value)
+        self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
+        self.keeps_frozen = False  # frozen parameters are copied once, for snapshots that are pickled
+        self._views, self._frozen = Views(), _FrozenCopies()
+        self._begin_with_model()
+
+    def set_value(self, value: torch.nn.Module) -> None:
+        super().set_value(value)
+        self._begin_with_model()
+
+    def _begin_with_model(self) -> None:
+        self._extra = self._with_extra()
+        self._first_buffers = frozenset(list_buffers(self.value))  # those registered later are the training's
+        self._first_attributes = _list_attributes(self.value.named_modules())
+        self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
+        self._check_whole()
+
+    def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """The parameters that each rank has whole, by name."""
+        model: torch.nn.Module = self.value
+        return model.named_parameters()
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Inside, the model is in evaluation mode, which is no part of its state."""
+        parts = dict(self.value.named_modules())
+        self._evaluated = [name for name, part in parts.items() if not part.training]
+        self.value.eval()
+        try:
+            yield
+        finally:
+            self.value.train()
+            for name in self._evaluated:
+                parts[name].training = False
+            self._evaluated = None
+
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        self._views.begin()
+        frozen = [p for _, p in self.parameters() if not p.requires_grad] if self.keeps_frozen else []
+        kept = self._frozen.take(frozen)
+
+        def put(tensor: torch.Tensor) -> TensorRef:
+            if id(tensor) in kept:
+                return kept[id(tensor)]
+            extent = self._views.put(builder, tensor, deferred=id(tensor) in self.trained)
+            return TensorRef.of(tensor, extent)
+
+        return self._collect(put)
+
+    def export(self) -> dict[str, Any]:
+        """What `capture` returns, with the live tensors themselves."""
+        return self._collect(lambda tensor: tensor.detach())
+
+    def _collect(self, put: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        named, parts = list(self.parameters()), list(self.value.named_modules())
+        buffers = list_buffers(self.value, parts)
+        evaluated = [name for name, part in parts if not part.training]
+        first = self._first_attributes
+        return {
+            "parameters": {name: put(parameter) for name, parameter in named},
+            "frozen": [name for name, parameter in named if not parameter.requires_grad],
+            "evaluated": evaluated if self._evaluated is None else self._evaluated,
+            "buffers": {n: None if b.tensor is None else put(b.tensor) for n, b in buffers.items()},
+            "unsaved": [name for name, buffer in buffers.items() if not buffer.is_saved],
+            "attributes": [
+                (*place, value)
+                for place, value in _list_attributes(parts).items()
+                if place not in first or first[place] != value
+            ],
+            "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
+        }
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        parameters = dict(self.parameters())
+        _check_same(parameters, values["parameters"])
+        frozen, evaluated = set(values["frozen"]), set(values["evaluated"])
+        with torch.no_grad():
+            for name, ref in values["parameters"].items():
+                parameters[name].copy_(view_tensor(ref, memory))
+                if parameters[name].requires_grad == (name in frozen):
+                    parameters[name].requires_grad_(name not in frozen)
+            self._load_buffers(values["buffers"], set(values["unsaved"]), memory)
+        parts = dict(self.value.named_modules())
+        for name, part in parts.items():
+            part.training = name not in evaluated
+        saved = {(path, name): value for path, name, value in values["attributes"]}
+        for (path, name), value in {**self._first_attributes, **saved}.items():
+            if path in parts and (name not in vars(parts[path]) or vars(parts[path])[name] != value):
+                setattr(parts[path], name, value)
+        for name, module in self._extra:
+            module.set_extra_state(copy.deepcopy(values["extra"][name]))
+
+    def _load_buffers(self, saved: dict[str, Any], unsaved: set[str], memory: Bytes) -> None:
+        device = find_device((*self.value.parameters(), *self.value.buffers()))
+        live = list_buffers(self.value)
+        for name in live.keys() - saved.keys() - self._first_buffers:  # registered since the commit
+            delattr(live[name].owner, live[name].name)  # as on a newcomer
+        for name, ref in saved.items():
+            buffer = live[name].tensor if name in live else None
+            if ref is None or buffer is None or buffer.shape != ref.shape or 0 in buffer.stride():  # expanded
+                value = None if ref is None else load_value(ref, None, memory, device)
+                put_buffer(self.value, name, value, is_saved=name not in unsaved)
+            else:
+                buffer.copy_(view_tensor(ref, memory))
+
+    def _check_whole(self) -> None:
+        # Parameters do not tell: use_orig_params=True shows them as they were.
+        if any(is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
+            raise InvalidInput(
+                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
+                "models: divide it by fully_shard and use FSDPState."
+            )
+
+    def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
+        plain = torch.nn.Module.get_extra_state
+        return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
+
+
+def _list_attributes(parts: Parts) -> dict[tuple[str, str], Any]:
+    """Public attributes of plain types by (path of the module, name)."""
+    return {
+        (path, name): value
+        for path, part in parts
+        for name, value in vars(part).items()
+        if type(value) in PLAIN and name[0] != "_" and name != "training"
+    }
+
+
+class OptimizerStateHandler(SnapshotHandler):
+    """Groups, settings and state of an optimizer; what `state_dict` returns, if its class has one of its own."""
+
+    def __init__(self, value: torch.optim.Optimizer) -> None:
+        super().__init__(value)
+        # Returns all parameters that a group may hold, by names that are the same in all processes.
+        self.list_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]] = lambda: ()
+        self._views = Views()
+        # The ids of the groups' parameters, and their names.
+        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []
+
+    @property
+    def has_own_format(self) -> bool:
+        """Whether the optimizer's class has a `state_dict` or `load_state_dict` of its own."""
+        kind = type(self.value)
+        return any(
+            not method.__module__.startswith(("torch.optim.", "accelerate."))
+            for method in (kind.state_dict, kind.load_state_dict)
+        )
+
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        if is_of(self.value, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
+            raise InvalidInput(
+                "a ZeroRedundancyOptimizer keeps on each worker another part of its state, which a loss would take "
+                "along: use the optimizer that it wraps, or divide the model by fully_shard and use FSDPState."
+            )
+        self._views.begin()
+        names = self._name_groups()
+        if self.has_own_format:
+            return names, self._add_tensors(self.value.state_dict(), builder, deferred=False)
+        groups = self.value.param_groups
+        settings = [
+            {k: self._add_tensors(v, builder, deferred=False) for k, v in g.items() if k != "params"}
+            for g in groups
+        ]
+        state = self.value.state
+        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        return (
+            names,
+            settings,
+            [self._add_tensors(state.get(p), builder, deferred=True) for g in groups for p in g["params"]],
+            self._add_tensors(others, builder, deferred=False),
+        )
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        names, *rest = values
+        self._restore_groups(names)
+        groups, state = self.value.param_groups, self.value.state
+        device = find_device(p for group in groups for p in group["params"])
+        if self.has_own_format:
+            self.value.load_state_dict(load_value(rest[0], None, memory, device))
+            inner = find_hooked(self.value)
+            if self.value.param_groups is not inner.param_groups:
+                self.value.param_groups = inner.param_groups  # `load_state_dict` has made new ones
+            return
+        settings, states, others = rest
+        for group, saved in zip(groups, settings, strict=True):
+            for key, value in saved.items():
+                group[key] = load_value(value, group.get(key), memory, device)
+        for parameter, saved in zip((p for g in groups for p in g["params"]), states, strict=True):
+            if saved is None:
+                state.pop(parameter, None)
+            else:
+                state[parameter] = load_value(saved, state.get(parameter), memory, parameter.device)
+        for key in [key for key in state if not isinstance(key, torch.Tensor) and key not in others]:
+            del state[key]
+        for key, saved in others.items():
+            state[key] = load_value(saved, state.get(key), memory, device)
+
+    def _name_groups(self) -> list[list[str | None]]:
+        """The names of the parameters of each group; None: a parameter that has none."""
+        groups = [[id(p) for p in group["params"]] for group in self.value.param_groups]
+        if groups != self._named[0]:
+            known = {id(parameter): name for name, parameter in self.list_parameters()}
+            self._named = groups, [[known.get(each) for each in group] for group in groups]
+        return self._named[1]
+
+    def _restore_groups(self, saved: list[list[str | None]]) -> None:
+        """Let the groups hold the parameters that they held when the state was saved, wherever a step, a callback or
+        another process has added, removed or replaced some."""
+        optimizer, mine = self.value, self._name_groups()
+        if mine == saved and all(name is not None for group in saved for name in group):
+            return
+        groups = optimizer.param_groups
+        del groups[len(saved) :]
+        if mine[: len(saved)] != saved:
+            parameters = dict(self.list_parameters())
+            lacking = [name for group in saved for name in group if name not in parameters]
+            if lacking:
+                here = sum(len(group["params"]) for group in groups)
+                raise InvalidInput(
+                    f"the workers' optimizers differ ({here} parameters in {len(groups)} groups here, "
+                    f"{sum(map(len, saved))} in {len(saved)} there): give the state the model whose parameters they "
+                    "train, and build the same model and optimizer on each worker."
+                )
+            for number, names in enumerate(saved):
+                own = [parameters[name] for name in names if name is not None]
+                if number < len(groups):
+                    groups[number]["params"] = own
+                else:
+                    like = {k: v for k, v in groups[0].items() if k not in ("params", "param_names")}
+                    named = [(str(name), parameters[str(name)]) for name in names]
+                    given = named if "param_names" in groups[0] else own
+                    optimizer.add_param_group({**like, "params": given})
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in held]:
+            del optimizer.state[key]
+        follow = getattr(optimizer, "follow_groups", None)  # a DistributedOptimizer exchanges what it trains
+        if follow is not None:
+            follow()
+
+    def reset(self) -> None:
+        """Drop the gradients of the former world."""
+        self.value.zero_grad()
+
+    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorRef.of(value, self._views.put(builder, value, deferred=deferred))
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, dict):
+            return {key: self._add_tensors(item, builder, deferred=deferred) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._add_tensors(item, builder, deferred=deferred) for item in value)
+        return copy.deepcopy(value)
+
+
+def find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself; that within a wrapper without hooks of its own, such as Accelerate's."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    for name in ("optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return find_hooked(inner)
+    raise InvalidInput(
+        f"{type(optimizer).__name__} has neither step hooks nor an optimizer with them as `optimizer` or `optim`: call "
+        "Optimizer.__init__ in its __init__."
+    )
+
+
+def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where they are that are not on the host."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
+def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
+    """Return the value that was saved, in the live tensor if shape and dtype fit.
+
+    Args:
+        device: for tensors that were not on the host.
+    """
+    if isinstance(saved, TensorRef | torch.Tensor):
+        arrived = view_tensor(saved, memory)
+        if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
+            with torch.no_grad():
+                return live.copy_(arrived)
+        on_host = isinstance(saved, torch.Tensor) or saved.on_host
+        return arrived.clone() if on_host else arrived.to(device)
+    if isinstance(saved, dict):
+        known = live if isinstance(live, dict) else {}
+        return {key: load_value(item, known.get(key), memory, device) for key, item in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(load_value(item, None, memory, device) for item in saved)
+    return copy.deepcopy(saved)
+
+
+def view_tensor(ref: TensorRef | torch.Tensor, memory: Bytes) -> torch.Tensor:
+    """A tensor of a snapshot, as a view of its memory, or of an export, which is the tensor itself."""
+    if isinstance(ref, torch.Tensor):
+        return ref
+    held = ref.extent.of(memory) if isinstance(ref.extent, Extent) else ref.extent
+    if not held.nbytes:
+        return torch.empty(ref.shape, dtype=ref.dtype)
+    return torch.from_numpy(held).view(ref.dtype).view(ref.shape)
+
+
+def is_of(value: object, module: str, name: str) -> bool:
+    """Whether it is of a class whose module, slow to import, is only looked up."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
+    """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
+    if hasattr(tensor, "to_local"):  # a DTensor
+        raise InvalidInput(
+            "a DTensor has a part of its values on each worker, and TorchState holds whole models: divide the model by "
+            "fully_shard and use FSDPState."
+        )
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if not dense.numel():
+        return np.empty(0, np.uint8), False
+    return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
+
+
+def _check_same(mine: dict[str, torch.nn.Parameter], theirs: Mapping[str, Any]) -> None:
+    if mine.keys() != theirs.keys():
+        odd = sorted(mine.keys() ^ theirs.keys())
+        raise InvalidInput(
+            f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
+        )
+    for name, ref in theirs.items():
+        here, there = (mine[name].dtype, tuple(mine[name].shape)), (ref.dtype, tuple(ref.shape))
+        if here != there:
+            raise InvalidInput(
+                f"parameter {name!r} is {_describe(*here)} here and {_describe(*there)} in the state that was saved: "
+                "build the same model on each worker, and use another run_id for another model."
+            )
+
+
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+# ---- what ranks hold alike
+
+
+def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -> str | None:
+    """Compare which parameters are frozen, which parts are in evaluation mode, and the buffers, over the ranks.
+
+    Statistics of normalization layers are not compared: each rank may keep those of its own rows. Collective.
+
+    Args:
+        counts: this rank's state is one that others should have; False: it takes part without one.
+
+    Returns a sentence on the first object that differs; None: nothing does. The same on all ranks.
+    """
+    own = dict(_describe_parts(model)) if counts else None
+    described = json.dumps(own).encode()
+    digests = group.allgather(np.array([zlib.crc32(described), counts], np.int64)).tolist()
+    if len({digest for digest, counted in digests if counted}) < 2:
+        return None
+    found = [json.loads(each) for each in group.allgather_bytes(described)]
+    holders = [rank for rank, parts in enumerate(found) if parts is not None]
+    first = holders[0]
+    for name in dict.fromkeys(name for rank in holders for name in found[rank]):
+        odd = [rank for rank in holders if found[rank].get(name) != found[first].get(name)]
+        if odd:
+            values = [found[rank].get(name, ["", "missing"]) for rank in (first, odd[0])]
+            here, there = (
+                (each[1] for each in values) if values[0][1] != values[1][1] else ("one value", "another one")
+            )
+            ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
+            return f"{name} is {here} on rank {first} and {there} on {ranks}"
+    return None
+
+
+def _describe_parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, str]]]:
+    """A checksum and a description of each part, by what it is called."""
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name!r}", (0, "trained" if parameter.requires_grad else "frozen")
+    for name, part in model.named_modules():
+        yield (
+            f"layer {name!r}" if name else "the model",
+            (0, f"in {'training' if part.training else 'evaluation'} mode"),
+        )
+    for name, buffer in list_buffers(model).items():
+        if buffer.tensor is not None and not isinstance(buffer.owner, _NormBase):
+            bits = 0 if hasattr(buffer.tensor, "to_local") else zlib.crc32(view_bytes(buffer.tensor)[0].data)
+            yield f"buffer {name!r}", (bits, f"{buffer.tensor.dtype} {list(buffer.tensor.shape)}")

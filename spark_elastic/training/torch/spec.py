@@ -1,0 +1,311 @@
+"""The user's objects of a torch training, their digests, and the batches that model and loss receive.
+
+`TorchUserObjects` is shipped to the workers. Its digests are equal in every process, so that a resumed run can be
+compared with the run that it continues (R19, resuming a run). The digest of the initial weights alone may differ: a
+process that sets no seed draws new ones. Digests only read; where something must be built, it is built on a copy. Any
+thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spark_elastic.data.loader import StepRows
+from spark_elastic.data.manifest import Column
+from spark_elastic.gradients.devices import DeviceCopier
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.identity import (
+    NUMBERS,
+    PLAIN,
+    WEIGHTS,
+    describe_class,
+    digest,
+    is_comparable,
+    to_text,
+)
+from spark_elastic.training.model_io import check_numbers, find_input_dtype, refuse_large_numbers
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.build_optimizer import TrainerPlan, build_optimizer
+from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
+from spark_elastic.training.torch.lightning_loss import LightningLoss
+from spark_elastic.training.torch.loss import (
+    DtypeHints,
+    FunctionLoss,
+    LossFn,
+    ModelLoss,
+    MultiOutputLoss,
+    find_loss_module,
+)
+from spark_elastic.training.transformation import Transformation
+
+# ---- digests
+
+
+def digest_module(module: torch.nn.Module) -> str:
+    """Digest of a module's classes, their code, settings and shapes of tensors, without the values of its weights."""
+    classes = {kind: describe_class(kind) for kind in {type(part) for part in module.modules()}}
+    parts = [
+        (name, classes[type(part)], *sorted(_list_settings(part))) for name, part in module.named_modules()
+    ]
+    tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _list_tensors(module)]
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return digest([parts, tensors, trained])
+
+
+def digest_loss(loss: Any) -> str:
+    """Digest of a loss function, or of a loss module with the values of its tensors, such as class weights."""
+    loss = find_loss_module(loss)
+    if not isinstance(loss, torch.nn.Module):
+        return digest(loss)
+    return digest([digest_module(loss), digest_weights(loss)])
+
+
+def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
+    """Digest of an optimizer's class and the settings of its groups.
+
+    Args:
+        given: as `TorchUserObjects.optimizer`.
+    """
+    is_optimizer = isinstance(given, torch.optim.Optimizer)
+    optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
+    groups = [
+        {key: _to_plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return digest([describe_class(type(optimizer)), groups])
+
+
+def digest_callbacks(callbacks: tuple[Any, ...]) -> str:
+    """Digest of the callbacks that end a training or choose its weights; a user's own callbacks cannot be compared."""
+    found = [each for each in callbacks if isinstance(each, EarlyStopping | BestWeights)]
+    return digest([(describe_class(type(each)), *sorted(_list_settings(each))) for each in found])
+
+
+def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
+    """Digest of the user's learning rate functions and of the schedulers that a LightningModule builds."""
+    found = [to_text(each.binding) for each in callbacks if isinstance(each, LearningRateSchedule)]
+    if given is None:
+        optimizer, schedules = build_optimizer(copy.deepcopy(model), None, None)
+        for each in schedules:
+            assert isinstance(each, LearningRateSchedule)
+            found.append(to_text([each.binding[1:], _describe_scheduler(each.binding[0](optimizer))]))
+    return digest(found)
+
+
+def _describe_scheduler(scheduler: Any) -> list[Any]:
+    """A scheduler's class, settings and functions, and those of the schedulers that it combines."""
+    settings = {
+        name: value for name, value in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
+    }
+    return [
+        describe_class(type(scheduler)),
+        settings,
+        *map(_describe_scheduler, getattr(scheduler, "_schedulers", ())),
+    ]
+
+
+def digest_weights(module: torch.nn.Module) -> str:
+    """Digest of all values of a module's state: 16 hex digits."""
+    hasher = hashlib.sha256()
+    for name, tensor in _list_tensors(module):
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
+
+
+def _list_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)]
+
+
+def _list_settings(thing: Any) -> list[tuple[str, str]]:
+    """Attributes that are numbers, arrays or functions; of torch's and this package's classes also strings, which in a
+    user's class may be names of folders or dates."""
+    own = type(thing).__module__.startswith(("torch.nn", "spark_elastic."))
+    return [
+        (name, to_text(value))
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and name != "training" and is_comparable(value, PLAIN if own else NUMBERS)
+    ]
+
+
+def _to_plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+# ---- objects
+
+
+@dataclass(frozen=True)
+class TorchUserObjects:
+    """The objects that the user gave to the estimator, checked."""
+
+    # May be a LightningModule.
+    model: torch.nn.Module
+    # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
+    # LightningModule, which builds its own.
+    optimizer: Any
+    # One loss of (output, *labels), or one for each label; (): `train_minibatch_fn` or the model computes the loss.
+    losses: tuple[Callable[..., torch.Tensor], ...]
+    # Factor of each of several losses; (): there is at most one.
+    loss_weights: tuple[float, ...] = ()
+    # Functions or torchmetrics objects, by name.
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    # Called in this order.
+    callbacks: tuple[Callback, ...] = ()
+    # The user's own forward pass and loss of a part of a batch.
+    train_minibatch_fn: Callable[..., Any] | None = None
+    # The user's function of the columns of a batch, by name.
+    transformation: Transformation | None = None
+    # Names of the numbers of an epoch that callbacks and schedules read.
+    watched: tuple[str, ...] = ()
+
+    def identity(self) -> dict[str, str]:
+        """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""
+        return {
+            "model": digest_module(self.model),
+            "optimizer": digest_optimizer(self.model, self.optimizer),
+            "loss": digest([*map(digest_loss, self.losses), self.loss_weights]),
+            "train_minibatch_fn": digest(self.train_minibatch_fn),
+            "transformation_fn": digest(self.transformation),
+            "EarlyStopping or BestWeights": digest_callbacks(self.callbacks),
+            "learning rate schedule": digest_schedules(self.model, self.optimizer, self.callbacks),
+            WEIGHTS: digest_weights(self.model),
+        }
+
+    def loss_fn(self, spec: TrainSpec) -> LossFn:
+        columns = [*(column.name for column in spec.features), *spec.config.label_cols]
+        return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
+
+    def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
+        weighted = spec.config.sample_weight_col is not None
+        if self.train_minibatch_fn is not None:
+            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.precision)
+        if not self.losses:
+            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.precision, columns)
+        if len(self.losses) == 1:
+            return ModelLoss(self.losses[0], weighted, spec.config.precision, spec.config.label_cols)
+        pairs = zip(spec.config.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True)
+        return MultiOutputLoss(dict(pairs), weighted, spec.config.precision)
+
+
+def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
+    """The properties of a training that a LightningModule may read when it builds its optimizer."""
+    return TrainerPlan(max_epochs=spec.config.epochs, num_training_batches=spec.plan.steps)
+
+
+# ---- batches
+
+
+class BatchBuilder:
+    """Converts a step's columns to the tensors that model and loss receive, without a copy if shape and dtype fit. On
+    another device than the CPU the tensors are still arriving when `build` returns."""
+
+    def __init__(
+        self,
+        features: tuple[Column, ...],
+        labels: tuple[str, ...],
+        weight: str | None,
+        dtype: torch.dtype,
+        label_shapes: tuple[tuple[int, ...], ...] | None = None,
+        reshapes: bool = True,
+        copier: DeviceCopier | None = None,
+    ) -> None:
+        """
+        Args:
+            features: in the shapes that the model receives, which may differ from the stored ones.
+            labels: names of the label columns; weight: name of the column with sample weights.
+            dtype: of the model's floating point parameters; floating point columns are cast to it, labels and weights
+                at least to float32, since 16 bits do not hold class 257.
+            reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
+            copier: copies to the device of the model; None: that is the CPU.
+        """
+        self._copier = copier
+        self._features = features
+        self._labels = labels
+        self._weight = weight
+        self._shared = {c.name for c in features} & set(labels)  # columns that are both
+        self._dtype = dtype
+        # Of floating point labels and of weights.
+        self._label_dtype = torch.promote_types(dtype, torch.float32)
+        self._label_shapes = label_shapes
+        self._reshapes = reshapes
+
+    def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
+        columns, copier = rows.columns, self._copier
+        for name in (*(column.name for column in self._features), *self._labels):
+            check_numbers(name, columns[name])
+        labels = self._label_tensors(columns)
+        weights, dtype = None, self._label_dtype
+        if self._weight is not None:
+            weights = self._tensor(columns[self._weight], dtype).to(dtype)
+        batch = LocalBatch(
+            planned=rows.planned,
+            row_ids=rows.row_ids,
+            features=tuple(self._feature(columns[c.name], c.shape) for c in self._features),
+            labels=labels,
+            weights=weights,
+        )
+        if copier is None:
+            return batch
+        return replace(
+            batch,
+            labels=tuple(copier.copy(label, label.dtype) for label in labels),
+            weights=None if weights is None else copier.copy(weights, weights.dtype),
+            on_host=(labels, weights),
+        )
+
+    def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
+        if self._copier is None:
+            tensor = self._tensor(array, self._dtype)
+        else:
+            given = torch.from_numpy(refuse_large_numbers(array))
+            tensor = self._copier.copy(given, _choose_dtype(given, self._dtype))
+        return tensor.reshape(-1, *shape) if self._reshapes else tensor
+
+    def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        tensors = tuple(self._label(name, columns[name]) for name in self._labels)
+        if self._label_shapes is None:
+            return tensors
+        return tuple(t.reshape(-1, *s) for t, s in zip(tensors, self._label_shapes, strict=True))
+
+    def _label(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Copied if the column is a feature, too: the model may write to its features."""
+        tensor = self._tensor(array, self._label_dtype)
+        return tensor.clone() if name in self._shared else tensor
+
+    def _tensor(self, array: npt.NDArray[np.generic], floats: torch.dtype) -> torch.Tensor:
+        tensor = torch.from_numpy(refuse_large_numbers(array))
+        return tensor.to(_choose_dtype(tensor, floats))
+
+
+def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:
+    """Floating point numbers become `floats`; integers, which are class labels or indices, become int64."""
+    if tensor.dtype.is_floating_point:
+        return floats
+    return tensor.dtype if tensor.dtype is torch.bool else torch.int64
+
+
+def make_batch_builder(
+    spec: TrainSpec,
+    objects: TorchUserObjects,
+    model: torch.nn.Module,
+    copier: DeviceCopier | None = None,
+) -> BatchBuilder:
+    """The builder of the batches that this model, or a copy of it, trains on. copier: to a device but the CPU."""
+    return BatchBuilder(
+        spec.features,
+        spec.config.label_cols,
+        spec.config.sample_weight_col,
+        find_input_dtype(model.parameters(), torch.get_default_dtype()),
+        spec.config.label_shapes,
+        reshapes=objects.transformation is None,
+        copier=copier,
+    )

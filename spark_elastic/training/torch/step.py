@@ -1,0 +1,289 @@
+"""One optimizer step of the whole world: forward, backward, exchange, step summary, apply (R1, finalized steps).
+
+`TrainStep.run` either applies the step or leaves everything as it was and raises; nothing interrupts its apply section.
+A step is applied once `exchange_summaries` returns; it is finalized once any later collective of the group completes.
+It owns no data and no loop. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import CPU, HostSum
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.model_io import list_output_parts
+from spark_elastic.training.torch.buffers import BufferMerge
+from spark_elastic.training.torch.forward import BufferSnapshot, has_buffers, shares_statistics
+from spark_elastic.training.torch.loss import LossFn
+from spark_elastic.training.torch.metrics import Metrics
+from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.trainer import WorkClock, defer_interrupts
+
+
+class GradientScaling:
+    """A `GradScaler` around the exchange where `precision` is fp16; else nothing. Its scale is part of the state.
+
+    A step whose gradients overflowed is not applied. All ranks decide alike, since they look at the same sums.
+
+    Raises:
+        InvalidInput: `precision` is fp16, and torch is older than 2.3.
+    """
+
+    def __init__(self, precision: str | None = None, device: torch.device = CPU) -> None:
+        if precision == "fp16" and not hasattr(torch.amp, "GradScaler"):
+            raise InvalidInput(
+                f"precision='fp16' needs torch 2.3 or newer, and this is {torch.__version__}: update it, or set "
+                "precision to 'bf16'."
+            )
+        self._device = device
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        # Steps since training began that were not applied.
+        self.skipped = 0
+
+    def backward(self, total: torch.Tensor, divisor: int) -> None:
+        """The backward pass of total / divisor."""
+        if self._scaler is not None:
+            self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
+        else:  # the gradient of the division, without a node in the graph
+            total.backward(total.new_full((), 1.0 / divisor))  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients, once they are summed over all ranks."""
+        if self._scaler is not None:
+            # A rank without rows has not initialized its scale yet.
+            self._scaler.scale(torch.zeros((), device=self._device))
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._scaler is None:
+            optimizer.step()
+            return
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if self._scaler.get_scale() < before:
+            self.skipped += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = state["skipped"]
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+
+class TrainStep:
+    """Takes steps on one state."""
+
+    def __init__(
+        self,
+        state: TorchTrainingState,
+        loss_fn: LossFn,
+        exchange: GradientExchange,
+        config: FitConfig,
+        ledger: Ledger,
+        metrics: Metrics,
+        scaling: GradientScaling,
+    ) -> None:
+        self._state = state
+        self._loss_fn = loss_fn
+        self._exchange = exchange
+        # Walking through a model in each step would cost as much as a small model's forward pass.
+        self._modules = tuple(state.model.modules())
+        self._has_row_dropout = any(isinstance(module, RowDropout) for module in self._modules)
+        self._buffers = BufferMerge(state.model, state.merges)
+        self._config = config
+        self._ledger = ledger
+        self._metrics = metrics
+        self._scaling = scaling
+        self.work, self._worked = WorkClock(), 0.0
+        # The buffers before the newest step.
+        self._before: BufferSnapshot | None = None
+        # Whether code of the user looks at the model in `on_previous_step_finalized`.
+        self.shows_buffers = False
+        # Called while the device computes, before the ranks exchange.
+        self.on_launched: Callable[[], None] = lambda: None
+
+    def run(
+        self,
+        group: Group,
+        batch: LocalBatch[torch.Tensor],
+        version: MembershipVersion,
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None] = lambda: None,
+        wants_stop: bool = False,
+    ) -> StepDecision:
+        """Take one step. See `ModelTrainer.train_step`.
+
+        Args:
+            wants_stop: a callback wants training to end after this step.
+
+        Raises:
+            CollectiveError: the exchange broke; the state is as before the step.
+            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
+        """
+        state, position = self._state, self._state.position
+        before = self._before = BufferSnapshot(state.model, self._modules, self._before)
+        try:
+            loss, denominator = self._compute_gradients(group, batch, before)
+            has_exchanged_buffers = self._exchange_buffers(group, batch, before)
+            self._metrics.gather(group)
+            summary = self._summarize(batch, version, loss, denominator, wants_stop=wants_stop)
+            decision = exchange_summaries(group, summary)
+            self.work.begin()
+            if self._config.terminate_on_nan:
+                decision.check_finite(position)
+        except BaseException:
+            before.restore()
+            self._metrics.discard()
+            raise
+        with defer_interrupts():
+            if self.shows_buffers:
+                self._show_buffers(before, on_previous_step_finalized)
+            else:
+                on_previous_step_finalized()
+            if has_exchanged_buffers:
+                self._apply_buffers()
+            self._apply(decision, batch.planned)
+            self._metrics.commit()
+            self._exchange.adopt_sparse_parameters(decision.found_sparse)
+            state.position = record_step(decision)
+            self._ledger.record_applied(group.fence, position, group.size)
+        return decision
+
+    def _show_buffers(self, before: BufferSnapshot, function: Callable[[], None]) -> None:
+        """Call a function while the model has the buffers before the step, not those that this rank's rows made."""
+        written = BufferSnapshot(self._state.model, self._modules)
+        before.restore(attributes=False)
+        function()
+        written.restore(attributes=False)
+
+    def _compute_gradients(
+        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+    ) -> tuple[float, float]:
+        """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator.
+
+        Args:
+            before: the buffers before the step.
+        """
+        position = self._state.position
+        # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
+        one_pass = shares_statistics(self._modules)
+        parts = [batch] if one_pass else list(batch.micro_batches(self._config.batch_size))
+        self._loss_fn.begin(group, batch, position)
+        self._exchange.begin(group, len(parts))
+        self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
+        # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
+        with seeded_rng(self._config.seed, position.epoch, position.phase, position.step, group.rank):
+            loss, denominator = self._backward(parts)
+        self.on_launched()
+        self._worked = self.work.take()
+        self._exchange.finish()
+        return loss.compute(), denominator
+
+    def _exchange_buffers(
+        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+    ) -> bool:
+        """Exchange the buffers that the step wrote. Returns whether there is something to apply."""
+        if group.size == 1 or not has_buffers(self._modules):
+            return False
+        self._buffers.begin()
+        self._buffers.take(before, group.rank, len(batch) / batch.planned)
+
+        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+            (tensor,) = tensors
+            array = tensor.clone().numpy()
+            group.allreduce(array, op=op)
+            return torch.from_numpy(array)
+
+        self._buffers.exchange(group, before, batch, self._try, reduce)
+        return True
+
+    def _try(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> None:
+        """A forward pass of a copy of the model, which leaves no trace."""
+        position = self._state.position
+        words = (self._config.seed, position.epoch, position.phase, position.step)
+        with seeded_rng(*words, 0):
+            if self._has_row_dropout:
+                draw_rows(model, part.row_ids, *words)
+            self._loss_fn(model, part)
+
+    def _apply_buffers(self) -> None:
+        self._buffers.apply()
+
+    def _summarize(
+        self,
+        batch: LocalBatch[torch.Tensor],
+        version: MembershipVersion,
+        loss: float,
+        denominator: float,
+        *,
+        wants_stop: bool,
+    ) -> StepSummary:
+        return StepSummary(
+            self._state.position,
+            version,
+            self._exchange.layout_hash,
+            rows=len(batch),
+            loss=loss,
+            denominator=denominator,
+            present=self._exchange.present,
+            found_sparse=self._exchange.found_sparse,
+            wants_stop=wants_stop,
+            seconds=self._worked,
+            has_weight=batch.has_weight,
+        )
+
+    def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[HostSum, float]:
+        """Accumulate the gradients of (sum of losses / planned rows). Returns that sum and its denominator."""
+        loss, denominator = HostSum(), 0.0
+        position = self._state.position
+        for part in parts:
+            if self._has_row_dropout:
+                words = (self._config.seed, position.epoch, position.phase, position.step)
+                draw_rows(self._state.model, part.row_ids, *words)
+            if not len(part):
+                output = self._state.model(
+                    *part.features
+                )  # its layers exchange statistics with the other ranks
+                tensors = [out for out in list_output_parts(output) if isinstance(out, torch.Tensor)]
+                torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
+                continue
+            result = self._loss_fn(self._state.model, part)
+            loss.add(result.total)
+            self._metrics.add(result, part.labels)
+            self._scaling.backward(result.total, part.planned)
+            denominator += result.denominator
+        return loss, denominator
+
+    def _apply(self, decision: StepDecision, planned: int) -> None:
+        divisor = decision.denominator or 1.0  # 0: a loss that the user wants summed
+        if divisor != planned:
+            self._exchange.scale(planned / divisor)
+        self._exchange.drop_absent(decision.present)
+        self._scaling.unscale(self._state.optimizer)
+        _clip(self._exchange.parameters, self._config)
+        self._scaling.step(self._state.optimizer)
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter], config: FitConfig) -> None:
+    if config.gradient_clip_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.gradient_clip_value)
+    if config.gradient_clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.gradient_clip_norm)

@@ -1,0 +1,343 @@
+"""The torch implementation of `training.trainer.ModelTrainer`, and the program that a worker of the estimator runs.
+
+Both are shipped by cloudpickle with the user's model, optimizer and loss inside. Main thread only, except for
+`check_watched`, which the driver calls before the first job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.data.loader import StepRows
+from spark_elastic.gradients.devices import (
+    CPU,
+    Arrival,
+    DeviceCopier,
+    HostSum,
+    explain_exhausted_memory,
+    initialize_device,
+    select_device,
+)
+from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.exchange_options import options_from_env
+from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.callback_states import check_watched_names
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.build_optimizer import build_optimizer
+from spark_elastic.training.torch.callback_list import TorchCallbackList
+from spark_elastic.training.torch.determinism import (
+    align_tensors,
+    describe_arithmetic,
+    use_deterministic_arithmetic,
+)
+from spark_elastic.training.torch.forward import describe_world_dependence
+from spark_elastic.training.torch.metrics import Metrics, is_accumulator
+from spark_elastic.training.torch.row_dropout import exchanges_statistics
+from spark_elastic.training.torch.share_check import ShareChecker
+from spark_elastic.training.torch.share_step import ShareStep, build_shares, sum_over_shares
+from spark_elastic.training.torch.spec import TorchUserObjects, build_trainer_plan, make_batch_builder
+from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
+from spark_elastic.training.torch.step import GradientScaling, TrainStep
+from spark_elastic.training.trainer import WorkClock
+from spark_elastic.training.transformation_pool import bind_transformation
+from spark_elastic.worker.session import get_collective_thread
+
+
+class TorchTrainProgram(TrainingLoop):
+    """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
+
+    def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
+        shapes_nothing = any(map(exchanges_statistics, objects.model.modules()))
+        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shapes_nothing)
+
+
+@dataclass(frozen=True)
+class ArrivingBatch:
+    """A batch on its way to the device."""
+
+    # What it is made of.
+    rows: StepRows
+    # On the device; complete once `arrival` is.
+    batch: LocalBatch[torch.Tensor]
+    # None: the device is the CPU, and everything is there.
+    arrival: Arrival | None
+
+
+def _list_tensors(batch: LocalBatch[torch.Tensor]) -> list[torch.Tensor]:
+    arrays = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
+    return [tensor for each in arrays for tensor in each if tensor is not None]
+
+
+def _advise_on_memory(config: FitConfig) -> str:
+    return (
+        f"lower batch_size={config.batch_size} and raise backward_passes_per_step by as much, set precision='bf16', or "
+        "see that no other process uses this GPU"
+    )
+
+
+class TorchTrainer:
+    """Model, optimizer, loss and metrics of one worker. See `training.trainer.ModelTrainer`."""
+
+    def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
+        self._spec = spec
+        self._objects = objects
+        # None until `move_to_device`.
+        self._exchange: GradientExchange | None = None
+        # The next step's batch, on its way to the device; None: it is built when its step begins.
+        self._coming: ArrivingBatch | None = None
+
+    def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
+        spec, config, objects = self._spec, self._spec.config, self._objects
+        if config.shares:
+            use_deterministic_arithmetic()
+        self._device = select_device()
+        initialize_device(self._device)
+        self._copier = None if self._device == CPU else DeviceCopier(self._device)
+        torch.manual_seed(config.seed)
+        model = objects.model
+        if (
+            not model.training
+        ):  # a fitted model is in evaluation mode; single parts in it are the user's choice
+            model.train()
+        if config.shares:
+            align_tensors((*model.parameters(), *model.buffers()))
+        optimizer, schedules = build_optimizer(
+            model, objects.optimizer, config.learning_rate, spec.lr_scale, build_trainer_plan(spec)
+        )
+        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision, self._device)
+        metrics = [
+            Metrics(objects.metrics, config.label_cols, self._loss_fn.logs, prefix) for prefix in ("", "val_")
+        ]
+        self._metrics = metrics
+        self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
+        self.state = TorchTrainingState(
+            model,
+            optimizer,
+            [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks],
+            progress,
+        )
+        self._ledger = ledger
+        self._batches = make_batch_builder(spec, objects, model, self._copier)
+
+    def move_to_device(self) -> None:
+        if self._exchange is not None:
+            return
+        config, model = self._spec.config, self.state.model
+        with explain_exhausted_memory(_advise_on_memory(config)):
+            move_to_device(model, self.state.optimizer, self._device)
+        if config.compile_model:
+            model.compile()
+        options = options_from_env(
+            wire=config.gradient_compression,
+            shares=config.shares,
+            arithmetic=describe_arithmetic() if config.shares else "",
+        )
+        self._exchange = GradientExchange(model.named_parameters(), options, get_thread=get_collective_thread)
+        self._train_step = (ShareStep if config.shares else TrainStep)(
+            self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
+        )
+        self._train_step.shows_buffers = not config.shares and any(
+            not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
+        )
+        if config.verify_steps and isinstance(self._train_step, ShareStep):
+            self._train_step.checker = ShareChecker(
+                self._spec,
+                config.verify_steps,
+                bind_transformation(config, self._objects.transformation),
+                self._build_checked_shares,
+            )
+
+    @property
+    def work(self) -> WorkClock:
+        return self._train_step.work
+
+    @property
+    def bulk_seconds(self) -> float | None:
+        return None if self._exchange is None else self._exchange.bulk_seconds
+
+    def train_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
+        get_next_rows: Callable[[], StepRows | None] = lambda: None,
+    ) -> StepDecision:
+        with explain_exhausted_memory(_advise_on_memory(self._spec.config)):
+            batch, stop = self._build(rows, group), self.callbacks.wants_stop()
+            if self._copier is not None:
+                self._train_step.on_launched = lambda: self._build_ahead(get_next_rows, group)
+            return self._train_step.run(group, batch, version, record_step, on_previous_step_finalized, stop)
+
+    def validation_mode(self) -> AbstractContextManager[None]:
+        return self.state.module.evaluate()
+
+    def validation_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        get_next_rows: Callable[[], StepRows | None] = lambda: None,
+    ) -> StepDecision:
+        config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
+        batch = self._build(rows, group)
+        first = batch.first_share if config.shares else group.rank
+        try:
+            self._loss_fn.begin(group, batch, position)
+            losses = [
+                self._validate(part, number) for number, part in enumerate(batch.shares or [batch], first)
+            ]
+            self._build_ahead(get_next_rows, group)
+            sums = [(total.compute(), denominator) for total, denominator in losses]
+            loss, denominator = sums[0]
+            if config.shares:  # all ranks have the same sums, so the step summary has them once
+                loss, denominator = sum_over_shares(group, sums)
+                loss, denominator = (loss, denominator) if group.rank == 0 else (0.0, 0.0)
+            metrics.gather(group)
+            nothing = np.zeros(0, np.bool_)
+            summary = StepSummary(
+                position, version, 0, len(batch), loss, denominator, nothing, has_weight=batch.has_weight
+            )
+            decision = exchange_summaries(group, summary)
+        except BaseException:
+            metrics.discard()
+            raise
+        metrics.commit()
+        return decision
+
+    def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
+        """The batch of these rows, for the computation that is launched from now on."""
+        coming, self._coming = self._coming, None
+        if coming is None or coming.rows.row_ids is not rows.row_ids:
+            coming = self._start_build(rows, group)
+        if coming.arrival is not None:
+            coming.arrival.wait(_list_tensors(coming.batch))
+        return coming.batch
+
+    def _build_ahead(self, get_next_rows: Callable[[], StepRows | None], group: Group) -> None:
+        """Start to copy the next step's batch to the device, which computes meanwhile."""
+        if self._copier is None or self._coming is not None:
+            return
+        with suppress(Exception):  # what the user's function raises is raised again when its step begins
+            rows = get_next_rows()
+            self._coming = None if rows is None else self._start_build(rows, group)
+
+    def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
+        if self._spec.config.shares:
+            batch = build_shares(self._batches, rows, group.rank)
+        else:
+            batch = self._batches.build(rows)
+        return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
+
+    def _build_checked_shares(self, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
+        batch = build_shares(self._batches, rows, rank)
+        if self._copier is not None:
+            self._copier.record().wait(_list_tensors(batch))
+        return batch
+
+    def _validate(self, batch: LocalBatch[torch.Tensor], part_number: int) -> tuple[HostSum, float]:
+        """Returns the loss of these rows and its denominator. part_number: their rank or virtual share."""
+        config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
+        key = (config.seed, position.epoch, position.phase, position.step, part_number)
+        with torch.no_grad(), seeded_rng(*key):
+            for part in batch.micro_batches(config.validation_batch):
+                result = self._loss_fn(self.state.model, part)
+                self._metrics[1].add(result, part.labels)
+                loss.add(result.total)
+                denominator += result.denominator
+        return loss, denominator
+
+    def epoch_metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
+        losses = _list_losses(self._objects, self._spec.config.label_cols)
+        for metrics, prefix, sums in zip(
+            self._metrics,
+            ("", "val_"),
+            (self.state.progress.epoch, self.state.progress.validation),
+            strict=True,
+        ):
+            found.update(sums.correct_losses(metrics.results(), [prefix + name for name in losses]))
+            if losses and prefix + losses[0] in found:
+                parts = zip(self._objects.loss_weights, losses, strict=True)
+                found[prefix + "loss"] = sum(weight * found[prefix + name] for weight, name in parts)
+        if self._spec.config.precision == "fp16":
+            found["skipped_steps"] = self._scaling.skipped
+        return found
+
+    def reset_metrics(self) -> None:
+        for metrics in self._metrics:
+            metrics.reset()
+
+    def describe_world_dependence(self) -> str | None:
+        return None if self._spec.config.shares else describe_world_dependence(self.state.model)
+
+    def export_weights(self) -> bytes:
+        return dump_values(self.state.module.export())
+
+    def close(self) -> None:
+        if self._exchange is None:
+            return
+        self._exchange.close()
+        if isinstance(self._train_step, ShareStep) and self._train_step.checker is not None:
+            self._train_step.checker.close()
+
+
+# ---- the numbers that callbacks watch
+
+# Numbers of an epoch that do not measure the model.
+NOT_METRICS = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
+
+
+def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
+    """Check that each number that a callback watches will exist, before the first job.
+
+    Args:
+        validates: each epoch is followed by a validation.
+
+    Raises:
+        InvalidInput: a callback watches a number that no epoch will have.
+    """
+    known = list_epoch_numbers(objects, labels)
+    # A metric object may report further numbers whose names begin with its own.
+    prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
+    # The user's own callbacks may add any number in `on_epoch_end`.
+    may_add = any(not _is_own(callback.on_epoch_end) for callback in objects.callbacks)
+    check_watched_names(
+        objects.watched,
+        known,
+        validates,
+        lambda name: may_add or name in NOT_METRICS or name.startswith(prefixes),
+    )
+
+
+def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
+    """Names of the losses and metrics of each epoch. Those of its validation have the prefix `val_`."""
+    several = len(labels) > 1
+    losses = _list_losses(objects, labels)
+    outputs = [f"{name}_{label}" for name in objects.metrics for label in labels] if several else []
+    return ["loss", *losses, *objects.metrics, *outputs]
+
+
+def _list_losses(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
+    """Names of the losses of single outputs."""
+    return [f"loss_{label}" for label in labels] if len(objects.losses) > 1 else []
+
+
+def _is_own(hook: object) -> bool:
+    """Whether a callback's method is this package's."""
+    return str(getattr(hook, "__module__", "")).startswith("spark_elastic.")
