@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,10 +39,28 @@ PUBLIC = {
     "TimeLimitReached": "errors",
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
-    "run": "running.call",
+    "run": "clusters.run.call",
     "report": "worker.session",
     "task_resources": "worker.session",
 }
+# Public modules that only give names to what other modules define.
+FACES = (
+    "estimators.export",
+    "estimators.mlflow_fit",
+    "estimators.optuna_pruning",
+    "keras.callbacks",
+    "keras.compression",
+    "keras.elastic",
+    "tensorflow.compression",
+    "tensorflow.elastic",
+    "torch.callbacks",
+    "torch.compression",
+    "torch.elastic",
+    "torch.fsdp",
+    "torch.huggingface",
+    "torch.lightning",
+    "torch.loggers",
+)
 HEAVY = (
     "pyspark",
     "torch",
@@ -80,6 +100,17 @@ def test_all_lists_the_public_names_exactly() -> None:
 def test_name_is_the_one_of_its_module(name: str) -> None:
     module = importlib.import_module(f"spark_elastic.{PUBLIC[name]}")
     assert getattr(spark_elastic, name) is getattr(module, name)
+
+
+@pytest.mark.timeout(60)  # Lightning and transformers are slow to import
+@pytest.mark.parametrize("face", FACES)
+def test_a_public_module_only_names_what_another_defines(face: str) -> None:
+    module = importlib.import_module(f"spark_elastic.{face}")
+    assert module.__all__
+    source = ast.parse(Path(str(module.__file__)).read_text())
+    assert {type(node) for node in source.body} == {ast.Expr, ast.ImportFrom, ast.Assign}
+    for name in module.__all__:
+        assert getattr(getattr(module, name), "__module__", None) != module.__name__
 
 
 def test_every_error_is_public() -> None:
