@@ -17,6 +17,7 @@ import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten import torch_state
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.torch_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.protocol.types import HostUpdateResult, MembershipVersion
@@ -715,7 +716,7 @@ def test_p4_ranks_that_train_separate_replicas_are_warned_of(
     use: Callable[[GroupContext, pytest.MonkeyPatch], None],
     warnings: int,
 ) -> None:
-    hvd.elastic._warn_separate_replicas.cache_clear()
+    torch_state._warn_separate_replicas.cache_clear()
     worker = SimpleNamespace(group=SimpleNamespace(rank=rank, size=size), group_context=GroupContext())
     monkeypatch.setattr(hvd.elastic, "get_context", lambda: worker)
     model = net()
@@ -750,7 +751,7 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
 ) -> None:
     """A sampler has counted rows by then whose gradients no snapshot holds."""
     use_context_per_thread(monkeypatch)
-    hvd.elastic._warn_unapplied_gradients.cache_clear()
+    torch_state._warn_unapplied_gradients.cache_clear()
     session = LoneSession()
     model = torch.nn.ParameterList([torch.zeros(8)])
     (weight,) = model
