@@ -718,7 +718,7 @@ def test_p4_ranks_that_train_separate_replicas_are_warned_of(
 ) -> None:
     torch_state._warn_separate_replicas.cache_clear()
     worker = SimpleNamespace(group=SimpleNamespace(rank=rank, size=size), group_context=GroupContext())
-    monkeypatch.setattr(hvd.elastic, "get_context", lambda: worker)
+    monkeypatch.setattr(torch_state, "get_context", lambda: worker)
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     state = hvd.elastic.TorchState(model, optimizer)
