@@ -18,7 +18,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
 
 
-class SlotEnd(NamedTuple):
+class SlotOutcome(NamedTuple):
     """How a slot ended, as `LaunchEnded` has it."""
 
     # In words, for people.
@@ -45,7 +45,7 @@ class ThreadPerSlotLauncher(ABC):
         self._post: Post | None = None
 
     @abstractmethod
-    def run_slot(self, launch: int) -> SlotEnd | None:
+    def run_slot(self, launch: int) -> SlotOutcome | None:
         """Run the slot to its end, in its thread. Returns None if it never began, because the launcher was closed."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class ThreadPerSlotLauncher(ABC):
     def _run_and_post(self, launch: int) -> None:
         if self._closing.is_set():
             return
-        end: SlotEnd | None
+        end: SlotOutcome | None
         try:
             end = self.run_slot(launch)
         except Exception as error:  # the driver launches the slot again
@@ -92,7 +92,7 @@ class ThreadPerSlotLauncher(ABC):
         if end is not None:
             self._post_end(launch, end)
 
-    def _post_end(self, launch: int, end: SlotEnd) -> None:
+    def _post_end(self, launch: int, end: SlotOutcome) -> None:
         if not self._closing.is_set():
             assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), launch, *end))
@@ -105,6 +105,6 @@ class ThreadPerSlotLauncher(ABC):
             thread.join(max(0.0, deadline - self._clock.now()))
 
 
-def _describe_failed_start(error: Exception) -> SlotEnd:
+def _describe_failed_start(error: Exception) -> SlotOutcome:
     """The driver launches such a slot again."""
-    return SlotEnd(f"it could not be started: {type(error).__name__}: {error}")
+    return SlotOutcome(f"it could not be started: {type(error).__name__}: {error}")

@@ -36,6 +36,7 @@ from spark_elastic.runs.snapshot import (
     broadcast_snapshot,
     pickle_value,
 )
+from spark_elastic.worker.session import get_group
 
 PLAIN = ""  # key of the pickled values in a snapshot's values; no value of a state has such a name
 
@@ -297,8 +298,6 @@ class ObjectState(State):
 
     takes_checkpoints = True
     registry: Registry = REGISTRY
-    # Returns the group for a `sync` outside of the run loop.
-    get_group: Callable[[], Group | None] = staticmethod(lambda: None)
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
@@ -404,7 +403,7 @@ class ObjectState(State):
         return {name: h for name, h in self._handlers.items() if isinstance(h, SamplerStateHandler)}
 
     def _find_group(self) -> Group | None:
-        return self.get_group() if self._session is None else self._session.group
+        return get_group() if self._session is None else self._session.group
 
     def _sync_values(self) -> None:
         group = self._find_group()

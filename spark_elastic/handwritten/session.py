@@ -1,4 +1,4 @@
-"""The run loop's session in a worker, and the states that know it. Training thread only."""
+"""The run loop's session in a worker. Training thread only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.handwritten import object_state as state
+from spark_elastic.handwritten.object_state import make_commit_position
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     HostUpdateResult,
@@ -21,13 +21,13 @@ from spark_elastic.worker.context import WorkerContext, get_context
 from spark_elastic.worker.outside import mark_loop_begun
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
-from spark_elastic.worker.session import get_group, update_metrics
+from spark_elastic.worker.session import update_metrics
 
 MARKED = "marked"  # key of the process's values: this worker has told the driver that it enters its loop
 
 
 class ContextSession:
-    """`state.WorkerSession` over the current worker. A count of commits is reported as a position in epoch 0."""
+    """`WorkerSession` over the current worker. A count of commits is reported as a position in epoch 0."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self._handle = handle
@@ -55,7 +55,7 @@ class ContextSession:
         return self._handle.process_values
 
     def report_commit(self, commits: int) -> None:
-        self._handle.report_position(state.make_commit_position(commits))
+        self._handle.report_position(make_commit_position(commits))
         metrics: dict[str, Any] = {"step": commits, "world": self.world.size}
         if self.checkpointer is not None:
             metrics["checkpoint_seconds"] = self.checkpointer.stall_seconds
@@ -121,14 +121,3 @@ def _require_context() -> WorkerContext:
     worker = get_context()
     assert worker is not None
     return worker
-
-
-class ObjectState(state.ObjectState):
-    # A `sync` outside of the run loop finds the process's world.
-    __doc__ = state.ObjectState.__doc__
-    get_group = staticmethod(get_group)
-
-
-class KerasState(state.KerasState):
-    __doc__ = state.KerasState.__doc__
-    get_group = staticmethod(get_group)

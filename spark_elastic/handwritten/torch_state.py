@@ -22,8 +22,8 @@ from spark_elastic.gradients.ranks import rank, size
 from spark_elastic.handwritten.applied_gradients import has_unapplied, is_distributed, mark_applied
 from spark_elastic.handwritten.data_loader import DataLoaderStateHandler, ElasticDataLoader
 from spark_elastic.handwritten.elastic_loop import elastic
-from spark_elastic.handwritten.object_state import State
-from spark_elastic.handwritten.session import ObjectState, get_session
+from spark_elastic.handwritten.object_state import ObjectState, State
+from spark_elastic.handwritten.session import get_session
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.runs.handlers import (
     REGISTRY,

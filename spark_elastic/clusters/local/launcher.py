@@ -19,7 +19,7 @@ from typing import Protocol
 from spark_elastic.clock import Clock
 from spark_elastic.clusters.local.slot import LocalSlot
 from spark_elastic.driver.ports import Post
-from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
+from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.addresses import is_own_address
@@ -149,12 +149,12 @@ class LocalLauncher(ThreadPerSlotLauncher):
         for process in list(self.processes.values()):
             process.kill()
 
-    def run_slot(self, launch: int) -> SlotEnd | None:
+    def run_slot(self, launch: int) -> SlotOutcome | None:
         host = self._pool.acquire(launch)
         if host is None:
             return None
         try:
-            return SlotEnd(self.run_process(launch, host))
+            return SlotOutcome(self.run_process(launch, host))
         finally:
             self._pool.release(host)
 

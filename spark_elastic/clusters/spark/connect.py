@@ -41,7 +41,7 @@ from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.driver.ports import Post
-from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
+from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.monitoring.log_forwarding import announce_phase
 from spark_elastic.protocol.slot_spec import SlotSpec
@@ -227,7 +227,7 @@ class ConnectLauncher(ThreadPerSlotLauncher):
     def cancel(self) -> None:
         _interrupt(self._spark, self._tag)
 
-    def run_slot(self, launch: int) -> SlotEnd:
+    def run_slot(self, launch: int) -> SlotOutcome:
         task = self._task
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -249,12 +249,12 @@ class ConnectLauncher(ThreadPerSlotLauncher):
         self._threads.append(threading.current_thread())  # `close` interrupts its job, too, and waits for it
         return self._run_task(body).reason
 
-    def _run_task(self, body: Body, **arguments: Any) -> SlotEnd:
+    def _run_task(self, body: Body, **arguments: Any) -> SlotOutcome:
         """Run one task. Returns how it ended, in its own words or in Spark's."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
             rows = _make_frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()
-            return SlotEnd(str(rows[0]["ended"]) if rows else "the task returned nothing")
+            return SlotOutcome(str(rows[0]["ended"]) if rows else "the task returned nothing")
         except Exception as error:  # Spark has many ways to fail a job; the kind decides about a new launch
             return classify_error(str(error))
 

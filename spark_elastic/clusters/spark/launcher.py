@@ -22,7 +22,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import mark_jobs
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, SlotTask, classify_error
 from spark_elastic.driver.ports import Post
-from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
+from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
 
 log = logging.getLogger("spark_elastic.spark")
@@ -79,7 +79,7 @@ class SparkLauncher(ThreadPerSlotLauncher):
         except (Py4JError, AttributeError, OSError) as error:
             log.debug("nothing left to cancel: %s", error)  # the SparkContext is gone, and its jobs with it
 
-    def run_slot(self, launch: int) -> SlotEnd:
+    def run_slot(self, launch: int) -> SlotOutcome:
         assert self._task is not None
         try:
             # Without a JVM thread for each of Python's, later jobs of the user would bear the tag, too.
@@ -88,7 +88,7 @@ class SparkLauncher(ThreadPerSlotLauncher):
                 if self._profile is not None:
                     rdd = rdd.withResources(self._profile)
                 results: list[Any] = rdd.mapPartitions(self._task).collect()
-            return SlotEnd(str(results[0]) if results else "the slot task returned nothing")
+            return SlotOutcome(str(results[0]) if results else "the slot task returned nothing")
         except Exception as error:  # Spark has many ways to fail a job; the kind decides about a new launch
             if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):
                 return CONTEXT_STOPPED

@@ -22,7 +22,7 @@ from spark_elastic.clusters.spark.host_facts import (
 )
 from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
-from spark_elastic.driver.thread_launcher import SlotEnd
+from spark_elastic.driver.thread_launcher import SlotOutcome
 from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
@@ -112,18 +112,18 @@ EXECUTOR_LOST = "ExecutorLostFailure"
 PY4J_HEADER = "An error occurred while calling"
 NEWEST_FAILURE = "most recent failure: "
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
-CONTEXT_STOPPED = SlotEnd("the SparkContext was stopped", cancelled=True)
+CONTEXT_STOPPED = SlotOutcome("the SparkContext was stopped", cancelled=True)
 
 
-def classify_error(text: str) -> SlotEnd:
+def classify_error(text: str) -> SlotOutcome:
     """How a Spark job ended that failed with an error of this text."""
     if any(marker in text for marker in STOPPED):
         return CONTEXT_STOPPED
     if EXECUTOR_LOST in text:  # first: its cause is any text
-        return SlotEnd(_first_line(text), executor_lost=True)
+        return SlotOutcome(_first_line(text), executor_lost=True)
     if any(marker in text for marker in CANCELLED):
-        return SlotEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
-    return SlotEnd(_first_line(text))
+        return SlotOutcome(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
+    return SlotOutcome(_first_line(text))
 
 
 def _first_line(text: str) -> str:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import keras
 
 from spark_elastic.handwritten.elastic_loop import elastic
-from spark_elastic.handwritten.object_state import State
-from spark_elastic.handwritten.session import KerasState, ObjectState, get_session
+from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
+from spark_elastic.handwritten.session import get_session
 from spark_elastic.horovod.keras.callbacks import DONE_BEFORE
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.elastic_loop import elastic
-from spark_elastic.handwritten.object_state import State
-from spark_elastic.handwritten.session import KerasState, ObjectState, get_session
+from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
+from spark_elastic.handwritten.session import get_session
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.runs.handlers import REGISTRY, Registry, VariablesHandler
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager

@@ -6,7 +6,7 @@ import queue
 import threading
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
+from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 from spark_elastic.protocol.slot_spec import SlotSpec
 
@@ -22,9 +22,9 @@ class Slots(ThreadPerSlotLauncher):
         self.posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
         self.start(SlotSpec(address="", key=b"", attempt=1), self.posted.put)
 
-    def run_slot(self, launch: int) -> SlotEnd:
+    def run_slot(self, launch: int) -> SlotOutcome:
         assert self.released.wait(60.0)
-        return SlotEnd("released", executor_lost=True)
+        return SlotOutcome("released", executor_lost=True)
 
     def cancel(self) -> None:
         self.cancels += 1
@@ -45,7 +45,7 @@ def test_the_end_of_a_slot_is_posted_with_its_launch() -> None:
 
 def test_a_slot_that_could_not_be_started_ends_with_the_error() -> None:
     class FailingSlots(Slots):
-        def run_slot(self, launch: int) -> SlotEnd:
+        def run_slot(self, launch: int) -> SlotOutcome:
             raise UnicodeError("label too long")
 
     slots = FailingSlots()

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.clusters.spark.slot_task import classify_error
-from spark_elastic.driver.thread_launcher import SlotEnd
+from spark_elastic.driver.thread_launcher import SlotOutcome
 
 LOST = (
     "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
@@ -40,7 +40,7 @@ def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line(cause: str) -
 
 
 def test_a_task_that_raised_lost_no_executor() -> None:
-    assert classify_error("org.apache.spark.SparkException: Job aborted: ValueError: no") == SlotEnd(
+    assert classify_error("org.apache.spark.SparkException: Job aborted: ValueError: no") == SlotOutcome(
         "org.apache.spark.SparkException: Job aborted: ValueError: no"
     )
 
@@ -53,4 +53,4 @@ def test_a_task_that_raised_lost_no_executor() -> None:
     ],
 )
 def test_a_stopped_context_counts_as_a_cancel(text: str) -> None:
-    assert classify_error(text) == SlotEnd("the SparkContext was stopped", cancelled=True)
+    assert classify_error(text) == SlotOutcome("the SparkContext was stopped", cancelled=True)
