@@ -37,12 +37,14 @@ from spark_elastic.estimators.dataframes.scan import (
     get_column,
     list_missing,
     list_missing_in_vectors,
+    quote,
 )
 from spark_elastic.estimators.dataframes.schema import (
     ColumnType,
     check_is_dataframe,
     find_column_type,
     get_name_folding,
+    get_type,
 )
 from spark_elastic.estimators.outputs import HALF, Outputs, Shape
 from spark_elastic.estimators.params import ColumnParams
@@ -193,9 +195,10 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         types = {name: find_column_type(dataset.schema, name, transformed=True) for name, _ in inputs}
         nans, columns = missing.nans != "keep", [column for _, column in inputs]
         texts = list_missing({n: kind for n, kind in types.items() if not kind.vector}, nulls=True, nans=nans)
-        vectors = list_missing_in_vectors({n: column for n, column in inputs if types[n].vector}, nans)
+        converted = {n: column for n, column in inputs if types[n].vector and not isinstance(column, str)}
+        vectors = list_missing_in_vectors(converted, nans)
         which = find_first(texts.values(), vectors.values())
-        outputs = Outputs.of(self._find_shapes(dataset.where(which < 0), columns), wanted)
+        outputs = Outputs.of(self._find_shapes(dataset, columns, which), wanted)
         _check_new(dataset, outputs.columns)
         from spark_elastic.estimators.predict_udf import MissingRows, predict_udf, restore_nan, ship_predictor
 
@@ -213,7 +216,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
             added = added.drop(_ALL)
         return added.where(which < 0) if any(rows.drops) else added
 
-    def _find_inputs(self, dataset: DataFrame) -> list[tuple[str, SparkColumn]]:
+    def _find_inputs(self, dataset: DataFrame) -> list[tuple[str, SparkColumn | str]]:
         """The columns that `feature_cols` names now, each in the place of one that was trained on, with their names."""
         trained = self._predictor.columns
         before = [column.name for column in trained]
@@ -228,12 +231,15 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
             for column, name in zip(trained, names, strict=True)
         ]
 
-    def _find_shapes(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[Shape]:
+    def _find_shapes(
+        self, dataset: DataFrame, inputs: list[SparkColumn | str], which: SparkColumn
+    ) -> list[Shape]:
+        """which: below 0 in rows without missing values."""
         if self._known_shapes is not None:
             return self._known_shapes
         if not self._predictor.needs_sample:
             return self._predictor.shapes()
-        row = dataset.select(*inputs).first()
+        row = dataset.where(which < 0).select(*inputs).first()
         if row is None:
             raise InvalidInput(
                 "the table has no rows without missing values: with a transformation_fn the model's outputs are tried "
@@ -325,17 +331,18 @@ class ModelReader(MLReader[Any]):
 _TAKES = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "O": "O"}
 
 
-def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
-    """The column, as it is to be handed to the model's Python worker.
+def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
+    """The column, as it is to be handed to the model's Python worker: its name if it stays as it is, since each Column
+    costs several calls of the JVM.
 
     Raises:
         InvalidInput: there is no column of that name, or its type is another than in training.
     """
-    if column.name not in dataset.columns:
+    if column.name not in dataset.schema.names:
         raise InvalidInput(
             f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
         )
-    spark_type = dataset.schema[column.name].dataType
+    spark_type = get_type(dataset.schema, column.name)
     given = find_column_type(dataset.schema, column.name, transformed=True)
     if not _fits(given, column):
         trained = f"{column.dtype} of shape {column.shape}" if column.shape else column.dtype
@@ -343,7 +350,9 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
         )
-    return _numbers(convert_column(get_column(column.name), given), spark_type)
+    if given.vector or given.cast is not None:
+        return convert_column(get_column(column.name), given)
+    return _numbers(column.name, spark_type)
 
 
 def _fits(given: ColumnType, column: Column) -> bool:
@@ -357,7 +366,7 @@ def _fits(given: ColumnType, column: Column) -> bool:
     return alike and deep
 
 
-def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:
+def _numbers(name: str, spark_type: DataType) -> SparkColumn | str:
     """Dates and timestamps as in training, in no time zone of a session, at any depth."""
     depth, element = 0, spark_type
     while isinstance(element, ArrayType):
@@ -370,10 +379,10 @@ def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:
     elif isinstance(element, DateType):
         change = F.unix_date
     else:
-        return reference
+        return quote(name)
     for _ in range(depth):
         change = _apply_to_elements(change)
-    return change(reference)
+    return change(get_column(name))
 
 
 def _count_micros(time: SparkColumn) -> SparkColumn:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from spark_elastic.estimators.dataframes.scan import get_column
+from spark_elastic.estimators.dataframes.scan import quote
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -57,7 +57,7 @@ def find_file_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
     scans = set()
     for first in range(0, len(names), _SHOWN_COLUMNS):
         part = list(names[first : first + _SHOWN_COLUMNS])
-        selected = df.select(*map(get_column, part))
+        selected = df.selectExpr(*map(quote, part))
         found, leaf = _read_plan(_explain(selected), part)
         columns.update(found)
         scans.add(leaf)

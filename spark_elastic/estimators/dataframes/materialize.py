@@ -48,6 +48,7 @@ from spark_elastic.estimators.dataframes.schema import (
     check_validation_column,
     compute_row_bytes,
     find_column_type,
+    get_type,
 )
 from spark_elastic.estimators.dataframes.store_access import check_store_access, escape_pattern, to_spark_url
 from spark_elastic.monitoring.log_forwarding import announce_phase
@@ -283,9 +284,8 @@ def _write(
     sorts, nans = target.options.row_order == "hash", target.options.missing.nans == "refuse"
     scan = TableScan(types, nans, None if split is None else _SPLIT, placed=not sorts)
     row_filter = RowFilter(types, target.options.missing)
-    rows = scan.observe(row_filter.apply(select_columns(df, types, split)))
-    if sorts:
-        rows = add_hashes(rows, types)
+    rows = row_filter.apply(select_columns(df, types, split))
+    rows = scan.observe(add_hashes(rows, types) if sorts else rows)
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
     first = target.open("unordered") if sorts else target
     first.write(rows, compute_row_bytes(types.values()), None if sorts or split is None else _SPLIT)
@@ -407,7 +407,7 @@ def fingerprint(df: DataFrame, columns: Sequence[str], options: Mapping[str, str
         "form": _FORM,
         "plan": df.semanticHash(),
         "source": _describe_source(df),
-        "columns": [[name, df.schema[name].dataType.json()] for name in columns],
+        "columns": [[name, get_type(df.schema, name).json()] for name in columns],
         "options": dict(options),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

@@ -21,7 +21,14 @@ from pyspark.sql import functions as F
 from spark_elastic.data.reading.decoding import CHECKSUMS, open_parquet
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.dataframes.scan import count_where, get_column, hash_columns, hash_row, quote
+from spark_elastic.estimators.dataframes.scan import (
+    HASH_COLUMN,
+    count_where,
+    get_column,
+    hash_columns,
+    hash_row,
+    quote,
+)
 from spark_elastic.estimators.dataframes.schema import ColumnType
 
 GROUPS_PER_FILE = 16
@@ -31,7 +38,7 @@ SMALL_BYTES = 64 << 20
 _DISTINCT = 0.9
 _COPIES_PER_ARRAY = 1 << 16
 _FILE, _PARTITION = "__spark_elastic_file", "__spark_elastic_partition"
-_HASH, _EXACT_HASH, _COPY = "__spark_elastic_hash", "__spark_elastic_exact", "__spark_elastic_copy"
+_HASH, _EXACT_HASH, _COPY = HASH_COLUMN, "__spark_elastic_exact", "__spark_elastic_copy"
 _WORD = (1 << 32) - 1
 
 

@@ -112,7 +112,7 @@ def check_columns(
             found = find_column_type(schema, name, role, transformed)
             if role == "sample weight" and (found.dimensions or found.dtype not in _DTYPES.values()):
                 raise InvalidInput(
-                    f"The sample weight column {name!r} is {schema[name].dataType.simpleString()}: "
+                    f"The sample weight column {name!r} is {get_type(schema, name).simpleString()}: "
                     f"it must be one number a row."
                 )
 
@@ -145,9 +145,9 @@ def check_validation_column(schema: StructType, name: str) -> None:
         raise InvalidInput(
             f"validation names the column {name!r}, which the table has not; it has: {', '.join(schema.names)}."
         )
-    if type(schema[name].dataType) not in _DTYPES:
+    if type(get_type(schema, name)) not in _DTYPES:
         raise InvalidInput(
-            f"The validation column {name!r} is {schema[name].dataType.simpleString()}: it must be true, or a number "
+            f"The validation column {name!r} is {get_type(schema, name).simpleString()}: it must be true, or a number "
             f"above 0, in the rows to validate with; make such a column of it (df.withColumn)."
         )
 
@@ -160,8 +160,13 @@ def find_column_type(schema: StructType, name: str, role: str = "", transformed:
     """
     called = f"{role} column {name!r}".strip()
     if name in schema.names:
-        return _find_column_type(schema[name].dataType, called, transformed)
+        return _find_column_type(get_type(schema, name), called, transformed)
     raise InvalidInput(f"There is no {called}: the DataFrame has {format_columns(name, schema.names)}.")
+
+
+def get_type(schema: StructType, name: str) -> DataType:
+    """The column's type: `schema[name]` compares names one by one in Python."""
+    return schema.fields[schema.names.index(name)].dataType
 
 
 def compute_row_bytes(types: Iterable[ColumnType]) -> int | None:

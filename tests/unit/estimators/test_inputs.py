@@ -61,6 +61,13 @@ def convert_input(kind: DataType, dtype: str, shape: tuple[int, ...] = (), name:
     return str(model_input(table, Column(name, dtype, shape)))
 
 
+def test_a_column_that_stays_as_it_is_costs_no_call_of_the_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of columns would take seconds."""
+    for module in (transformer, scan):
+        monkeypatch.setattr(module, "F", SimpleNamespace())
+    assert convert_input(DoubleType(), "float32", (), "a.b") == "`a.b`"
+
+
 def arrays(kind: DataType, depth: int = 1) -> DataType:
     return ArrayType(arrays(kind, depth - 1)) if depth else kind
 
@@ -116,6 +123,8 @@ def test_a_column_of_another_type_is_refused(kind: DataType, dtype: str, shape: 
 
 
 def test_a_column_that_is_not_there_is_named() -> None:
-    table: Any = SimpleNamespace(columns=["a", "b"])
+    table: Any = SimpleNamespace(
+        columns=["a", "b"], schema=StructType([StructField(n, LongType()) for n in "ab"])
+    )
     with pytest.raises(InvalidInput, match="column 'x' is not in the table; it has: a, b"):
         model_input(table, Column("x", "int64"))
