@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.failure_detector import evict, remove_slot
+from spark_elastic.protocol.driver.failure_detector import evict, mark_reconnected, remove_slot
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     DrainCause,
@@ -36,6 +36,7 @@ from spark_elastic.protocol.types import (
     Position,
     SlotId,
     WorkerId,
+    WorkerStatus,
 )
 
 # Seconds before a launch, by how many before it failed in a row. Spark alone decides where a slot job lands: without a
@@ -322,6 +323,11 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
         release_departed(tx, event.slot)
     elif event.worker not in state.workers and event.worker not in state.workers.departed:
         register_worker(tx, replace(slot, last_seen=tx.now), event.worker)
+    elif event.worker in state.workers and not state.workers[event.worker].formed:
+        # A new process in place of one whose program has to begin again: it has no connection yet.
+        worker = mark_reconnected(tx, state.workers[event.worker])
+        if worker.is_member:
+            state.workers.put(replace(worker, status=WorkerStatus.STARTING))
 
 
 def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pyspark.ml.torch.distributor
+import torch
 from lightning.pytorch.callbacks import Callback
 from neuralforecast import DistributedConfig, NeuralForecast
 from neuralforecast.models import NHITS
@@ -25,8 +26,15 @@ class Distributor:
         self.num_processes = num_processes
 
     def run(self, train, *arguments, **named):
-        env = {"STEPS": os.environ["STEPS"]}
-        return spark_elastic.run(train, arguments, named, num_workers=self.num_processes, env=env)[0]
+        path = os.path.abspath("model.pt")
+
+        def save():
+            model = train(*arguments, **named)  # of more than the 5 MiB that a function may return
+            if os.environ["RANK"] == "0":
+                torch.save(model, path)
+
+        spark_elastic.run(save, num_workers=self.num_processes, env={"STEPS": os.environ["STEPS"]})
+        return torch.load(path, weights_only=False)
 
 
 class Steps(Callback):
