@@ -36,7 +36,6 @@ from spark_elastic.protocol.types import (
     Position,
     SlotId,
     WorkerId,
-    WorkerStatus,
 )
 
 # Seconds before a launch, by how many before it failed in a row. Spark alone decides where a slot job lands: without a
@@ -323,11 +322,9 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
         release_departed(tx, event.slot)
     elif event.worker not in state.workers and event.worker not in state.workers.departed:
         register_worker(tx, replace(slot, last_seen=tx.now), event.worker)
-    elif event.worker in state.workers and not state.workers[event.worker].formed:
-        # A new process in place of one whose program has to begin again: it has no connection yet.
-        worker = mark_reconnected(tx, state.workers[event.worker])
-        if worker.is_member:
-            state.workers.put(replace(worker, status=WorkerStatus.STARTING))
+    elif event.worker in state.workers:
+        # A new process, since its program begins again: R15 (end). The connection that broke was the old one's.
+        mark_reconnected(tx, state.workers[event.worker])
 
 
 def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:

@@ -3,10 +3,10 @@
 import os
 import sys
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 import pyspark.ml.torch.distributor
-import torch
 from lightning.pytorch.callbacks import Callback
 from neuralforecast import DistributedConfig, NeuralForecast
 from neuralforecast.models import NHITS
@@ -26,15 +26,17 @@ class Distributor:
         self.num_processes = num_processes
 
     def run(self, train, *arguments, **named):
-        path = os.path.abspath("model.pt")
+        path = os.path.abspath("model")
 
         def save():
             model = train(*arguments, **named)  # of more than the 5 MiB that a function may return
             if os.environ["RANK"] == "0":
-                torch.save(model, path)
+                with open(path, "wb") as file:
+                    cloudpickle.dump(model, file)
 
         spark_elastic.run(save, num_workers=self.num_processes, env={"STEPS": os.environ["STEPS"]})
-        return torch.load(path, weights_only=False)
+        with open(path, "rb") as file:
+            return cloudpickle.load(file)
 
 
 class Steps(Callback):
