@@ -15,12 +15,11 @@ from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State, WorkerSession
 from spark_elastic.protocol.types import START, World
-from spark_elastic.worker.outside import ENTERED
+from spark_elastic.worker.outside import ENTERED, STATE
 
 R = TypeVar("R")
 
 # Keys of `WorkerSession.process_values`.
-STATE = "state"  # the state of the newest elastic function of this process
 SYNCED_FENCE = "synced_fence"  # the fence of the newest world that the state has begun
 
 

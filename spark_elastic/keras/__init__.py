@@ -28,6 +28,7 @@ _EXPORTS = {
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
+    from spark_elastic.horovod.keras import callbacks, elastic
     from spark_elastic.horovod.keras.compression import Compression
     from spark_elastic.horovod.keras.optimizer import (
         DistributedOptimizer,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from spark_elastic.horovod.ops import horovod_names
     from spark_elastic.horovod.ops.horovod_names import *
     from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
-    from spark_elastic.keras import callbacks, elastic
 
     __all__ = [
         "Compression",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.protocol.types import HostId, SlotId, WorkerId
+from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,12 +96,15 @@ class SlotIdentity:
 class WorkerIdentity(SlotIdentity):
     """Which worker of its slot a training process is, once its slot has made it one."""
 
-    # Its number counts the slot's workers, not its processes.
+    # Its number grows from worker to worker of the slot.
     worker: WorkerId
     # First and last port at which the worker may listen. None: any.
     ports: tuple[int, int] | None = None
+    # The world that another process left as this worker, since its program has to begin again. None: there was none.
+    left: Fence | None = None
+    # Where that process stood.
+    position: Position | None = None
 
     @classmethod
-    def of_slot(cls, slot: SlotIdentity, worker: WorkerId, ports: tuple[int, int] | None) -> Self:
-        known = {f.name: getattr(slot, f.name) for f in fields(slot)}
-        return cls(worker=worker, ports=ports, **known)
+    def of_slot(cls, slot: SlotIdentity, **own: Any) -> Self:
+        return cls(**{f.name: getattr(slot, f.name) for f in fields(slot)}, **own)

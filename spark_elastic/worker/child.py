@@ -7,7 +7,6 @@ stray thread stays in that child, and a warm spare takes its place.
 from __future__ import annotations
 
 import io
-import json
 import os
 import queue
 import re
@@ -23,7 +22,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, WorkerId
-from spark_elastic.worker.entry import ChildFds, Header
+from spark_elastic.worker.entry import Activation, ChildFds, Header
 from spark_elastic.worker.forking import ChildProcess, start_process
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
 
@@ -101,10 +100,16 @@ class Child:
         assert self._process.pid is not None
         return self._process.pid
 
-    def activate(self, worker: WorkerId) -> None:
+    def activate(self, activation: Activation) -> None:
         """Make the process a worker. It starts to work when its imports are complete."""
-        self.worker = worker
-        self._input.put((json.dumps({"worker": worker}) + "\n").encode())
+        self.worker = activation.worker
+        self._input.put(activation.to_line())
+
+    def read_successor(self) -> Activation | None:
+        """Of a process that ended since its program has to begin again in a new one: what makes that one this worker.
+        Before `close`."""
+        line = self._reader.read_activation()
+        return Activation.from_line(line) if line else None
 
     def state(self) -> str:
         """The kernel's letter for the process's state (R, S, D, T, Z ...); "" while there is no process."""

@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib
-import json
 import logging
 import os
 import signal
@@ -29,7 +28,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.protocol.messages import WorkerFailed
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec, WorkerIdentity
-from spark_elastic.protocol.types import WorkerId
+from spark_elastic.protocol.types import Fence, Position, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
@@ -37,7 +36,7 @@ from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
 from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
-from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
+from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
@@ -81,6 +80,25 @@ class Header:
         return codec.read(cls, codec.loads(line))
 
 
+@dataclass(frozen=True)
+class Activation:
+    """What makes a warm process a worker, on a line of its standard input."""
+
+    # Its id from now on.
+    worker: WorkerId
+    # As in `WorkerIdentity`.
+    left: Fence | None = None
+    # As in `WorkerIdentity`.
+    position: Position | None = None
+
+    def to_line(self) -> bytes:
+        return codec.dumps(self) + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Activation:
+        return codec.read(cls, codec.loads(line))
+
+
 def main(fds: ChildFds | None = None) -> int:
     """Returns the exit code of the process."""
     channel = sys.stdin.buffer
@@ -99,8 +117,9 @@ def main(fds: ChildFds | None = None) -> int:
     activation = channel.readline()
     if not activation:
         return 0
-    spec, worker = header.spec, WorkerId(json.loads(activation)["worker"])
-    me = WorkerIdentity.of_slot(header.identity, worker, spec.worker_port_range)
+    spec = header.spec
+    own = vars(Activation.from_line(activation))
+    me = WorkerIdentity.of_slot(header.identity, ports=spec.worker_port_range, **own)
     threading.Thread(
         target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
     ).start()
@@ -181,6 +200,10 @@ def _run_worker(
         reporter.start()
         try:
             return loop.run()
+        except BeginAgain as again:
+            sampler.write_activation(Activation(me.worker, again.left, again.position).to_line())
+            # Still connected to the driver, which would take it for lost if its functions of `atexit` took long.
+            exit_process(0)
         finally:
             watch.close()
             reporter.close()

@@ -1,7 +1,8 @@
 """A user's function as a program, called in the worker's main thread.
 
 A function that uses `elastic.run` is called once and continues from world to world. Any other function is called again
-from its beginning, with fresh copies of its arguments, in each world after a loss; a planned change waits for its end.
+from its beginning in each world after a loss, in a new process: libraries keep much in one that they set up once. A
+planned change waits for its end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten.elastic_loop import STATE
 from spark_elastic.protocol.types import Position, World
 from spark_elastic.runs.checkpoint import (
     CHECKPOINTER,
@@ -53,6 +55,7 @@ class FunctionProgram:
         self._checkpoint_target = checkpoint_target
         self._checkpointer: Checkpointer | None = None
         self._ran = False
+        self.needs_new_process = False
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
         self.imports = imports
@@ -109,6 +112,9 @@ class FunctionProgram:
                 f"the workers' collectives do not match: {error}; let all ranks call the same ones, with the same "
                 "names, shapes and dtypes."
             ) from error
+        finally:
+            # Nothing is lost with the process of a function that has come to no elastic loop, and holds no state.
+            self.needs_new_process = STATE not in handle.process_values
 
     def close(self) -> None:
         if self._checkpointer is not None:

@@ -75,6 +75,14 @@ RETRY_AT_LEAST = 0.01  # seconds
 REPORT_EVERY = 0.25  # seconds between two messages with metrics
 
 
+class BeginAgain(Exception):
+    """This worker is in a next world, in which its program has to begin again: another process is to take its place."""
+
+    def __init__(self, left: Fence | None, position: Position | None) -> None:
+        super().__init__("the program has to begin again in a new process")
+        self.left, self.position = left, position  # as in `WorkerIdentity`
+
+
 class GroupConnector:
     """Forms the groups of worlds over the one endpoint of this process."""
 
@@ -129,11 +137,13 @@ class WorkerLoop:
         self._reporter = reporter
         self._groups = groups
         self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
-        self._state, _ = worker_machine.initial(identity.worker)
+        state, _ = worker_machine.initial(identity.worker)
+        self._state = replace(state, fence=identity.left, position=identity.position)
         self._group: Group | None = None
         self._world: World | None = None
         self._group_context = GroupContext()
         self._aborted_fence: Fence | None = None
+        self._has_to_begin_again = False  # the program, in the next world, for which it needs a new process
         self._unwritten_checkpoints = 0  # that found no room in the store
         # The world of this worker alone, while its program is outside of the loop that the others are in, and the
         # context to return to; None: it is in the world of the machine.
@@ -161,7 +171,11 @@ class WorkerLoop:
         )
 
     def run(self) -> int:
-        """Run until the machine says exit. Returns the process's exit code."""
+        """Run until the machine says exit. Returns the process's exit code.
+
+        Raises:
+            BeginAgain: the program cannot run in the next world in this process.
+        """
         try:
             command = self._begin()
             while not isinstance(command, do.Exit):
@@ -176,7 +190,7 @@ class WorkerLoop:
     def _begin(self) -> do.Sync | do.Run | do.Exit:
         """Ask for the first world; where others are inside of their loop, once the program has come to its own."""
         runs_ahead = False
-        if getattr(self._program, "may_have_loop", False):
+        if self._identity.left is None and getattr(self._program, "may_have_loop", False):
             with suppress(DriverUnreachable):
                 runs_ahead = has_loop_begun(self._driver)
         if not runs_ahead:
@@ -307,6 +321,8 @@ class WorkerLoop:
             answer = self._driver.ask(request, MAX_POLL_SECONDS)
         now = self._clock.now()
         if answer.world is not None:
+            if self._has_to_begin_again:
+                raise BeginAgain(self._state.fence, self._state.position)
             return on.WorldReceived(now, answer.world)
         return on.StopReceived(now, answer.stop or "")
 
@@ -359,6 +375,8 @@ class WorkerLoop:
             return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
         finally:
             self._end_alone()
+            if isinstance(command, do.Run):
+                self._has_to_begin_again = getattr(self._program, "needs_new_process", False)
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
         outcome = self._program.run(world, group, self._handle)

@@ -99,8 +99,9 @@ class Program(Protocol):
     then joins the next world and calls `sync` and `run` again.
 
     A program may have an attribute `environment`: variables that are set before the slow imports, which `imports` lists
-    in the form of `worker.imports`; and `may_have_loop`, which is true if `run` may come to an elastic loop: R21
-    (outside of the loop).
+    in the form of `worker.imports`; `may_have_loop`, which is true if `run` may come to an elastic loop: R21 (outside
+    of the loop); and `needs_new_process`, which is true if `run`, which has ended, is to be called again in a new
+    process only.
     """
 
     def prepare(self) -> None:

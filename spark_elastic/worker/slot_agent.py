@@ -30,6 +30,7 @@ from spark_elastic.rendezvous.messages import (
 )
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
+from spark_elastic.worker.entry import Activation
 from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import fork_server_cache
 
@@ -137,16 +138,16 @@ class SlotAgent:
             self._spec, self._identity, self._payload, self._on_line, self._on_warm, self._on_exit
         )
 
-    def _promote(self) -> None:
-        """Make the spare the slot's worker, or start a worker if there is no spare."""
+    def _promote(self, activation: Activation | None = None) -> None:
+        """Make the spare the slot's worker, or start a worker if there is no spare. None: a worker of a new name."""
         self._started += 1
-        worker = WorkerId.build(self._identity.slot, self._started)
+        activation = activation or Activation(WorkerId.build(self._identity.slot, self._started))
         child = self._spare if self._spare is not None else self._start_child()
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
-        child.worker = worker
-        self._ask(WorkerStarted(self._identity.slot, worker))
-        child.activate(worker)
+        child.worker = activation.worker
+        self._ask(WorkerStarted(self._identity.slot, child.worker))
+        child.activate(activation)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._on_warm(child))
 
@@ -159,10 +160,14 @@ class SlotAgent:
                 out_of_memory = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
                 reason = _describe_exit(code, out_of_memory)
-                self._ask(
-                    WorkerExited(self._identity.slot, child.worker, code, reason, out_of_memory, crashed_at)
-                )
-                self._promote()
+                successor = child.read_successor()
+                if successor is None:
+                    self._ask(
+                        WorkerExited(
+                            self._identity.slot, child.worker, code, reason, out_of_memory, crashed_at
+                        )
+                    )
+                self._promote(successor)
             finally:
                 child.close()
             return None

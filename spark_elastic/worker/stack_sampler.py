@@ -1,7 +1,8 @@
 """Shows a slot what its training process does, even while that process is stopped or holds the GIL.
 
 Slot and child share two anonymous files. One holds numbers: since when the child waits for others or works, when the
-newest sample was taken, and when the driver last answered the slot. The other holds the newest stack of the child's
+newest sample was taken, and when the driver last answered the slot; and, once the child has ended, the activation of
+the process that takes its place, if one has to (`entry.Activation`). The other holds the newest stack of the child's
 main thread. A Python thread of the child writes it twice a second. If that thread no longer gets the GIL, the slot
 sends a signal, upon which the main thread itself writes its stack (`faulthandler`). `faulthandler`'s watchdog is not
 used: it reads the stacks of other threads without the GIL, and crashed one in forty of the processes that were stopped
@@ -44,6 +45,7 @@ DUMP_SIGNAL = signal.SIGURG
 _NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # offset of the time of the newest sample
 _DRIVER_SEEN = 2 * _NUMBER.size  # offset of the time of the driver's last answer
+_ACTIVATION = 3 * _NUMBER.size  # offset of a line
 _DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
@@ -123,6 +125,10 @@ class StackSampler(WaitRecorder):
 
     def watch_group(self, group: Group) -> Group:
         return cast("Group", _WatchedGroup(group, self))
+
+    def write_activation(self, line: bytes) -> None:
+        """For the process that takes this one's place."""
+        self._number[_ACTIVATION : _ACTIVATION + len(line)] = line
 
     def _set(self, number: float) -> None:
         _NUMBER.pack_into(self._number, 0, number)
@@ -258,6 +264,11 @@ class StackReader:
             (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
             due = self._wants_dump(sampled, now, stopped)
         return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+
+    def read_activation(self) -> bytes:
+        """What the child wrote before it ended; b"": nothing."""
+        line, end, _ = os.pread(self.activity, mmap.PAGESIZE, _ACTIVATION).partition(b"\n")
+        return line if end else b""
 
     def record_driver_seen(self, at: float) -> None:
         """at: of this machine's monotonic clock."""

@@ -103,8 +103,6 @@ CASES = {
         ("torchrec", "fbgemm-gpu-cpu", "torch"),
         # torchrec requires fbgemm-gpu, of gigabytes, in whose place fbgemm-gpu-cpu stands.
         ("--no-deps torchrec==1.8.* fbgemm-gpu-cpu==1.8.*", "torchmetrics==1.0.3 tensordict pyre-extensions"),
-        remark="torchrec 1.8 exchanges a setting once in the life of a process (`init_collective_validation`): one "
-        "that runs the program again leaves that out, and the new one beside it does not.",
     ),
     "pytorch-ignite": Case("ignite_parallel", ("pytorch-ignite",), ("pytorch-ignite>=0.5.5,<1",)),
     "torchmetrics": Case("torchmetrics_ddp", ("torchmetrics",)),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.failure_detector import evict, remove_slot
+from spark_elastic.protocol.driver.failure_detector import evict, mark_reconnected, remove_slot
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     DrainCause,
@@ -322,6 +322,9 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
         release_departed(tx, event.slot)
     elif event.worker not in state.workers and event.worker not in state.workers.departed:
         register_worker(tx, replace(slot, last_seen=tx.now), event.worker)
+    elif event.worker in state.workers:
+        # A new process, since its program begins again: R15 (end). The connection that broke was the old one's.
+        mark_reconnected(tx, state.workers[event.worker])
 
 
 def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:

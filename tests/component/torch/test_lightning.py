@@ -293,12 +293,8 @@ def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> No
     assert found == [True, False] * 3
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
-def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) -> None:
+def make_net() -> Any:
     import lightning.pytorch as pl
-
-    import spark_elastic.torch as hvd
-    from spark_elastic.integrations.lightning import ElasticStrategy
 
     class Net(pl.LightningModule):
         def __init__(self) -> None:
@@ -312,7 +308,21 @@ def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) ->
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
-    rows = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
+    return Net()
+
+
+def make_rows(count: int) -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(torch.randn(count, 4, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
+def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.integrations.lightning import ElasticStrategy
+
+    rows = make_rows(24)
 
     def fit(begin: Path | None) -> tuple[int, list[float]]:
         keeper = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -325,7 +335,7 @@ def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) ->
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        net = Net()
+        net = make_net()
         trainer.fit(net, hvd.elastic.ElasticDataLoader(rows, BATCH), ckpt_path=begin)
         return trainer.global_step, net.linear.weight.detach().flatten().tolist()
 
@@ -339,24 +349,12 @@ def train_as_under_torch_distributor(folder: str, workers: int) -> dict[str, Any
     import lightning.pytorch as pl
     from accelerate import PartialState
 
-    class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(7)
-            self.linear = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch: Any) -> Any:
-            return self.linear(batch[0]).pow(2).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    rows = torch.utils.data.TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(3)))
+    rows = make_rows(12)
     trainer = pl.Trainer(
         accelerator="cpu", strategy="ddp", devices=1, num_nodes=workers, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    net = Net()
+    net = make_net()
     trainer.fit(net, torch.utils.data.DataLoader(rows, 3))
     return {
         "place": (trainer.global_rank, trainer.world_size, trainer.global_step),

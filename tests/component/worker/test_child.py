@@ -11,8 +11,9 @@ import threading
 import cloudpickle
 
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.worker.child import Child
+from spark_elastic.worker.entry import Activation
 
 
 def run_child(payload: bytes) -> tuple[list[str], int]:
@@ -32,7 +33,7 @@ def run_child(payload: bytes) -> tuple[list[str], int]:
         SlotIdentity(slot=SlotId("1-0")),
         payload,
         lambda child, line: lines.append(line),
-        lambda child: child.activate("1-0.1"),
+        lambda child: child.activate(Activation(WorkerId("1-0.1"))),
         lambda child, code: ends.put(code),
     )
     code = ends.get(timeout=60.0)

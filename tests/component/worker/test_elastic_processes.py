@@ -26,10 +26,12 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.protocol.types import Limits, World
+from spark_elastic.protocol.types import Limits, WorkerId, World
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle, decode_result
+from spark_elastic.worker.session import get_group
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
 from tests.journals import keep_journal
@@ -101,6 +103,28 @@ def fork() -> int | None:
 def test_a_function_forks_processes() -> None:
     result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, RecordingListener())
     assert [decode_result(text, 0) for text in result.results] == [0]
+
+
+def set_up_once() -> WorkerId:
+    """Rank 0 waits for rank 1, which is killed in the first world, and rank 2 has returned then."""
+    if hasattr(sys, "set_up"):
+        raise RuntimeError("a library was set up twice in one process")
+    sys.set_up = True  # type: ignore[attr-defined]
+    worker, group = get_context(), get_group()
+    assert worker is not None
+    assert group is not None
+    if group.fence[1] == 1 and group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.fence[1] == 1 and group.rank == 0:
+        group.barrier()
+    return worker.worker
+
+
+def test_a_function_without_a_loop_begins_again_in_new_processes_of_the_same_workers() -> None:
+    cluster = ProcessLauncher(FunctionProgram(set_up_once), SystemClock(), room=3, spare_after=100.0)
+    result = run(cluster, 3, RecordingListener())
+    assert len(result.worlds) == 2
+    assert [decode_result(text, 0).number for text in result.results].count(1) == 2
 
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 import pyspark.ml.torch.distributor
@@ -25,8 +26,17 @@ class Distributor:
         self.num_processes = num_processes
 
     def run(self, train, *arguments, **named):
-        env = {"STEPS": os.environ["STEPS"]}
-        return spark_elastic.run(train, arguments, named, num_workers=self.num_processes, env=env)[0]
+        path = os.path.abspath("model")
+
+        def save():
+            model = train(*arguments, **named)  # of more than the 5 MiB that a function may return
+            if os.environ["RANK"] == "0":
+                with open(path, "wb") as file:
+                    cloudpickle.dump(model, file)
+
+        spark_elastic.run(save, num_workers=self.num_processes, env={"STEPS": os.environ["STEPS"]})
+        with open(path, "rb") as file:
+            return cloudpickle.load(file)
 
 
 class Steps(Callback):

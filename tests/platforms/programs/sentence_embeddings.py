@@ -5,8 +5,6 @@ own rows depend on the world. Without, it resumes from its own checkpoint.
 """
 
 import os
-import sys
-from pathlib import Path
 
 from datasets import Dataset
 from sentence_transformers import (
@@ -16,12 +14,10 @@ from sentence_transformers import (
     losses,
     models,
 )
-from steps import finish, note
-from toy import make_sentences, make_tokenizer, weigh
-from transformers import BertConfig, BertModel, TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from toy import make_sentences, make_tokenizer
+from trainers import CHECKPOINTS, Steps, elastic, train
+from transformers import BertConfig, BertModel, set_seed
 
-elastic = "--elastic" in sys.argv
 options = {}
 if elastic:
     from spark_elastic.torch.huggingface import ElasticTrainer
@@ -30,11 +26,6 @@ if elastic:
         pass
 
     options = {"global_batch_size": 8}
-
-
-class Steps(TrainerCallback):
-    def on_step_end(self, args, state, control, **others):
-        note(state.global_step)
 
 
 def make_model():
@@ -67,7 +58,7 @@ else:
 trainer = (ElasticEmbeddingTrainer if elastic else SentenceTransformerTrainer)(
     model,
     SentenceTransformerTrainingArguments(
-        "checkpoints",
+        CHECKPOINTS,
         per_device_train_batch_size=4,
         max_steps=40,
         save_strategy="no" if elastic else "steps",
@@ -81,6 +72,4 @@ trainer = (ElasticEmbeddingTrainer if elastic else SentenceTransformerTrainer)(
     callbacks=[Steps()],
     **options,
 )
-last = get_last_checkpoint("checkpoints") if Path("checkpoints").exists() else None
-trainer.train(resume_from_checkpoint=last)
-finish(weigh(trainer.model))
+train(trainer)

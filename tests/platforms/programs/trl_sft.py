@@ -3,18 +3,13 @@
 With `--elastic`: the same trainer as a subclass of ElasticTrainer, which saves no checkpoints.
 """
 
-import sys
-from pathlib import Path
-
 from datasets import Dataset
 from peft import LoraConfig
-from steps import finish, note
-from toy import make_sentences, make_tokenizer, weigh
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from toy import make_sentences, make_tokenizer
+from trainers import CHECKPOINTS, Steps, elastic, train
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
-elastic = "--elastic" in sys.argv
 options = {}
 if elastic:
     from spark_elastic.torch.huggingface import ElasticTrainer
@@ -23,11 +18,6 @@ if elastic:
         pass
 
     options = {"global_batch_size": 8}
-
-
-class Steps(TrainerCallback):
-    def on_step_end(self, args, state, control, **others):
-        note(state.global_step)
 
 
 set_seed(1)
@@ -44,7 +34,7 @@ model = LlamaForCausalLM(
     )
 )
 args = SFTConfig(
-    "checkpoints",
+    CHECKPOINTS,
     per_device_train_batch_size=4,
     max_steps=40,
     save_strategy="no" if elastic else "steps",
@@ -63,6 +53,4 @@ trainer = (ElasticSFTTrainer if elastic else SFTTrainer)(
     callbacks=[Steps()],
     **options,
 )
-last = get_last_checkpoint("checkpoints") if Path("checkpoints").exists() else None
-trainer.train(resume_from_checkpoint=last)
-finish(weigh(trainer.model))
+train(trainer)

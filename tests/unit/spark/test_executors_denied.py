@@ -32,7 +32,7 @@ class DeniedGateway:
 def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "spark_elastic.spark")
+    caplog.set_level("INFO", "spark_elastic.clusters.spark")
     context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway))
     watch = ExecutorWatch(context, FakeClock())
     watch.start(lambda event: None)

@@ -87,6 +87,14 @@ def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
     assert not bench.find_commands(AbortWorld)
 
 
+def test_r15_a_worker_whose_slot_starts_a_new_process_for_it_may_take_long_to_connect() -> None:
+    bench = _start_running()
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
+    bench.on(WorkerStarted(SlotId("2-0"), W2))
+    bench.wait(8.0, heartbeats_of=[1, 2, 3, 4])
+    assert W2 in bench.state.workers
+
+
 def _cut_everybody(bench: Bench) -> None:
     for job in (1, 2, 3, 4):
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
