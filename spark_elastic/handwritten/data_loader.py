@@ -29,13 +29,12 @@ from spark_elastic.data.plan import (
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.gradients.ranks import rank, size
-from spark_elastic.handwritten.elastic_loop import STATE
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.training.fit_config import check_choice, check_whole_number
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
-from spark_elastic.worker.outside import ENTERED
+from spark_elastic.worker.outside import ENTERED, STATE
 
 _STEPS_AT_ONCE = 64  # whose indices are computed together
 # What the plan decides in place of torch's DataLoader, and what to use instead.

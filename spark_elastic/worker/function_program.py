@@ -15,7 +15,6 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.elastic_loop import STATE
 from spark_elastic.protocol.types import Position, World
 from spark_elastic.runs.checkpoint import (
     CHECKPOINTER,
@@ -28,7 +27,7 @@ from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
 from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks
-from spark_elastic.worker.outside import ENTERED
+from spark_elastic.worker.outside import ENTERED, STATE
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
 from spark_elastic.worker.script import DIST_ENV, destroy_process_group, exchange_dist_env
 
