@@ -32,7 +32,9 @@ class Backend:
         return True
 
 
-def test_executors_of_the_first_poll_are_not_posted_and_later_ones_are_whatever_a_poll_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executors_of_the_first_poll_are_not_posted_and_later_ones_are_whatever_a_poll_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = Backend({"1", "2"}, {"1", "2"}, MemoryError(), {"2", "3"})
     context: Any = SimpleNamespace(
         _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(schedulerBackend=lambda: backend))
