@@ -721,8 +721,8 @@ def remove_old_entries(
     Args:
         unfinished: also remove runs that could be resumed, and their rows.
     """
-    if older_than < 0:
-        raise InvalidInput(f"older_than is {older_than} seconds: it must not be negative.")
+    if not isinstance(older_than, Real) or not float(older_than) >= 0:
+        raise InvalidInput(f"older_than must be a number of seconds, 0 or more; got {older_than!r}.")
     old = [
         each for each in list_entries(store) if each.modified is not None and each.modified < now - older_than
     ]

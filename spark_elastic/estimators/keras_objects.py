@@ -43,7 +43,7 @@ from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callbacks import check_watched_names
-from spark_elastic.training.fit_config import check_seed, describe_type
+from spark_elastic.training.fit_config import check_seed, describe_type, name_failing
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
@@ -252,7 +252,8 @@ def _model(model: Any, seed: Any) -> Any:
     if not isinstance(model, keras.Model) and callable(model):
         with MODEL_FACTORY_LOCK, seeded_rng(int(seed)):
             keras.utils.set_random_seed(int(seed))
-            model = model()
+            with name_failing("model"):
+                model = model()
     if not isinstance(model, keras.Model):
         raise InvalidInput(
             f"model must be a Keras model or a function that makes one; got {describe_type(model)}."

@@ -11,6 +11,7 @@ import functools
 import inspect
 import io
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +47,7 @@ from spark_elastic.torch.train.loss import LossResult
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator, name_metrics
 from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder
 from spark_elastic.torch.train.state import check_storable
-from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.fit_config import describe_type, name_failing
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 
@@ -199,7 +200,8 @@ def _check_model(model: Any, seed: Any) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module) and callable(model):
         with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(seed))
-            model = model()
+            with name_failing("model"):
+                model = model()
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(
             f"model must be a torch.nn.Module or a function that makes one; got {describe_type(model)}."
@@ -369,8 +371,11 @@ def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
         return (1.0 / losses,) * losses if losses > 1 else ()
     try:
         found = tuple(float(weight) for weight in weights)
+        is_finite = all(map(math.isfinite, found))
     except (TypeError, ValueError):
-        raise InvalidInput(f"loss_weights must be a list of numbers; got {weights!r}.") from None
+        is_finite = False
+    if not is_finite:
+        raise InvalidInput(f"loss_weights must be a list of numbers; got {weights!r}.")
     if len(found) != losses:
         raise InvalidInput(f"loss_weights has {len(found)} weights for {losses} losses: give one for each.")
     if losses == 1:
@@ -399,7 +404,8 @@ def _check_optimizer(
             f"lambda params: SGD(params, lr=0.1); got {name}."
         )
     trial = copy.deepcopy(model)
-    tried = build_optimizer(trial, optimizer, learning_rate)
+    with name_failing("optimizer"):
+        tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
 
