@@ -219,5 +219,5 @@ def test_a_helper_with_other_code_is_another_loss_and_a_folder_is_not() -> None:
 
     assert find_differences(make(2), make(2)) == []
     assert find_differences(make(2), make(4)) == ["loss"]
-    one, other = (make_objects(model=UserNet(Margin(1.0, folder))) for folder in ("/tmp/a", "/tmp/b"))
+    one, other = (make_objects(model=UserNet(Margin(1.0, folder))) for folder in ("a", "b"))
     assert find_differences(one, other) == []
