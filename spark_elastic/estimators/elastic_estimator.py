@@ -88,7 +88,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             SnapshotRows.open(find_session(), table, version, validation_table, options, selection)
         )
 
-    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Any) -> Any:
         """See Spark ML. Raises InvalidInput if fits would share a `run_id`, since each fit is a run of its own."""
         if not isinstance(paramMaps, Sequence) or not all(isinstance(each, Mapping) for each in paramMaps):
             raise InvalidInput(

@@ -37,7 +37,7 @@ def find_metadata_session(spark: SparkSession) -> Any:
 class OverwritingWriter(MLWriter):
     """A writer whose `overwrite()` needs no JVM, and that names a path that cannot be written."""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: Any) -> None:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise InvalidInput(f"save() takes the path or url of a new folder; got {path!r}.")
         try:

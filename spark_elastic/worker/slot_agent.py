@@ -227,12 +227,14 @@ class SlotAgent:
 
     def _next_event(self) -> Callable[[], str | None]:
         """What comes next: an event of another thread, or a call whose time has come."""
-        due, call = min(self._later, key=itemgetter(0), default=(None, None))
+        if not self._later:
+            return self._events.get()
+        due = min(self._later, key=itemgetter(0))
         try:
-            return self._events.get(timeout=None if due is None else max(0.0, due - self._clock.now()))
+            return self._events.get(timeout=max(0.0, due[0] - self._clock.now()))
         except queue.Empty:
-            self._later.remove((due, call))
-            return call
+            self._later.remove(due)
+            return due[1]
 
     def _close(self) -> None:
         self._closing.set()
