@@ -721,8 +721,8 @@ def remove_old_entries(
     Args:
         unfinished: also remove runs that could be resumed, and their rows.
     """
-    if older_than < 0:
-        raise InvalidInput(f"older_than is {older_than} seconds: it must not be negative.")
+    if not _is_age(older_than):
+        raise InvalidInput(f"older_than must be a number of seconds, 0 or more; got {older_than!r}.")
     old = [
         each for each in list_entries(store) if each.modified is not None and each.modified < now - older_than
     ]
@@ -730,6 +730,10 @@ def remove_old_entries(
     for each in removable:
         store.remove_tree(each.name)
     return removable
+
+
+def _is_age(seconds: object) -> bool:
+    return isinstance(seconds, Real) and float(seconds) >= 0
 
 
 def _iter_data_sets(store: Store, run: str) -> Iterator[str]:

@@ -228,10 +228,11 @@ class HostPoller:
         """One answer; of a call that was slow to answer before, if there is one."""
         call = self._call
         if call is None:
-            call = self._call = _Call()
+            call = _Call()
             threading.Thread(
                 target=_call_find, args=(self._find, call), name="spark-elastic-find", daemon=True
             ).start()
+            self._call = call
         if not call.done.wait(ANSWER_TIMEOUT):
             raise TimeoutError(f"no answer within {ANSWER_TIMEOUT:g} s")
         self._call = None
@@ -258,6 +259,8 @@ def _call_find(find: Find, call: _Call) -> None:
         call.answer = tuple(found.items())
     except Exception as error:  # raised again in the thread that polls
         call.error = error
+    except BaseException as error:  # as sys.exit does; that would end the polling thread
+        call.error = InvalidInput(f"the function ended with {error!r}: have it return the hosts.")
     finally:
         call.done.set()
 

@@ -63,10 +63,11 @@ class ThreadPerSlotLauncher(ABC):
 
     def launch(self, launch: int) -> None:
         name = f"slot launch {launch}"
-        thread = self.thread_class(target=self._run_and_post, args=(launch,), name=name, daemon=True)
         try:
+            # Spark's class asks the JVM already when a thread is made.
+            thread = self.thread_class(target=self._run_and_post, args=(launch,), name=name, daemon=True)
             thread.start()
-        except Exception as error:  # the process has as many threads as it may
+        except Exception as error:  # the process has as many threads or descriptors as it may
             self._post_end(launch, _describe_failed_start(error))
             return
         self._threads.append(thread)

@@ -88,8 +88,12 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             SnapshotRows.open(find_session(), table, version, validation_table, options, selection)
         )
 
-    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Any) -> Any:
         """See Spark ML. Raises InvalidInput if fits would share a `run_id`, since each fit is a run of its own."""
+        if not isinstance(paramMaps, Sequence) or not all(isinstance(each, Mapping) for each in paramMaps):
+            raise InvalidInput(
+                f"param maps are dicts from Params to values, as ParamGridBuilder makes them; got {paramMaps!r}."
+            )
         check_run_ids(self.getOrDefault("run_id"), [each.get(self.run_id) for each in paramMaps])
         return super().fitMultiple(dataset, paramMaps)
 

@@ -374,6 +374,10 @@ class SnapshotRows(FileRows):
         """Raises InvalidInput as `read_snapshot` does, and without a session."""
         if session is None:
             raise InvalidInput("There is no active Spark session: create one, as for `fit`.")
+        if table is None:
+            raise InvalidInput(
+                "fit_on_table takes a table's name, path, url or object; got None: name the table to train on."
+            )
         snapshot, validation = (
             None if each is None else read_snapshot(*_find_table(session, each, number), storage_options)
             for each, number in ((table, version), (validation_table, None))

@@ -29,7 +29,7 @@ from spark_elastic.estimators.two_rows import (
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callback_states import check_watched_names
-from spark_elastic.training.fit_config import check_seed, describe_type
+from spark_elastic.training.fit_config import check_seed, describe_type, name_failing
 from spark_elastic.training.keras.archive import (
     Archive,
     collect_custom_objects,
@@ -251,7 +251,8 @@ def _model(model: Any, seed: Any) -> Any:
     if not isinstance(model, keras.Model) and callable(model):
         with MODEL_FACTORY_LOCK, seeded_rng(int(seed)):
             keras.utils.set_random_seed(int(seed))
-            model = model()
+            with name_failing("model"):
+                model = model()
     if not isinstance(model, keras.Model):
         raise InvalidInput(
             f"model must be a Keras model or a function that makes one; got {describe_type(model)}."

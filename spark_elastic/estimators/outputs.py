@@ -74,6 +74,10 @@ class OutputColumns:
                     f"prediction_col, probability_col, raw_prediction_col and output_cols must be names of columns; "
                     f"got {name!r}."
                 )
+            if name in (values.get("feature_cols") or ()):
+                raise InvalidInput(
+                    f"{name!r} is a feature column, and transform is to add it: choose another name for predictions."
+                )
         activation = check_choice("activation", values["activation"], ACTIVATIONS) or implied
         asked = [name for name in OF_CLASSES if name in named and values[name] not in (None, "")]
         if check_flag("raw_outputs", values["raw_outputs"]) or outputs is not None:

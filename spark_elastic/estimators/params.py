@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -39,8 +39,13 @@ def to_python_number(value: Any) -> Any:
 
 
 def to_names(value: Any) -> list[str]:
-    """One or several names of columns, or paths, as a list."""
-    return [str(value)] if isinstance(value, str | os.PathLike) else [str(name) for name in value]
+    """One or several names of columns, or paths, as a list. Raises InvalidInput for anything else."""
+    several = [value] if isinstance(value, str | os.PathLike) else value
+    found = list(several) if isinstance(several, Iterable) else [several]
+    for each in found:
+        if not isinstance(each, str | os.PathLike):
+            raise InvalidInput(f"columns are given by name, as 'x' or ['x', 'y']; got {each!r}.")
+    return [str(each) for each in found]
 
 
 def to_optional_names(value: Any) -> list[str] | None:

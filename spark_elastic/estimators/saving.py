@@ -16,13 +16,14 @@ from typing import Any
 
 import cloudpickle
 import torch
+from pyspark.errors import PySparkException
 from pyspark.ml.util import DefaultParamsReader, MLWriter
 from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
-from spark_elastic.estimators.dataframes.store_access import escape_pattern
+from spark_elastic.estimators.dataframes.store_access import describe_cause, escape_pattern
 
 FORMAT = 2  # 0: before probability columns, with output_col for prediction_col; 1: these only where they were named
 CHUNK = 16 << 20  # bytes
@@ -34,7 +35,20 @@ def find_metadata_session(spark: SparkSession) -> Any:
 
 
 class OverwritingWriter(MLWriter):
-    """A writer whose `overwrite()` needs no JVM."""
+    """A writer whose `overwrite()` needs no JVM, and that names a path that cannot be written."""
+
+    def save(self, path: Any) -> None:
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise InvalidInput(f"save() takes the path or url of a new folder; got {path!r}.")
+        try:
+            super().save(os.fspath(path))
+        except (ElasticError, PySparkException):  # the latter says itself that there is something at the path
+            raise
+        except Exception as error:  # of the JVM or pickle
+            raise StoreError(
+                f"{path} cannot be written, with {describe_cause(error)}: give a new folder that Spark can write "
+                "to, or call write().overwrite().save()."
+            ) from error
 
     def _handleOverwrite(self, path: str) -> None:
         if has_context(self.sparkSession):
@@ -73,10 +87,9 @@ def name_incomplete(path: str, kind: type) -> Iterator[None]:
     except ElasticError:
         raise
     except Exception as error:  # of Spark, the JVM, pickles or the user's classes
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise StoreError(
-            f"{path} cannot be loaded as {kind.__name__}, with {reason}: give the whole folder that save() wrote, and "
-            "have the modules here that it was made with."
+            f"{path} cannot be loaded as {kind.__name__}, with {describe_cause(error)}: give the whole folder that "
+            "save() wrote, and have the modules here that it was made with."
         ) from error
 
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import io
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ from spark_elastic.estimators.two_rows import (
 )
 from spark_elastic.gradients.exchange_options import find_trainable
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.fit_config import describe_type, name_failing
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.build_optimizer import build_optimizer, check_steps_alone
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
@@ -199,7 +200,8 @@ def _check_model(model: Any, seed: Any) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module) and callable(model):
         with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(seed))
-            model = model()
+            with name_failing("model"):
+                model = model()
     if not isinstance(model, torch.nn.Module):
         raise InvalidInput(
             f"model must be a torch.nn.Module or a function that makes one; got {describe_type(model)}."
@@ -369,8 +371,11 @@ def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
         return (1.0 / losses,) * losses if losses > 1 else ()
     try:
         found = tuple(float(weight) for weight in weights)
+        is_finite = all(map(math.isfinite, found))
     except (TypeError, ValueError):
-        raise InvalidInput(f"loss_weights must be a list of numbers; got {weights!r}.") from None
+        is_finite = False
+    if not is_finite:
+        raise InvalidInput(f"loss_weights must be a list of numbers; got {weights!r}.")
     if len(found) != losses:
         raise InvalidInput(f"loss_weights has {len(found)} weights for {losses} losses: give one for each.")
     if losses == 1:
@@ -399,7 +404,8 @@ def _check_optimizer(
             f"lambda params: SGD(params, lr=0.1); got {name}."
         )
     trial = copy.deepcopy(model)
-    tried = build_optimizer(trial, optimizer, learning_rate)
+    with name_failing("optimizer"):
+        tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
 

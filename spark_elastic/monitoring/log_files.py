@@ -101,7 +101,7 @@ class StoreLog(JobListener):
             last = self._closing.wait(WRITE_INTERVAL)
             try:
                 self._write()
-            except StoreError as error:
+            except Exception as error:  # of the store, or a lack of memory: the next time may succeed
                 if not self._failed:
                     log.warning("the output of workers cannot be kept in the store: %s", error)
                 self._failed = True

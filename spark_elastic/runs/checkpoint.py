@@ -226,8 +226,20 @@ class CheckpointWriter:
             self._waiting = (fence, position, make_parts)
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
-            self._thread.start()
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
+        try:
+            thread.start()
+        except (
+            RuntimeError
+        ) as error:  # the process has as many threads as it may: the next checkpoint tries again
+            log.warning("checkpoint not written: %s", error)
+            with self._changed:
+                self._offered = self._waiting = None
+            return
+        self._thread = thread
 
     def flush(self) -> None:
         """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store."""

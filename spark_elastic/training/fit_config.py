@@ -9,17 +9,32 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from spark_elastic.data.reading.readers import check_reader
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import ElasticError, InvalidInput
 
 Shapes = tuple[tuple[int, ...], ...]
 Check = Callable[[str, Any], Any]  # (name, value) -> the value to keep; raises InvalidInput
+
+
+@contextmanager
+def name_failing(parameter: str) -> Iterator[None]:
+    """A user's function that raises inside the block raises an InvalidInput with the name of its parameter."""
+    try:
+        yield
+    except ElasticError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise InvalidInput(
+            f"the function given as {parameter} fails, with {reason}: call it yourself, as this does, to see where."
+        ) from error
 
 
 def describe_type(value: Any) -> str:

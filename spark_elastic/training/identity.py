@@ -1,20 +1,27 @@
 """Describes the user's objects as text that is equal in every process, to compare them (R19, resuming a run).
 
 The text of a plain value is the value, that of an array or tensor its content; of a function its code, its closure and
-what it uses of its module's numbers, arrays and lists of them; of a class the code of the methods that a framework
-calls and of those that these name; of any other object its class, and its numbers, arrays and functions. Functions and
-classes of frameworks have their names alone. It contains no addresses, no names of modules (a script is `__main__` in
+what it uses of its module's values, functions and classes; of a class the code of the methods that a framework calls
+and of those that these name; of any other object its class, and what of its attributes can be compared: numbers,
+arrays, functions, members of enums, records, and the user's callable objects. Functions and classes of frameworks have
+their names alone. It contains no addresses, no names of modules (a script is `__main__` in
 one process only), no line numbers, comments or docstrings, and no strings of the user's module or objects, which may be
 folders or dates. Pure; any thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Set
-from types import CodeType, FunctionType, MethodType
+from decimal import Decimal
+from enum import Enum, EnumMeta
+from fractions import Fraction
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +29,8 @@ import numpy as np
 WEIGHTS = "initial weights"  # the entry of an identity that may differ: a model need not be seeded
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 NUMBERS = (bool, int, float, complex)
+NOTHING = "nothing to compare"  # in place of a value; compared by identity
+_REPRS = (range, slice, Fraction, Decimal, np.dtype)  # whose repr is their value
 # Packages whose code is told apart by names: another version of them may continue a run.
 _FRAMEWORKS = re.compile(
     r"(builtins|functools|numpy|torch|torchvision|transformers|keras|tensorflow|(pytorch_)?lightning(_fabric)?"
@@ -50,7 +59,11 @@ def to_text(thing: Any, inside: tuple[int, ...] = ()) -> str:
     text_of = functools.partial(to_text, inside=(*inside, id(thing)))
     if isinstance(thing, Mapping):
         return f"{{{', '.join(f'{key}: {text_of(thing[key])}' for key in sorted(thing, key=str))}}}"
-    if isinstance(thing, list | tuple):
+    if isinstance(thing, Enum):
+        return f"{type(thing).__name__}.{thing.name}"
+    if isinstance(thing, _REPRS) or type(thing).__name__ == "dtype":
+        return repr(thing)
+    if isinstance(thing, list | tuple | deque):
         return f"[{', '.join(map(text_of, thing))}]"
     if isinstance(thing, Set):
         return f"set {sorted(map(text_of, thing))}"
@@ -77,7 +90,7 @@ def to_text(thing: Any, inside: tuple[int, ...] = ()) -> str:
     if callable(thing) and hasattr(thing, "__name__"):
         wrapped = getattr(thing, "__wrapped__", None)  # of functools.cache and the like
         return f"named {thing.__name__}" if wrapped is None else text_of(wrapped)
-    settings = {name: value for name, value in getattr(thing, "__dict__", {}).items() if is_comparable(value)}
+    settings = pick_comparable(_list_attributes(thing))
     return f"{text_of(type(thing))} {text_of(settings)}"
 
 
@@ -98,8 +111,9 @@ def _find_used_members(kind: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     while waiting:
         name = waiting.pop()
-        if name in defined and name not in found and is_comparable(defined[name]):
-            found[name] = defined[name]
+        member = pick_comparable(defined[name]) if name in defined and name not in found else NOTHING
+        if member is not NOTHING:
+            found[name] = member
             waiting += _list_names(getattr(found[name], "__code__", None))
     return found
 
@@ -122,18 +136,48 @@ def _is_of_framework(thing: Any) -> bool:
     return _FRAMEWORKS.match(str(getattr(thing, "__module__", ""))) is not None
 
 
-def is_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> bool:
-    """Whether this is a value of these kinds, an array or a function, or a container of such values.
+def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
+    """The value if it can be compared; of a container those entries that can; NOTHING if there are none.
 
     Args:
         kinds: plain types. Without str: a string of the user's may be a folder or a date.
     """
+    kept: Any
     if isinstance(value, Mapping):
-        return all(is_comparable(each, kinds) for each in value.values())
-    if isinstance(value, list | tuple | Set):
-        return all(is_comparable(each, kinds) for each in value)
-    is_named = callable(value) and hasattr(value, "__name__")  # functions, also built in, methods and classes
-    return isinstance(value, (*kinds, functools.partial)) or is_named or _is_array(value)
+        picked = {name: pick_comparable(each, kinds) for name, each in value.items()}
+        kept = {name: each for name, each in picked.items() if each is not NOTHING}
+    elif isinstance(value, list | tuple | Set | deque):
+        kept = [each for each in (pick_comparable(each, kinds) for each in value) if each is not NOTHING]
+        kept = frozenset(kept) if isinstance(value, Set) else kept
+    else:
+        is_named = callable(value) and hasattr(
+            value, "__name__"
+        )  # functions, also built in, methods and classes
+        is_plain = isinstance(value, (*kinds, *_REPRS, functools.partial, Enum)) or _is_array(value)
+        return value if is_plain or is_named or _is_record(value) else NOTHING
+    return kept if kept or not value else NOTHING
+
+
+def _is_record(value: Any) -> bool:
+    """Whether its attributes say what it does: a record, or an object of a class of the user's that is called."""
+    kind = type(value)
+    if dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace) or kind.__name__ == "dtype":
+        return True
+    own = isinstance(getattr(kind, "__call__", None), FunctionType) and not _is_of_framework(kind)  # noqa: B004
+    file = str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+    return (
+        own and not hasattr(value, "state_dict") and "-packages" not in file
+    )  # those of others may count or date
+
+
+def _list_attributes(thing: Any) -> dict[str, Any]:
+    found = dict(getattr(thing, "__dict__", {}))
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name[:2] != "__" and hasattr(thing, name):
+                found[name] = getattr(thing, name)
+    return found
 
 
 def _is_array(thing: Any) -> bool:
@@ -159,12 +203,18 @@ def _describe_array(thing: Any) -> str:
 
 
 def _find_globals(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function, or a function inside it, uses of its module's numbers, arrays and containers of them."""
-    return {
-        name: known[name]
-        for name in _list_names(code)
-        if is_comparable(known.get(name)) and not isinstance(known[name], FunctionType | type)
-    }
+    """What a function, or a function inside it, uses of its module's values, and of what the module itself defines."""
+    names = [name for name in _list_names(code) if name in known]
+    found = {name: pick_comparable(known[name]) for name in names}
+    for name in names:
+        value = known[name]
+        if isinstance(value, FunctionType | type):
+            is_own = value.__module__ == known.get("__name__") and not issubclass(type(value), EnumMeta)
+            found[name] = value if is_own else NOTHING
+            if is_own and isinstance(value, type):
+                read = {each: vars(value)[each] for each in _list_names(code) if each in vars(value)}
+                found[name] = value, pick_comparable(read)
+    return {name: value for name, value in found.items() if value is not NOTHING}
 
 
 def _read_cell(cell: Any) -> Any:
@@ -173,4 +223,5 @@ def _read_cell(cell: Any) -> Any:
         value = cell.cell_contents
     except ValueError:  # not filled yet
         return None
-    return value if is_comparable(value, PLAIN) else type(value).__name__
+    picked = pick_comparable(value, PLAIN)
+    return type(value).__name__ if picked is NOTHING else picked

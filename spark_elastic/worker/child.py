@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -81,12 +82,17 @@ class Child:
         on_exit: Callable[[Child, int], None],
     ) -> Child:
         """Start a process from the slot's main thread, with which the process ends (PR_SET_PDEATHSIG)."""
-        status_read, status_write = os.pipe()
-        reader = StackReader()
-        fds = ChildFds(status_write, reader.activity, reader.stacks)
-        header = Header(spec, identity, os.getpid(), len(payload), fds)
         imports = spec.imports if spec.fork_workers else None
-        process = start_process(fds, imports, _build_environment(spec.cpus_per_worker))
+        with ExitStack() as failed:  # a slot that lacks descriptors for a moment must not lose more each time
+            reader = StackReader()
+            failed.callback(reader.close)
+            status_read, status_write = os.pipe()
+            failed.callback(os.close, status_read)
+            fds = ChildFds(status_write, reader.activity, reader.stacks)
+            failed.callback(os.close, status_write)
+            header = Header(spec, identity, os.getpid(), len(payload), fds)
+            process = start_process(fds, imports, _build_environment(spec.cpus_per_worker))
+            failed.pop_all()
         child = cls(process, reader, status_read, on_line, on_warm, on_exit)
         child._input.put(header.to_line())
         child._input.put(payload)

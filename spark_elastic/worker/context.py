@@ -63,10 +63,9 @@ class CollectiveThread:
             return future
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="spark-elastic-collectives", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="spark-elastic-collectives", daemon=True)
+                thread.start()  # may fail; then the next submission tries again
+                self._thread = thread
             self._last = future
             self._work.append(lambda: _complete(future, work))
             self._wakes.put(True)

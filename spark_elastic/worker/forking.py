@@ -335,7 +335,12 @@ def _adopt_orphans() -> Iterator[None]:
 def _open_pipes() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
     """((standard input, standard output) of the new process, this process's end of its input, of its output)"""
     theirs_in, ours_in = os.pipe()
-    ours_out, theirs_out = os.pipe()
+    try:
+        ours_out, theirs_out = os.pipe()
+    except OSError:
+        os.close(theirs_in)
+        os.close(ours_in)
+        raise
     return (theirs_in, theirs_out), os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
 
 

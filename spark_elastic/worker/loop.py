@@ -485,8 +485,9 @@ class DriverWatch:
         """End the process, even if user code never returns to the main thread."""
         if code is None or self._closing.wait(EXIT_GRACE):
             return
-        sys.stderr.write(f"worker {self._worker} ends: {reason}\n")
-        sys.stderr.flush()
+        with suppress(Exception):  # user code may have put a closed file there, or one on a full disk
+            sys.stderr.write(f"worker {self._worker} ends: {reason}\n")
+            sys.stderr.flush()
         os._exit(code)
 
 

@@ -69,13 +69,15 @@ class WorkerNotificationManager:
             timestamp: seconds since the Unix epoch.
         """
         listeners = get_call_context().get_or_create(_Listeners).get_all()
-        if listeners and update_res:
+        if not listeners or not update_res:
+            return
+        arguments = listeners, timestamp, update_res
+        try:
             threading.Thread(
-                target=_tell,
-                args=(listeners, timestamp, update_res),
-                name="spark-elastic-listeners",
-                daemon=True,
+                target=_tell, args=arguments, name="spark-elastic-listeners", daemon=True
             ).start()
+        except RuntimeError as error:  # the caller's thread, which watches the driver, must go on
+            log.warning("listeners were not told of a change: %s", error)
 
 
 # Module state, as Horovod has it: `horovod.common.elastic.notification_manager`.

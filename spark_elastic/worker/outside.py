@@ -13,9 +13,9 @@ from spark_elastic.rendezvous.messages import DriverClient, GetValues, SetValues
 
 ALONE = Fence(0, 0)  # of each world that a worker has for itself; the driver's worlds begin at 1
 SCOPE, KEY = "loop", "begun"  # of the mark
-ENTERED = (
-    "entered"  # key of the process's values: whether this call of the user's function has reached its loop
-)
+# Keys of the process's values.
+ENTERED = "entered"  # whether this call of the user's function has reached its elastic loop
+STATE = "state"  # the state of the newest elastic loop of this process
 
 
 def mark_loop_begun(driver: DriverClient) -> None:

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
@@ -35,6 +36,7 @@ from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import fork_server_cache
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
+SPARE_RETRY = 10.0  # seconds until a spare that could not be started is tried again
 STACK_AFTER = 1.0  # seconds of work without waiting for others, after which heartbeats carry the stack
 SEND_LINES_EVERY = 0.2  # seconds between two messages of log lines
 LINES_AT_ONCE = 500  # in one message
@@ -79,6 +81,7 @@ class SlotAgent:
         self._client = client
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
+        self._later: list[tuple[float, Callable[[], str | None]]] = []  # when, and what; main thread only
         self._lines: queue.SimpleQueue[tuple[WorkerId | None, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
@@ -125,7 +128,7 @@ class SlotAgent:
                 self._promote()
             # A refused slot waits as well: a return would end the task's other attempts: R14 (duplicates).
             while True:
-                reason = self._events.get()()
+                reason = self._next_event()()
                 if reason is not None:
                     return reason
         finally:
@@ -149,7 +152,7 @@ class SlotAgent:
         self._ask(WorkerStarted(self._identity.slot, child.worker))
         child.activate(activation)
         if child.warm:
-            self._call_later(JOIN_GRACE, lambda: self._on_warm(child))
+            self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
 
     def _handle_exit(self, child: Child, code: int) -> str | None:
         if child is self._spare:
@@ -185,9 +188,7 @@ class SlotAgent:
             return self._prepare_spare(child)
         if child is self._active:
             self._check_memory(child)
-            self._call_later(
-                self._spec.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child))
-            )
+            self._call_later(self._spec.spare_after, lambda: self._prepare_spare(child))
         return None
 
     def _check_memory(self, child: Child) -> str | None:
@@ -198,13 +199,19 @@ class SlotAgent:
         if shortage := self._find_shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{SLOT_LINE_PREFIX}{shortage}")
         else:
-            self._call_later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
+            self._call_later(MEMORY_CHECK_EVERY, lambda: self._check_memory(child))
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
         """Start a spare if `child` is still the slot's worker."""
         if child is self._active and self._spare is None:
-            self._spare = self._start_child()
+            try:
+                self._spare = self._start_child()
+            except Exception as error:  # as when descriptors run out; the worker trains on without a spare
+                self._on_line(
+                    child, f"{SLOT_LINE_PREFIX}no spare was started: {type(error).__name__}: {error}"
+                )
+                self._call_later(SPARE_RETRY, lambda: self._prepare_spare(child))
         return None
 
     def _execute(self, commands: SlotCommands) -> str | None:
@@ -220,14 +227,19 @@ class SlotAgent:
             self._active.wait(STOP_GRACE)
         return commands.release
 
-    def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call it after some seconds in another thread, unless the slot has closed by then."""
+    def _call_later(self, seconds: float, call: Callable[[], str | None]) -> None:
+        self._later.append((self._clock.now() + seconds, call))
 
-        def wait() -> None:
-            if not self._closing.wait(seconds):
-                call()
-
-        threading.Thread(target=wait, name="spark-elastic-later", daemon=True).start()
+    def _next_event(self) -> Callable[[], str | None]:
+        """What comes next: an event of another thread, or a call whose time has come."""
+        if not self._later:
+            return self._events.get()
+        due = min(self._later, key=itemgetter(0))
+        try:
+            return self._events.get(timeout=max(0.0, due[0] - self._clock.now()))
+        except queue.Empty:
+            self._later.remove(due)
+            return due[1]
 
     def _close(self) -> None:
         self._closing.set()

@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -135,7 +135,10 @@ class StackSampler(WaitRecorder):
 
     def _run(self) -> None:
         while True:
-            self._sample()
+            with suppress(
+                Exception
+            ):  # no memory left for a moment: the slot keeps the sample that it read last
+                self._sample()
             if self._closing.wait(SAMPLE_EVERY):
                 return
 
@@ -143,11 +146,9 @@ class StackSampler(WaitRecorder):
         with gc_paused:  # the call creates frames while the interpreter's list of threads is locked
             frame = sys._current_frames().get(self._main)
         text = _format_stack(frame) + "\n"
-        try:
+        with suppress(OSError):  # the time of the sample shows that this thread runs
             os.ftruncate(self._stacks, 0)
             os.write(self._stacks, text.encode("utf-8", "replace"))
-        except OSError:
-            pass  # no memory left: the slot keeps the sample that it read last
         _NUMBER.pack_into(self._number, _SAMPLED, self._clock.now())
 
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -184,6 +184,13 @@ def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_pat
     model.save(path)
     with pytest.raises(AnalysisException, match="already exists"):
         model.save(path)
+    with pytest.raises(InvalidInput, match=r"save\(\) takes the path or url of a new folder; got None"):
+        model.save(cast("Any", None))
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(
+        StoreError, match=r"file/m cannot be written, with \S*Exception: .*: give a new folder"
+    ):
+        model.save(str(tmp_path / "file" / "m"))
     model.write().overwrite().save(path)
     back = ElasticTorchModel.load(path)
     assert back.uid == model.uid

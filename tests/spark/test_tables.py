@@ -117,5 +117,7 @@ def test_a_table_is_found_in_the_catalog_and_validated_with_another_one(
     assert [(epoch["rows"], epoch["val_rows"]) for epoch in model.history] == [(30, 9)] * 2
     with pytest.raises(InvalidInput, match=r"The Delta table .* cannot be read of version 99: "):
         est.fit_on_table(tmp_path / "trained", version=99)
+    with pytest.raises(InvalidInput, match="got None: name the table"):
+        est.fit_on_table(None)
     with pytest.raises(InvalidInput, match="fit_on_table reads files as they are: give validation_table"):
         est.copy({est.validation: 0.2}).fit_on_table(tmp_path / "trained")

@@ -267,6 +267,7 @@ def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        named = ", ".join(map(str, kwargs)) or "nothing"
         raise InvalidInput(
-            f"{name}{signature} was given {len(args)} in args and {', '.join(kwargs) or 'nothing'} in kwargs: {error}."
+            f"{name}{signature} was given {len(args)} in args and {named} in kwargs: {error}."
         ) from None

@@ -178,6 +178,9 @@ def _check(mine: dict[str, Any]) -> None:
         raise InvalidInput(f"verbose must be 0, 1 or 2; got {verbose!r}.")
     if "verbose" in mine:
         mine["verbose"] = int(verbose)
+    timestamps = mine.get("prefix_output_with_timestamp", False)
+    if not isinstance(timestamps, bool):
+        raise InvalidInput(f"prefix_output_with_timestamp must be True or False; got {timestamps!r}.")
     if "preload" in mine:
         mine["preload"] = _check_modules(mine["preload"])
     if (mine.get("run_id") is None) is not (mine.get("store") is None):

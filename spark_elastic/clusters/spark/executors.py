@@ -58,7 +58,7 @@ class ExecutorWatch:
                 backend = _backend(self._sc)
                 present = set(_to_strings(backend.getExecutorIds()))
                 leaving = {host for host in present - draining if not backend.isExecutorActive(host)}
-            except (Py4JError, AttributeError, OSError) as error:
+            except Exception as error:  # also a lack of descriptors or memory, which may pass
                 # If the context was stopped, the slots' own jobs end with it.
                 log.debug("the scheduler does not answer: %s", error)
                 continue

@@ -98,10 +98,9 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
         there = filesystem.exists(path)
         seen = int(filesystem.getFileStatus(path).getLen()) if there else -1
     except Exception as error:  # of py4j, around any exception of the JVM
-        cause = str(getattr(error, "java_exception", error)).splitlines()[0]
         raise StoreError(
             f"Spark's side cannot use the store {store.url} as {url.partition('/probes/')[0]}, as user {identity} "
-            f"({cause}): look at {settings}."
+            f"({describe_cause(error)}): look at {settings}."
         ) from error
     if seen != len(token):
         raise StoreError(
@@ -118,3 +117,10 @@ def _describe_python_client(store: Store) -> str:
     if not who:
         return f"{client} with its default credentials"
     return f"{client} with the key or user {str(who)[:4]}..."
+
+
+def describe_cause(error: Exception) -> str:
+    """An error in a line; of one of py4j, what the JVM raised."""
+    found = getattr(error, "java_exception", None)
+    text = f"{type(error).__name__}: {error}" if found is None else str(found)
+    return text.partition("\n")[0].rstrip(".")

@@ -160,8 +160,9 @@ class OperationQueue:
         self._new.append(operation)
         self._set_idle(idle=False)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="spark-elastic-operations", daemon=True)
+            thread.start()  # may fail; then the next request tries again
+            self._thread = thread
         if not awaited:
             self._wake_thread.set()
 

@@ -23,12 +23,13 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.gradients.devices import DeviceCopier
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import (
+    NOTHING,
     NUMBERS,
     PLAIN,
     WEIGHTS,
     describe_class,
     digest,
-    is_comparable,
+    pick_comparable,
     to_text,
 )
 from spark_elastic.training.model_io import check_numbers, find_input_dtype, refuse_large_numbers
@@ -129,10 +130,11 @@ def _list_settings(thing: Any) -> list[tuple[str, str]]:
     """Attributes that are numbers, arrays or functions; of torch's and this package's classes also strings, which in a
     user's class may be names of folders or dates."""
     own = type(thing).__module__.startswith(("torch.nn", "spark_elastic."))
+    picked = {name: pick_comparable(value, PLAIN if own else NUMBERS) for name, value in vars(thing).items()}
     return [
         (name, to_text(value))
-        for name, value in vars(thing).items()
-        if not name.startswith("_") and name != "training" and is_comparable(value, PLAIN if own else NUMBERS)
+        for name, value in picked.items()
+        if not name.startswith("_") and name != "training" and value is not NOTHING
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
-from spark_elastic.worker import pickling, slot_agent
+from spark_elastic.worker import child, pickling, slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.slot_agent import SlotAgent
@@ -200,8 +201,20 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
     assert serve(driver, AnnouncingProgram(1), play, spare_after=1000.0) == "enough"
 
 
-def test_a_growing_memory_shortage_is_reported_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_spare_and_a_growing_memory_shortage_are_reported_once_and_cost_no_worker(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slot_agent, "MEMORY_CHECK_EVERY", 0.05)
+    monkeypatch.setattr(slot_agent, "SPARE_RETRY", 0.05)
+    starts: list[OSError | None] = [None, OSError(errno.EMFILE, "Too many open files"), None]
+    start = child.start_process
+
+    def start_unless_full(*arguments: Any) -> Any:
+        if (error := starts.pop(0)) is not None:
+            raise error
+        return start(*arguments)
+
+    monkeypatch.setattr(child, "start_process", start_unless_full)
     looks: list[tuple[int, int | None]] = []
 
     def shortage(worker: int, spare: int | None, server: int | None) -> str | None:
@@ -210,6 +223,7 @@ def test_a_growing_memory_shortage_is_reported_once(driver: Driver, monkeypatch:
 
     def play() -> None:
         driver.await_event(RegisterSlot)
+        assert "no spare was started: OSError: [Errno 24]" in str(driver.logs.get(timeout=20.0).lines)
         worker, spare = await_children(2)
         while "it takes too much" not in str(driver.logs.get(timeout=20.0).lines):
             continue

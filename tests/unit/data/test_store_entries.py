@@ -186,8 +186,10 @@ def test_ages_are_parsed() -> None:
     assert [store_cli.parse_age(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
     with pytest.raises(InvalidInput, match="as in 30d"):
         store_cli.parse_age("soon")
-    with pytest.raises(InvalidInput, match="older_than is -1 seconds"):
-        remove_old_entries(Store.open("memory://empty"), -1, LATER)
+    wrong: Any
+    for wrong in (-1, None, "1d", float("nan")):
+        with pytest.raises(InvalidInput, match="older_than must be a number of seconds, 0 or more; got"):
+            remove_old_entries(Store.open("memory://empty"), wrong, LATER)
 
 
 def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> None:

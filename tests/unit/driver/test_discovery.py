@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from spark_elastic.driver.discovery import (
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
+from tests.full_process import refuse_next_thread
 from tests.patience import until
 
 CLOCK = SystemClock()
@@ -263,3 +265,32 @@ def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
     with pytest.raises(KeyboardInterrupt):
         CombinedDiscovery(*parts).close()
     assert closed == parts
+
+
+def test_neither_a_lack_of_threads_nor_an_exit_of_the_function_ends_the_discovery(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = 0
+
+    def find() -> dict[str, int]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            sys.exit("no such cluster")
+        return {"a": calls}
+
+    posted: SimpleQueue[DriverEvent] = SimpleQueue()
+
+    def post(event: DriverEvent) -> None:
+        posted.put(event)
+
+    monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 5.0)
+    polling = HostPoller(find, CLOCK)
+    polling._handle_answer(polling._poll(), post)
+    with pytest.raises(InvalidInput, match="ended with SystemExit"):
+        polling._poll()
+    refuse_next_thread(monkeypatch)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        polling._poll()
+    polling._handle_answer(polling._poll(), post)
+    assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 3}]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 
+import pytest
+
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
@@ -55,13 +57,13 @@ def test_a_slot_that_could_not_be_started_ends_with_the_error() -> None:
     assert end.reason == "it could not be started: UnicodeError: label too long"
 
 
-def test_a_slot_whose_thread_cannot_start_is_launched_again_by_the_driver() -> None:
-    class FullProcess(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize("fails", ["start", "__init__"])  # that of Spark's threads asks the JVM
+def test_a_slot_whose_thread_cannot_start_is_launched_again_by_the_driver(fails: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
 
     class SlotsInFullProcess(Slots):
-        thread_class = FullProcess
+        thread_class = type("FullProcess", (threading.Thread,), {fails: refuse})
 
     slots = SlotsInFullProcess()
     slots.launch(2)

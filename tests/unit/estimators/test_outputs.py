@@ -171,6 +171,11 @@ def test_raw_outputs_are_asked_for_and_named() -> None:
         ([2], {"activation": "softmx"}, "activation must be one of 'softmax', 'exp'"),
         ([2], {"prediction_col": ""}, "prediction_col, .* must be names of columns; got ''"),
         ([2], {"probability_col": ["p"]}, "must be names of columns; got .'p'"),
+        (
+            [2],
+            {"prediction_col": "x", "feature_cols": ["x"]},
+            "'x' is a feature column, and transform is to add",
+        ),
         ([2], {"output_cols": [1]}, "must be names of columns; got 1"),
         ([2], {"probability_col": "p", "output_cols": ["q"]}, "of classes, and output_cols asks for"),
         ([2], {"threshold": 0.1, "raw_outputs": True}, "threshold is of classes, and raw_outputs asks for"),

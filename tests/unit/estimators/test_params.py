@@ -116,6 +116,13 @@ def test_options_of_the_store_are_not_shown() -> None:
     assert "abc" not in estimator.explainParams()
 
 
+@pytest.mark.parametrize("given", [3, [None], [3, "a"]])
+def test_names_that_are_none_are_refused_at_once(given: Any) -> None:
+    for name in ("feature_cols", "label_cols", "output_cols"):
+        with pytest.raises(InvalidInput, match=r"^columns are given by name, .*; got (3|None)\.$"):
+            ElasticTorchEstimator(**{name: given})
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

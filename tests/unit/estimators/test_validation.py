@@ -100,6 +100,8 @@ class Queues(Callback):
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got dict."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
+    ({"model": lambda rows: net()}, "given as model fails, with TypeError: .* 'rows'"),
+    ({"optimizer": lambda params: 1 // 0}, "given as optimizer fails, with ZeroDivisionError"),
     (
         {"loss": "mse"},
         r"function or module of \(output, label\), such as torch.nn.functional.mse_loss; got str",
@@ -154,6 +156,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights for 1 losses"),
     ({"loss_weights": 3}, "loss_weights must be a list of numbers; got 3"),
     ({"loss_weights": ["a"]}, "loss_weights must be a list of numbers"),
+    ({"loss_weights": [float("nan")]}, "loss_weights must be a list of numbers"),
     ({"metrics": [3]}, "metrics must be functions"),
     ({"metrics": 3}, "metrics must be functions"),
     ({"callbacks": [print]}, "callbacks must be instances of spark_elastic.torch.callbacks.Callback"),

@@ -70,8 +70,9 @@ def test_lines_that_found_no_room_last_are_counted_at_the_end() -> None:
     assert _read_logs(store)[-1][1].endswith(" - [-] 3 lines are missing: the store was too slow\n")
 
 
+@pytest.mark.parametrize("error", [StoreError("The store is away."), MemoryError()])
 def test_a_store_that_fails_costs_one_warning_and_then_lines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What finds no room in memory is counted, and told once the store is back."""
     store, working = make_memory_store(), False
@@ -79,7 +80,7 @@ def test_a_store_that_fails_costs_one_warning_and_then_lines(
 
     def write_or_fail(self: Store, name: str, data: bytes) -> None:
         if not working:
-            raise StoreError("The store is away.")
+            raise error
         write(self, name, data)
 
     monkeypatch.setattr(Store, "write_bytes", write_or_fail)
@@ -87,7 +88,7 @@ def test_a_store_that_fails_costs_one_warning_and_then_lines(
     files = StoreLog(store, "r", 1, 400, FakeClock())
     for number in range(30):
         files.on_output("0-0.1", 0, f"{number} {'x' * 100}")
-    with pytest.raises(StoreError):
+    with pytest.raises(type(error)):
         files._write()
     working = True
     files._write()

@@ -127,6 +127,7 @@ def test_unknown_names_are_refused_with_a_list() -> None:
         {"stdout": "file"},
         {"verbose": "yes"},
         {"verbose": -1},
+        {"prefix_output_with_timestamp": "no"},
         {"preload": 5},
         {"preload": ["torch", 5]},
     ],

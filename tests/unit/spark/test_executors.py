@@ -18,19 +18,24 @@ from spark_elastic.testing.fakes import FakeClock
 class Backend:
     """Of a scheduler whose executors differ from look to look; the last ones stay."""
 
-    def __init__(self, *looks: set[str]) -> None:
+    def __init__(self, *looks: set[str] | Exception) -> None:
         self._looks = list(looks)
 
     def getExecutorIds(self) -> Any:
-        ids = sorted(self._looks.pop(0) if len(self._looks) > 1 else self._looks[0])
+        look = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        if isinstance(look, Exception):
+            raise look
+        ids = sorted(look)
         return SimpleNamespace(size=lambda: len(ids), apply=ids.__getitem__)
 
     def isExecutorActive(self, host: str) -> bool:
         return True
 
 
-def test_executors_of_the_first_poll_are_not_posted(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Backend({"1", "2"}, {"1", "2"}, {"2", "3"})
+def test_executors_of_the_first_poll_are_not_posted_and_later_ones_are_whatever_a_poll_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = Backend({"1", "2"}, {"1", "2"}, MemoryError(), {"2", "3"})
     context: Any = SimpleNamespace(
         _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(schedulerBackend=lambda: backend))
     )

@@ -14,6 +14,7 @@ from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs import checkpoint as checkpoint_writer
 from spark_elastic.runs.checkpoint import CheckpointStore, CheckpointWriter
+from tests.full_process import refuse_next_thread
 from tests.patience import until
 
 FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)
@@ -85,4 +86,20 @@ def test_p7_a_checkpoint_that_fails_after_it_was_offered_again_is_written_again(
     store.answers.set()
     writer.flush()
     assert [checkpoint.position for checkpoint in written] == told
+    writer.close()
+
+
+def test_p7_a_writer_whose_thread_cannot_start_writes_the_next_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_next_thread(monkeypatch)
+    store, told = SlowStore(), list[Checkpoint]()
+    writer = start_writer(store, told)
+    assert "checkpoint not written: can't start new thread" in caplog.text
+    store.answers.set()
+    writer.flush()
+    assert not told
+    writer.offer(FENCE, POSITION, dict)
+    writer.flush()
+    assert len(told) == 1
     writer.close()

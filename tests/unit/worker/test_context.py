@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from spark_elastic.worker.context import CollectiveThread
+from tests.full_process import refuse_next_thread
 
 
 @pytest.fixture
@@ -49,3 +50,12 @@ def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
     assert thread.submit(lambda: 2).result() == 2
     thread.close()
     assert thread.submit(lambda: 3).result() == 3
+
+
+def test_a_thread_that_could_not_start_is_started_for_the_next_work(
+    thread: CollectiveThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_next_thread(monkeypatch)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        thread.submit(lambda: 1)
+    assert thread.submit(lambda: 2).result(20.0) == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
+import sys
 import threading
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -17,6 +20,7 @@ from spark_elastic.protocol.types import INITIAL_VERSION, SlotId, WorkerId, hear
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
+from spark_elastic.worker import loop
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.slot_agent import SlotAgent
 
@@ -45,12 +49,17 @@ class RefusingDriver:
         return answer
 
 
-def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer() -> None:
+def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, events = FakeClock(), []
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)  # the user's program may do so
+    monkeypatch.setattr(loop, "EXIT_GRACE", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda code: watch.close() if code == 3 else None)
 
-    def handle_event(event: object) -> None:
+    def handle_event(event: object) -> int:
         events.append(event)
-        watch.close()
+        return 3
 
     driver = RefusingDriver(WorkerUpdate(INITIAL_VERSION), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)

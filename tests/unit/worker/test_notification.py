@@ -15,6 +15,7 @@ from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker.context import start_call
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from tests.full_process import refuse_next_thread
 
 DEADLINE = 10.0  # seconds
 
@@ -97,3 +98,15 @@ def test_an_exception_in_a_listener_does_not_stop_the_other_listeners(
         notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)
         listener.heard.get(timeout=DEADLINE)
     assert "a listener of changes raised" in caplog.text
+
+
+def test_listeners_for_whom_there_is_no_thread_do_not_end_the_watch_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener()
+    notification_manager.register_listener(listener)
+    joins = INITIAL_VERSION.next(update=HostUpdateResult.added)
+    refuse_next_thread(monkeypatch)
+    _watch(joins, joins.next(update=HostUpdateResult.removed))
+    assert "listeners were not told of a change: can't start new thread" in caplog.text
+    assert listener.heard.get(timeout=DEADLINE)[1] == HostUpdateResult.removed

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,3 +151,73 @@ def test_the_digest_covers_schedules_that_a_module_makes() -> None:
     )
     assert find_differences(first, same) == [WEIGHTS]
     assert find_differences(first, other) == ["learning rate schedule", WEIGHTS]
+
+
+class Reduction(Enum):
+    SUM, MEAN = 1, 2
+
+
+@dataclass
+class Margin:
+    width: float
+    folder: str = ""
+
+
+class Scale:
+    """A user's callable object, without a dictionary."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Reduction.SUM, Reduction.MEAN),
+        (Margin(1.0), Margin(2.0)),
+        (Scale(1.0), Scale(2.0)),
+        (SimpleNamespace(a=1), SimpleNamespace(a=2)),
+        (range(3), range(4)),
+        (torch.float32, torch.float64),
+        (np.float32(1.0), np.float32(2.0)),
+        ({"file": "x", "slope": 1}, {"file": "x", "slope": 2}),
+        ([Margin(1.0)], [Margin(2.0)]),
+    ],
+)
+def test_settings_of_any_kind_are_compared_wherever_they_are(one: Any, other: Any) -> None:
+    def close_over(value: Any) -> Any:
+        return lambda output, label: (output - label) * value
+
+    def use_global(value: Any) -> Any:
+        module: dict[str, Any] = {"value": value, "__name__": "user"}
+        exec(
+            "def helper(x): return x * value\ndef loss(output, label): return helper(output - label)", module
+        )
+        return module["loss"]
+
+    for put in (UserNet, close_over, use_global, partial(partial, torch.add)):
+        name = "model" if put is UserNet else "loss"
+        objects = [
+            make_objects(**({"model": put(value)} if put is UserNet else {"losses": (put(value),)}))
+            for value in (one, copy.deepcopy(one), other)
+        ]
+        assert set(find_differences(objects[0], objects[1])) <= {WEIGHTS}
+        assert find_differences(objects[0], objects[2])[0] == name
+
+
+def test_a_helper_with_other_code_is_another_loss_and_a_folder_is_not() -> None:
+    def make(power: int) -> Any:
+        module: dict[str, Any] = {"__name__": "user"}
+        code = f"def helper(x): return x ** {power}\ndef loss(output, label): return helper(output - label)"
+        exec(code, module)
+        return make_objects(losses=(module["loss"],))
+
+    assert find_differences(make(2), make(2)) == []
+    assert find_differences(make(2), make(4)) == ["loss"]
+    one, other = (make_objects(model=UserNet(Margin(1.0, folder))) for folder in ("a", "b"))
+    assert find_differences(one, other) == []
