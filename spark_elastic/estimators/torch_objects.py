@@ -344,9 +344,10 @@ def _check_dense(model: torch.nn.Module) -> None:
         if looks_up and part.sparse and part.weight.requires_grad:
             raise InvalidInput(f"layer {name!r} of the model has sparse gradients: use sparse=False.")
     for name, buffer in model.named_buffers():
-        if buffer.layout is not torch.strided:
+        if buffer.layout is not torch.strided or buffer.is_quantized:
+            kind = "quantized" if buffer.is_quantized else f"sparse ({buffer.layout})"
             raise InvalidInput(
-                f"buffer {name!r} of the model is sparse ({buffer.layout}): keep it dense, or make it in forward."
+                f"buffer {name!r} of the model is {kind}: keep it dense, or make it in forward."
             )
 
 
