@@ -41,7 +41,12 @@ from spark_elastic.training.keras.archive import (
     select_user_objects,
 )
 from spark_elastic.training.keras.batching import BatchBuilder, order_features, order_labels
-from spark_elastic.training.keras.compiled import CompiledLosses, compute_results, list_layer_metrics
+from spark_elastic.training.keras.compiled import (
+    CompiledLosses,
+    activity_by_row,
+    compute_results,
+    list_layer_metrics,
+)
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.spec import TrainSpec
@@ -102,19 +107,20 @@ def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
 
 def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
     with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
-        found, batch = _connect_model(objects, spec, rows)
+        _, found, batch = _connect_model(objects, spec, rows)
         found.losses.check_labels(batch)
         _compute_loss(found, batch, 1.0, found.outputs)
 
 
 def _connect_model(
     objects: KerasUserObjects, spec: TrainSpec, rows: StepRows
-) -> tuple[ConnectedModel, LocalBatch[Any]]:
+) -> tuple[Any, ConnectedModel, LocalBatch[Any]]:
     (transformation,) = copy_objects((objects.transformation,))
     rows = transform_rows(spec, transformation, rows)
-    found = ConnectedModel.of(objects.model.load(), spec, rows, transformed=transformation is not None)
+    model = objects.model.load()
+    found = ConnectedModel.of(model, spec, rows, transformed=transformation is not None)
     builder = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
-    return found, builder.build(rows)
+    return model, found, builder.build(rows)
 
 
 def _compute_loss(found: ConnectedModel, batch: LocalBatch[Any], fraction: float, outputs: Any) -> Any:
@@ -125,18 +131,25 @@ def _compute_loss(found: ConnectedModel, batch: LocalBatch[Any], fraction: float
 def _prepare_trial(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> Trial:
     """The trial of the losses, of outputs that the model computed once."""
     with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
-        found, whole = _connect_model(objects, spec, rows)
+        model, found, whole = _connect_model(objects, spec, rows)
     ways = keras.tree.map_structure(
         lambda each: tf.random.stateless_normal(each.shape, (0, 0), dtype=each.dtype), found.outputs
     )
 
-    def measure(part: slice, seed: int) -> PartLoss:
+    def measure(part: slice, seed: int, moved: bool) -> PartLoss:
         batch, factor = whole.cut(part), tf.zeros(())
         with seeded_rng(spec.config.seed, seed), objects.model.default_dtype(), tf.GradientTape() as tape:
             tape.watch(factor)
             outputs = keras.tree.map_structure(
-                lambda each, way: (each + tf.cast(factor, each.dtype) * way)[part], found.outputs, ways
+                lambda each, way: (
+                    each + float(moved) * tf.roll(way, 1, 0) + tf.cast(factor, each.dtype) * way
+                )[part],
+                found.outputs,
+                ways,
             )
+            if model.losses:  # layers have added those of the newest call
+                with activity_by_row(model, len(batch)):
+                    model(found.structure.inputs(list(batch.features)), training=False)
             total = _compute_loss(found, batch, len(batch) / len(whole), outputs)
         slope = tape.gradient(total, factor)
         return PartLoss(float(total), float(len(batch)), 0.0 if slope is None else float(slope))

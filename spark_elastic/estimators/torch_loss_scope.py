@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from spark_elastic.training.torch.forward import BufferSnapshot, depends_on_batc
 from spark_elastic.training.torch.loss import HALVES, LossFn, autocast
 from spark_elastic.training.torch.row_dropout import draw_rows
 from spark_elastic.training.torch.spec import TorchUserObjects, make_batch_builder
+
+log = logging.getLogger("spark_elastic")
 
 Batch = LocalBatch[torch.Tensor]
 Output = tuple[str, Any]  # of a layer, with its name
@@ -38,12 +43,19 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
         batch = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         tries = _Tries(objects.loss_fn(spec), model, spec, batch)
         outputs = tries.compute_outputs() if objects.losses else None
+    measure = tries.measure_step if outputs is None else partial(tries.measure_loss, outputs)
+    first, again = (measure(slice(0, len(batch)), 0, False).total for _ in range(2))
+    if not math.isclose(first, again, rel_tol=1e-6) and first == first:
+        log.warning(
+            "the loss is another one when the same rows are given again: what it counts, or draws from a generator of "
+            "its own, is no part of the training's state, so that a worker that joins and a resumed run begin it anew"
+        )
     halves = spec.config.precision is not None or any(each.dtype in HALVES for each in model.parameters())
     rounding = TOLERANCE_16 if halves else TOLERANCE
     if outputs is None:
-        return Trial(tries.measure_step, lambda: tries.find_layer(tries.run_step, rounding), False, rounding)
+        return Trial(measure, lambda: tries.find_layer(tries.run_step, rounding), False, rounding)
     return Trial(
-        lambda part, seed: tries.measure_loss(outputs, part, seed),
+        measure,
         lambda: tries.find_layer(tries.run_model, rounding),
         True,
         TOLERANCE,
@@ -76,33 +88,41 @@ class _Tries:
         draw_rows(self._model, batch.row_ids, self._config.seed)
         return self._loss_fn(self._model, batch)
 
-    def measure_loss(self, outputs: Any, part: slice, seed: int) -> PartLoss:
+    def measure_loss(self, outputs: Any, part: slice, seed: int, moved: bool) -> PartLoss:
         """Of these outputs, without the model: what it draws, and what it mixes, is no matter of the loss."""
         leaves, structure = tree_flatten(outputs)
-        factor = torch.zeros((), requires_grad=True)
+        factor, far = torch.zeros((), requires_grad=True), float(moved)
 
         def cut_outputs(*_: Any) -> Any:
-            moved = [
+            found = [
                 leaf[part] if torch.is_tensor(leaf) and not leaf.is_floating_point()
-                else (leaf + factor.to(leaf.dtype) * way)[part] if torch.is_tensor(leaf)
+                else (leaf + far * way.roll(1) + factor.to(leaf.dtype) * way)[part] if torch.is_tensor(leaf)
                 else leaf
                 for leaf, way in zip(leaves, self._choose_directions(leaves), strict=True)
             ]  # fmt: skip
-            return tree_unflatten(moved, structure)
+            return tree_unflatten(found, structure)
 
         stub: Any = cut_outputs
         with seeded_rng(self._config.seed, seed):
             return self._measure(lambda batch: self._loss_fn(stub, batch), part, [factor], [torch.ones(())])
 
-    def measure_step(self, part: slice, seed: int) -> PartLoss:
+    def measure_step(self, part: slice, seed: int, moved: bool) -> PartLoss:
         """Of the model's own step, with its buffers as they were."""
         trained = [each for each in self._model.parameters() if each.requires_grad]
+        ways = self._choose_directions(trained)
         before = BufferSnapshot(self._model, tuple(self._model.modules()))
+        weights = [each.detach().clone() for each in trained]
         try:
+            with torch.no_grad():
+                for each, way in zip(trained if moved else (), ways, strict=False):
+                    each.add_(way.roll(1) / max(1.0, way[:1].numel() ** 0.5) if way.ndim else way)
             with seeded_rng(self._config.seed, seed):
-                return self._measure(self.run_step, part, trained, self._choose_directions(trained))
+                return self._measure(self.run_step, part, trained, ways)
         finally:
             before.restore()
+            with torch.no_grad():
+                for each, weight in zip(trained, weights, strict=True):
+                    each.copy_(weight)
 
     def _measure(
         self,

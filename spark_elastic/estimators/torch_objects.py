@@ -275,8 +275,27 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         draw_rows(model, part.row_ids, spec.config.seed)
+        held = {
+            each: {n: b.clone() for n, b in each.named_buffers()}
+            for each in losses
+            if isinstance(each, torch.nn.Module)
+        }
         result = objects.loss_fn(spec)(model, part)
+        if spec.config.max_workers != 1 and spec.config.loss_scope is None:
+            for loss, before in held.items():
+                _check_buffers_of_loss(loss, before)
         _try_metrics(metrics, result, part.labels, spec)
+
+
+def _check_buffers_of_loss(loss: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a loss that writes to its buffers: each worker would keep those of its own rows, a newcomer new ones."""
+    for name, buffer in loss.named_buffers():
+        if name not in before or not torch.equal(before[name], buffer):
+            raise InvalidInput(
+                f"loss {type(loss).__name__} writes to its buffer {name!r}, and buffers of losses are no part of the "
+                "training's state: make the loss a part of the model and return its value (train_minibatch_fn), or set "
+                "loss_scope='worker' to let each worker keep its own."
+            )
 
 
 def _try_metrics(
@@ -327,9 +346,10 @@ def _check_dense(model: torch.nn.Module) -> None:
         if looks_up and part.sparse and part.weight.requires_grad:
             raise InvalidInput(f"layer {name!r} of the model has sparse gradients: use sparse=False.")
     for name, buffer in model.named_buffers():
-        if buffer.layout is not torch.strided:
+        if buffer.layout is not torch.strided or buffer.is_quantized:
+            kind = "quantized" if buffer.is_quantized else f"sparse ({buffer.layout})"
             raise InvalidInput(
-                f"buffer {name!r} of the model is sparse ({buffer.layout}): keep it dense, or make it in forward."
+                f"buffer {name!r} of the model is {kind}: keep it dense, or make it in forward."
             )
 
 

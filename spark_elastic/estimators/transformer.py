@@ -41,6 +41,7 @@ from spark_elastic.estimators.dataframes.scan import (
 )
 from spark_elastic.estimators.dataframes.schema import (
     ColumnType,
+    check_distinct_names,
     check_is_dataframe,
     find_column_type,
     get_name_folding,
@@ -226,6 +227,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 f"feature_cols names {', '.join(names) or 'no column'}, and the model was trained on "
                 f"{', '.join(before)}: name one column for each of these, in that order."
             )
+        check_distinct_names(dataset, names)
         return [
             (name, model_input(dataset, replace(column, name=name)))
             for column, name in zip(trained, names, strict=True)

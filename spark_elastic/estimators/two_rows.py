@@ -100,7 +100,7 @@ def read_rows(spec: TrainSpec) -> ColumnArrays | None:
     if find_sample_group(manifest, names).bytes > MAX_BYTES:
         return None
     try:
-        return read_sample_rows(store, manifest, names)
+        return read_sample_rows(store, manifest, names, next(iter(spec.config.label_cols), None))
     except Exception as error:
         log.debug("the model was not tried on two rows: %r", error)
         return None

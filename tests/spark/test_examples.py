@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,10 @@ def test_the_example_of_the_readme_runs(
     without_session = "\n".join(line for line in program.splitlines() if not line.startswith("spark = "))
     exec(compile(without_session, "index.md", "exec"), names)
     assert names["model"].summary.report.epochs[-1].seen == 1000
-    assert "no worker was lost" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "no worker was lost" in said.out
+    phases = re.findall(r"writing the rows to|wrote 1,000 rows|starting \d+ slots? of", said.err + said.out)
+    assert [each.split()[0] for each in phases] == ["writing", "wrote", "starting"], said
     program, loop = blocks("README.md", "python")
     monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
     df = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")

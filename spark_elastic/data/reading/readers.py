@@ -67,12 +67,19 @@ def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup
     return SampleGroup(number, int(whole[number]))
 
 
-def read_sample_rows(store: Store, manifest: Manifest, columns: Sequence[str]) -> ColumnArrays:
-    """The first and the last row of a small row group, then two between them, to try a function or a model on."""
+def read_sample_rows(
+    store: Store, manifest: Manifest, columns: Sequence[str], label: str | None = None
+) -> ColumnArrays:
+    """Four rows of a small row group, to try a function or a model on: its first and its last row, then two between
+    them; with as many values of the label as there are."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
     last = len(found[columns[0]]) - 1
-    return {name: found[name][[0, last, last // 3, last * 2 // 3]] for name in columns}
+    rows = [0, last, last // 3, last * 2 // 3]
+    if label is not None and (values := found[label]).ndim == 1 and values.dtype != object:
+        firsts = np.unique(values, return_index=True)[1]
+        rows = [*firsts[np.unique(np.linspace(0, len(firsts) - 1, 4).astype(int))], *rows][:4]
+    return {name: found[name][rows] for name in columns}
 
 
 def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,20 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule, Training
-from spark_elastic.training.torch.module_state import find_difference
+from spark_elastic.training.torch.forward import BufferSnapshot
+from spark_elastic.training.torch.module_state import find_difference, list_attributes
+
+
+class _Copied(NamedTuple):
+    """What callbacks may have changed, as it was before."""
+
+    states: list[Any]  # of the callbacks
+    settings: list[dict[str, Any]]  # of the optimizer's groups
+    attributes: list[
+        tuple[Any, str, Any]
+    ]  # what is frozen or evaluated, and plain attributes: owner, name, value
+    buffers: BufferSnapshot
+    weights: list[tuple[torch.Tensor, torch.Tensor]]  # parameters and their values; []: they were not copied
 
 
 class TorchCallbackList:
@@ -61,7 +74,7 @@ class TorchCallbackList:
         """
         joins = epoch <= self._begun
         if not joins or epoch > self._told:
-            before, optimizer = self._copy_state() if joins else None, self._training.optimizer
+            before, optimizer = self._copy_state(weights=True) if joins else None, self._training.optimizer
             self._told = self._begun = epoch
             if joins:  # groups come with the state, too
                 optimizer.add_param_group = lambda param_group: None  # type: ignore[method-assign]
@@ -127,23 +140,35 @@ class TorchCallbackList:
     def _groups(self) -> list[dict[str, Any]]:
         return self._training.optimizer.param_groups
 
-    def _copy_state(self) -> tuple[list[Any], list[dict[str, Any]], list[tuple[Any, str, bool]]]:
-        """The states of the callbacks, the settings of the optimizer's groups, and what is frozen or evaluated."""
+    def _copy_state(self, weights: bool = False) -> _Copied:
+        """weights: those of the model as well."""
         states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
         model = self._training.model
-        flags: list[tuple[Any, str, bool]] = [
+        parts = dict(model.named_modules())
+        flags: list[tuple[Any, str, Any]] = [
             (p, "requires_grad", p.requires_grad) for p in model.parameters()
         ]
-        flags += [(part, "training", part.training) for part in model.modules()]
-        return states, [{k: v for k, v in group.items() if k != "params"} for group in self._groups], flags
+        flags += [(part, "training", part.training) for part in parts.values()]
+        held = copy.deepcopy(list_attributes(parts.items()))
+        return _Copied(
+            states,
+            [{k: v for k, v in group.items() if k != "params"} for group in self._groups],
+            [*flags, *((parts[path], name, value) for (path, name), value in held.items())],
+            BufferSnapshot(model, parts.values()),
+            [(p, p.detach().clone()) for p in model.parameters()] if weights else [],
+        )
 
-    def _restore(self, before: tuple[list[Any], list[dict[str, Any]], list[tuple[Any, str, bool]]]) -> None:
-        for owner, name, flag in before[2]:
-            setattr(owner, name, flag)
-        for callback, state in zip(self.callbacks, before[0], strict=True):
+    def _restore(self, before: _Copied) -> None:
+        before.buffers.restore(attributes=False)
+        with torch.no_grad():
+            for parameter, values in before.weights:
+                parameter.copy_(values)
+        for owner, name, value in before.attributes:
+            setattr(owner, name, value)
+        for callback, state in zip(self.callbacks, before.states, strict=True):
             callback.load_state_dict(state)
-        del self._groups[len(before[1]) :]  # which the callbacks have added
-        for parameters, settings in zip(self._groups, before[1], strict=True):
+        del self._groups[len(before.settings) :]  # which the callbacks have added
+        for parameters, settings in zip(self._groups, before.settings, strict=True):
             parameters.update(settings)
 
     def _follow_rank_0(self, group: Group) -> None:

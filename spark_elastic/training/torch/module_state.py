@@ -28,6 +28,7 @@ from spark_elastic.runs.handlers import SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, Extent, SnapshotBuilder
 
 PLAIN = {bool, int, float, str, type(None)}  # types of the attributes that are part of the state
+_FEW = 64  # most entries of a list, tuple or dict of them; looking through more before each commit would take long
 _SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
 
 
@@ -151,6 +152,7 @@ class ModelStateHandler(SnapshotHandler):
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
         self.keeps_frozen = False  # frozen parameters are copied once, for snapshots that are pickled
+        self.keeps_parts = False  # it has the same parameters and layers from beginning to end
         self._views, self._frozen = Views(), _FrozenCopies()
         self._begin_with_model()
 
@@ -161,7 +163,8 @@ class ModelStateHandler(SnapshotHandler):
     def _begin_with_model(self) -> None:
         self._extra = self._with_extra()
         self._first_buffers = frozenset(list_buffers(self.value))  # those registered later are the training's
-        self._first_attributes = _list_attributes(self.value.named_modules())
+        self._first_attributes = copy.deepcopy(list_attributes(self.value.named_modules()))
+        self._first_parts = _name_parts(self.value.named_modules(), self.value.named_parameters())
         self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
         self._check_whole()
 
@@ -201,8 +204,24 @@ class ModelStateHandler(SnapshotHandler):
         """What `capture` returns, with the live tensors themselves."""
         return self._collect(lambda tensor: tensor.detach())
 
+    def _check_parts(self, now: dict[str, type | None]) -> None:
+        """Raise InvalidInput if layers or parameters are not those that it began with."""
+        before = self._first_parts
+        # A layer without parameters that forward makes when it is first called is made by all.
+        odd = {name for name in before if name not in now or now[name] is not before[name]}
+        odd |= {name for name, kind in now.items() if kind is None and name not in before}
+        if odd:
+            name = min(odd)
+            what = "layer" if {**now, **before}[name] else "parameter"
+            raise InvalidInput(
+                f"training has added, removed or replaced the {what} {name!r} of the model (as a callback does that "
+                "prunes or swaps layers), which others and the fitted model cannot take over: build it before the fit."
+            )
+
     def _collect(self, put: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
         named, parts = list(self.parameters()), list(self.value.named_modules())
+        if self.keeps_parts:
+            self._check_parts(_name_parts(parts, named))
         buffers = list_buffers(self.value, parts)
         evaluated = [name for name, part in parts if not part.training]
         first = self._first_attributes
@@ -211,10 +230,11 @@ class ModelStateHandler(SnapshotHandler):
             "frozen": [name for name, parameter in named if not parameter.requires_grad],
             "evaluated": evaluated if self._evaluated is None else self._evaluated,
             "buffers": {n: None if b.tensor is None else put(b.tensor) for n, b in buffers.items()},
+            "removed": sorted(self._first_buffers - buffers.keys()),
             "unsaved": [name for name, buffer in buffers.items() if not buffer.is_saved],
             "attributes": [
-                (*place, value)
-                for place, value in _list_attributes(parts).items()
+                (*place, copy.deepcopy(value))
+                for place, value in list_attributes(parts).items()
                 if place not in first or first[place] != value
             ],
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
@@ -229,25 +249,32 @@ class ModelStateHandler(SnapshotHandler):
                 parameters[name].copy_(view_tensor(ref, memory))
                 if parameters[name].requires_grad == (name in frozen):
                     parameters[name].requires_grad_(name not in frozen)
-            self._load_buffers(values["buffers"], set(values["unsaved"]), memory)
+            self._load_buffers(values, memory)
         parts = dict(self.value.named_modules())
         for name, part in parts.items():
             part.training = name not in evaluated
         saved = {(path, name): value for path, name, value in values["attributes"]}
         for (path, name), value in {**self._first_attributes, **saved}.items():
             if path in parts and (name not in vars(parts[path]) or vars(parts[path])[name] != value):
-                setattr(parts[path], name, value)
+                setattr(parts[path], name, copy.deepcopy(value))
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
 
-    def _load_buffers(self, saved: dict[str, Any], unsaved: set[str], memory: Bytes) -> None:
+    def _load_buffers(self, values: Mapping[str, Any], memory: Bytes) -> None:
+        saved, unsaved, removed = values["buffers"], set(values["unsaved"]), set(values.get("removed", ()))
         device = find_device((*self.value.parameters(), *self.value.buffers()))
         live = list_buffers(self.value)
-        for name in live.keys() - saved.keys() - self._first_buffers:  # registered since the commit
-            delattr(live[name].owner, live[name].name)  # as on a newcomer
+        registered = live.keys() - saved.keys() - self._first_buffers  # since the commit
+        for name in registered | (removed & live.keys()):
+            delattr(live[name].owner, live[name].name)
         for name, ref in saved.items():
             buffer = live[name].tensor if name in live else None
-            if ref is None or buffer is None or buffer.shape != ref.shape or 0 in buffer.stride():  # expanded
+            kept = (
+                ref is not None
+                and buffer is not None
+                and (buffer.shape, buffer.dtype) == (ref.shape, ref.dtype)
+            )
+            if buffer is None or not kept or 0 in buffer.stride():  # expanded
                 value = None if ref is None else load_value(ref, None, memory, device)
                 put_buffer(self.value, name, value, is_saved=name not in unsaved)
             else:
@@ -266,14 +293,28 @@ class ModelStateHandler(SnapshotHandler):
         return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
 
 
-def _list_attributes(parts: Parts) -> dict[tuple[str, str], Any]:
-    """Public attributes of plain types by (path of the module, name)."""
+def _name_parts(parts: Parts, parameters: Iterable[tuple[str, Any]]) -> dict[str, type | None]:
+    """What all processes build alike: layers and their classes, and parameters, which have None."""
+    return {**{name: type(part) for name, part in parts}, **{name: None for name, _ in parameters}}
+
+
+def list_attributes(parts: Parts) -> dict[tuple[str, str], Any]:
+    """Public attributes of plain values by (path of the module, name)."""
     return {
         (path, name): value
         for path, part in parts
         for name, value in vars(part).items()
-        if type(value) in PLAIN and name[0] != "_" and name != "training"
+        if name[0] != "_" and name != "training" and _is_plain(value)
     }
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in (list, tuple, dict):
+        return len(value) <= _FEW and all(
+            map(_is_plain, (*value, *value.values()) if kind is dict else value)
+        )
+    return kind in PLAIN or isinstance(value, np.generic)
 
 
 class OptimizerStateHandler(SnapshotHandler):

@@ -69,6 +69,7 @@ class TorchTrainingState:
         self.model = model
         self.optimizer = optimizer
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
+        self.module.keeps_parts = True
         self._optimizer.list_parameters = model.named_parameters
         # How the values of the ranks become one, by the name of a buffer that forward passes write: see `MERGES`.
         self.merges: dict[str, str] = {}

@@ -106,10 +106,28 @@ def compare_pairs(label: Any, output: Any) -> Any:
     )
 
 
+@keras.saving.register_keras_serializable("tests")
+class Spreads(keras.layers.Layer):  # type: ignore[misc,unused-ignore]
+    """Wants its outputs to differ between the rows."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(-keras.ops.mean(keras.ops.std(x, axis=0)))
+        return x
+
+
+def make_spreading() -> Any:
+    layers = keras.Input((WIDTH,), name="x"), keras.layers.Dense(CLASSES), Spreads()
+    model = keras.Sequential([*layers])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
     for loss, units in ((compare_pairs, CLASSES), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
         with pytest.raises(InvalidInput, match=r"^the model's loss compares the rows .*loss_scope='worker'"):
             check(data, Job(make(WIDTH, loss, units)), {"max_workers": 3})
+    with pytest.raises(InvalidInput, match=r"^the model's loss compares the rows"):
+        check(data, Job(make_spreading), {"max_workers": 3})
     assert not caplog.messages
     check(data, Job(make(WIDTH, compare_pairs)), {"max_workers": 3, "loss_scope": "worker"})
     assert "depend on the number of workers through the model's loss, which compares" in caplog.messages[0]

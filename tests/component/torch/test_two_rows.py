@@ -14,12 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reading.decoding import read_footers
+from spark_elastic.data.reading.readers import read_sample_rows
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.estimators import two_rows
@@ -399,6 +403,32 @@ def compare_views(model: torch.nn.Module, features: Any, labels: Any) -> torch.T
     return torch.nn.functional.cross_entropy(views[0] @ views[1].T / 0.2, torch.arange(len(views[0])))
 
 
+class Zeros(torch.nn.Linear):
+    """A last layer that begins with zeros: its outputs are alike for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 16)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+
+def compute_variance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    assert len(output) > 1
+    return -output.var(0).mean()
+
+
+class Centered(torch.nn.Module):
+    """A loss that keeps a center of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return (output - self.center).square().mean(1)
+
+
 class Steps(torch.nn.Linear):
     """A module with a step of its own, as Lightning's have one."""
 
@@ -515,7 +545,36 @@ def test_a_loss_that_is_a_mean_or_a_sum_over_rows_is_not_refused(
     assert not caplog.messages
 
 
-def test_a_loss_that_counts_its_calls_is_not_compared(data: Data) -> None:
+def test_outputs_that_are_alike_do_not_hide_a_comparison(data: Data) -> None:
+    for loss, what in (
+        (compute_variance, "loss"),
+        (lambda model, features, labels: compute_variance(model(*features), *labels), "train_minibatch_fn"),
+    ):
+        with pytest.raises(InvalidInput, match=f"^{what} compares the rows"):
+            check_scope(data, loss, Zeros())
+
+
+def test_rows_of_all_classes_are_tried(tmp_path: Path) -> None:
+    columns = {"x": pa.array(np.arange(90.0)), "y": pa.array(np.arange(90) == 47)}
+    pq.write_table(pa.table(columns), tmp_path / "part.parquet")
+    store = Store.open(str(tmp_path))
+    kinds = Column("x", "float64"), Column("y", "bool")
+    manifest = Manifest(kinds, *read_footers(store, ["part.parquet"]), "made for a test", "made for a test")
+    assert read_sample_rows(store, manifest, ["x", "y"], "y")["x"].tolist() == [0, 47, 0, 89]
+    assert read_sample_rows(store, manifest, ["x", "y"])["x"].tolist() == [0, 89, 29, 59]
+
+
+def test_a_loss_with_buffers_of_its_own_is_refused(data: Data) -> None:
+    net = torch.nn.Linear(WIDTH, CLASSES)
+    with pytest.raises(
+        InvalidInput, match=r"^loss Centered writes to its buffer 'center', .*train_minibatch_fn"
+    ):
+        check_scope(data, Centered(), net)
+    check_scope(data, Centered(), net, max_workers=1)
+    check_scope(data, Centered(), net, loss_scope="worker")
+
+
+def test_a_loss_that_counts_its_calls_is_not_compared(data: Data, caplog: pytest.LogCaptureFixture) -> None:
     class Counts(torch.nn.Module):
         calls = 0
 
@@ -524,6 +583,8 @@ def test_a_loss_that_counts_its_calls_is_not_compared(data: Data) -> None:
             return self.calls * output.square().mean()
 
     check_scope(data, Counts())
+    (message,) = caplog.messages
+    assert "is another one when the same rows are given again" in message
 
 
 @pytest.mark.parametrize(

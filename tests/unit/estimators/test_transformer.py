@@ -71,6 +71,10 @@ def test_columns_of_another_table_take_the_places_of_those_in_training(
         InvalidInput, match="feature_cols names c, and the model was trained on a, b: name one"
     ):
         model._find_inputs(table([]))
+    with pytest.raises(
+        InvalidInput, match=r"several columns called 'c' \(c, C\), which Spark cannot tell apart"
+    ):
+        renamed._find_inputs(table(["c", "a", "C"]))
 
 
 def test_missing_values_are_refused_in_the_words_of_fit_or_their_rows_are_left_out(

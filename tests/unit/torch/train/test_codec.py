@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.prune import l1_unstructured
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
@@ -159,13 +160,20 @@ class Thawing(Callback):
             bias.requires_grad_(True)
             training.optimizer.add_param_group({"params": [bias], "lr": 4.0})
             model.get_parameter("weight").requires_grad_(False)
-            model.temperature = 0.5  # type: ignore[assignment]
+            model.temperature = np.float64(0.5)  # type: ignore[assignment]
+            model.levels["sizes"].append(32)  # type: ignore[index,union-attr]
+            with torch.no_grad():
+                model.get_parameter("weight").mul_(0.5)
+            model.wide = torch.ones(1, dtype=torch.float64)
             model.training = False
 
 
 def make_thawing() -> tuple[TorchCallbackList, TorchTrainingState]:
     net = torch.nn.Linear(2, 1)
     net.bias.requires_grad_(False)
+    net.levels = {"sizes": [16]}  # type: ignore[assignment]
+    for name in ("wide", "unused"):
+        net.register_buffer(name, torch.zeros(1))
     optimizer = torch.optim.SGD([net.weight], lr=1.0, momentum=0.9)
     callback_list = TorchCallbackList([Thawing()], net, optimizer)
     return callback_list, TorchTrainingState(net, optimizer, [callback_list, *callback_list.callbacks])
@@ -184,6 +192,7 @@ def test_r22_a_worker_that_joins_trains_the_parameters_that_the_others_train(joi
     (old_list, old), (new_list, new) = make_thawing(), make_thawing()
     for epoch in range(joined + 1):
         old_list.on_epoch_begin(epoch)
+    del old.model.unused
     old.model(torch.ones(1, 2)).sum().backward()
     old.optimizer.step()
     reload_from_checkpoint(old, new)
@@ -197,9 +206,32 @@ def test_r22_a_worker_that_joins_trains_the_parameters_that_the_others_train(joi
         model, groups = state.model, state.optimizer.param_groups
         assert [p.requires_grad for p in model.parameters()] == [False, True]
         assert (model.temperature, model.training) == (0.5, False)
+        assert (model.levels, dict(model.named_buffers()).keys()) == ({"sizes": [16, 32]}, {"wide"})
+        assert model.wide.dtype is torch.float64
         assert [group["lr"] for group in groups] == [0.5 ** (joined + 2)] * 2
         assert groups[1]["params"][0] is model.bias
     assert old.digest() == new.digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda net: net.__setitem__(1, torch.nn.Tanh()), "layer '1'"),
+        (lambda net: l1_unstructured(net[0], "weight", 0.5), "parameter '0.weight'"),
+        (lambda net: net.append(torch.nn.Linear(2, 2)), "parameter '2.bias'"),
+    ],
+)
+def test_r22_layers_and_parameters_that_training_replaces_are_named(
+    change: Callable[[torch.nn.Sequential], object], name: str
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    state = TorchTrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    net.append(torch.nn.Flatten())  # as forward may, when it is first called
+    state.module.export()
+    del net[2]
+    change(net)
+    with pytest.raises(InvalidInput, match=f"added, removed or replaced the {name} of the model"):
+        state.module.export()
 
 
 def test_r22_a_part_of_the_model_that_one_rank_alone_has_frozen_is_named() -> None:
