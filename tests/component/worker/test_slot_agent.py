@@ -31,7 +31,7 @@ from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import child, pickling, slot_agent
-from spark_elastic.worker.child import CLOSE_WAIT
+from spark_elastic.worker.child import CLOSE_WAIT, Child
 from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
@@ -79,8 +79,10 @@ def serve(
         spare_after=spare_after,
         imports=imports,
         fork_workers=bool(imports),
+        network_interface="lo",
     )
-    identity = SlotIdentity(slot=SLOT, host="host-4")
+    # Where other machines may not reach it: workers say the address of the interface.
+    identity = SlotIdentity(slot=SLOT, host="host-4", address="192.0.2.1")
     played = driver.call_in_thread(play)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
         ended = SlotAgent(spec, identity, payload, client, CLOCK, find_shortage=shortage).run()
@@ -116,8 +118,18 @@ class AnnouncingProgram(CountingProgram):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("imports", [(), ("json",)], ids=["spawned", "forked"])
 @pytest.mark.usefixtures("no_fork_server")
-def test_a_warm_spare_follows_each_crash(driver: Driver, imports: tuple[str, ...]) -> None:
+def test_a_warm_spare_follows_each_crash(
+    driver: Driver, imports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spares: list[int] = []
+    addresses: set[str] = set()
+    start = Child.start
+
+    def start_and_note(spec: SlotSpec, identity: SlotIdentity, *arguments: Any) -> Child:
+        addresses.add(identity.address)
+        return start(spec, identity, *arguments)
+
+    monkeypatch.setattr(Child, "start", start_and_note)
 
     def play() -> None:
         driver.await_event(RegisterSlot)
@@ -135,6 +147,7 @@ def test_a_warm_spare_follows_each_crash(driver: Driver, imports: tuple[str, ...
 
     assert serve(driver, AnnouncingProgram(1), play, imports=imports) == "enough"
     assert len(set(spares)) == 3
+    assert addresses == {"127.0.0.1"}, "not that of the job's network interface"
     assert (fork_server_cache.pid is not None) is bool(imports)
 
 
