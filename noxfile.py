@@ -1,6 +1,7 @@
 """What developers run beside build.sh: `.venv/bin/nox --list`, `.venv/bin/nox -s NAME -- ARGUMENTS`.
 
-Most sessions run in .venv, which `./build.sh build` makes; petastorm and pygloo have environments of their own in build/nox.
+Most sessions run in .venv, which `./build.sh build` makes; petastorm and pygloo have environments of their own, in
+build/nox.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ in_venv = nox.session(venv_backend="none")
 SESSIONS = {
     "s3": ("stores and a training on a real S3 API (moto's server)", "-m pytest tests/component/s3"),
     "wandb": ("`WandbLogger` beside the real wandb, offline", "-m pytest tests/component/wandb"),
-    "kubernetes": ("examples/kubernetes against Kubernetes' published schemas", "-m pytest tests/test_kubernetes.py"),
+    "kubernetes": (
+        "examples/kubernetes against Kubernetes' published schemas",
+        "-m pytest tests/test_kubernetes.py",
+    ),
     "browser": (
         "the status page in a headless Chromium; its pictures go to docs/images",
         "-m pytest tests/component/rendezvous/test_status_in_browser.py",
@@ -41,7 +45,10 @@ SESSIONS = {
         "the rendezvous server's endpoints under a fuzzer led by coverage; --seconds N",
         "tests/faults/fuzz.py",
     ),
-    "audit": ("the packages of .venv against the published list of vulnerabilities", f"-m pip_audit --path {SITE}"),
+    "audit": (
+        "the packages of .venv against the published list of vulnerabilities",
+        f"-m pip_audit --path {SITE}",
+    ),
 }
 
 
@@ -99,7 +106,17 @@ def build_engine(session: nox.Session, python: str, folder: str, *options: str) 
     cmake, place = f"{ROOT}/.venv/bin/cmake", f"{BUILD}/{folder}"
     pybind11 = session.run(python, "-m", "pybind11", "--cmakedir", silent=True, external=True)
     options = (f"-DPython_EXECUTABLE={python}", f"-Dpybind11_DIR={str(pybind11).strip()}", *options)
-    session.run(cmake, "-S", ".", "-B", place, "-DCMAKE_BUILD_TYPE=RelWithDebInfo", *options, external=True, silent=True)
+    session.run(
+        cmake,
+        "-S",
+        ".",
+        "-B",
+        place,
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+        *options,
+        external=True,
+        silent=True,
+    )
     session.run(cmake, "--build", place, "-j", str(os.cpu_count()), external=True)
 
 
@@ -116,7 +133,9 @@ def petastorm(session: nox.Session) -> None:
     """Spark 3.5, and the reader petastorm with old versions of pyarrow and numpy"""
     # petastorm wants an older setuptools than torch says it does; both work with it.
     session.install("torch==2.13.0")
-    reader = "petastorm>=0.13,<0.14 pyarrow>=14,<15 numpy>=1.26,<2 setuptools<70 pyspark>=3.5,<3.6 pandas>=2,<3"
+    reader = (
+        "petastorm>=0.13,<0.14 pyarrow>=14,<15 numpy>=1.26,<2 setuptools<70 pyspark>=3.5,<3.6 pandas>=2,<3"
+    )
     others = "fsspec cloudpickle starlette uvicorn httpx click pytest pytest-timeout psutil hypothesis"
     session.install(*reader.split(), *others.split())
     tests = "tests/component/data tests/component/torch/test_column_kinds.py tests/spark/test_materialize.py"
@@ -129,9 +148,21 @@ def petastorm(session: nox.Session) -> None:
 @nox.session(python=os.environ.get("PYTHON310", "3.10"))
 def pygloo(session: nox.Session) -> None:
     """the engine on CPython 3.10 beside pygloo; PYTHON310 names that Python"""
-    session.install(*"pygloo>=0.2,<0.3 numpy>=1.26,<3 pybind11 pytest pytest-timeout psutil hypothesis".split())
+    session.install(
+        *[
+            "pygloo>=0.2,<0.3",
+            "numpy>=1.26,<3",
+            "pybind11",
+            "pytest",
+            "pytest-timeout",
+            "psutil",
+            "hypothesis",
+        ]
+    )
     build_engine(session, f"{session.bin}/python", "pygloo")
-    session.run(f"{ROOT}/.venv/bin/cmake", "--install", f"{BUILD}/pygloo", "--prefix", "python", external=True)
+    session.run(
+        f"{ROOT}/.venv/bin/cmake", "--install", f"{BUILD}/pygloo", "--prefix", "python", external=True
+    )
     session.run("python", "-m", "pytest", "-m", "pygloo", "tests/component/collectives", *session.posargs)
 
 
@@ -142,7 +173,11 @@ def wheel(session: nox.Session) -> None:
     session.run(PYTHON, "tests/environment.py", "packages", tools.name, external=True)
     # zig's compiler links against WHEEL_GLIBC, older than this machine's, and brings its own C++ library.
     machine, programs = os.uname().machine, {}
-    for program, options in {"c++": f" -target {machine}-linux-gnu.{WHEEL_GLIBC}", "ar": "", "ranlib": ""}.items():
+    for program, options in {
+        "c++": f" -target {machine}-linux-gnu.{WHEEL_GLIBC}",
+        "ar": "",
+        "ranlib": "",
+    }.items():
         programs[program] = BUILD / "zig" / program
         programs[program].parent.mkdir(exist_ok=True)
         programs[program].write_text(f'#!/bin/sh\nexec {tools}/ziglang/zig {program}{options} "$@"\n')
@@ -156,8 +191,8 @@ def wheel(session: nox.Session) -> None:
     for version in session.posargs or [f"{sys.version_info[0]}.{sys.version_info[1]}"]:
         find = (PYTHON, "tests/platforms/interpreters.py", version)
         python = str(session.run(*find, silent=True, external=True)).strip()
-        # pybind11 has no stable ABI, so each Python needs its own wheel; but only the binding (csrc/module.cc) knows of Python:
-        # the other objects are compiled once. Without isolation, for a builder that comes from another place starts with none.
+        # pybind11 has no stable ABI, so each Python needs its own wheel; but only the binding (csrc/module.cc) knows of
+        # Python: the other objects are compiled once. Without isolation, for a builder elsewhere starts with none.
         (objects / "CMakeCache.txt").unlink(missing_ok=True)  # it names the Python before
         for old in (BUILD / "wheel").glob("*.whl"):
             old.unlink()
@@ -165,7 +200,13 @@ def wheel(session: nox.Session) -> None:
         words = [*pip.split(), f"--config-settings=build-dir={objects}", *settings]
         session.run(python, *words, env=environment, external=True)
         made = [str(path) for path in (BUILD / "wheel").glob("*.whl")]
-        repair = ["repair", "--plat", f"manylinux_{WHEEL_GLIBC.replace('.', '_')}_{machine}", "--wheel-dir", "dist"]
+        repair = [
+            "repair",
+            "--plat",
+            f"manylinux_{WHEEL_GLIBC.replace('.', '_')}_{machine}",
+            "--wheel-dir",
+            "dist",
+        ]
         session.run(PYTHON, "-m", "auditwheel", *repair, *made, env=environment, external=True)
         (engine,) = objects.glob(f"_engine.cpython-{version.replace('.', '')}-*.so")
         oldest = max(map(int, re.findall(rb"GLIBC_2\.(\d+)", engine.read_bytes())))

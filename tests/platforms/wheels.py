@@ -1,7 +1,7 @@
 """The wheels of `./build.sh wheel`: builds one, and tries one in an environment that holds nothing else.
 
-`python tests/platforms/wheels.py [VERSION ...]` makes those of all supported Pythons, or of those named, and tries each:
-pip installs the wheel and what it requires, every module is imported, and two ranks add up.
+`python tests/platforms/wheels.py [VERSION ...]` makes those of all supported Pythons, or of those named, and tries
+each: pip installs the wheel and what it requires, every module is imported, and two ranks add up.
 """
 
 from __future__ import annotations
