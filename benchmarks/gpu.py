@@ -28,27 +28,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
+from benchmarks.parts.program import build_program, write_rows
 from benchmarks.parts.ranks import compare_figures
 from benchmarks.parts.report import Row
 from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.existing_parquet import describe_parquet
-from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.store import Store
 from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
 from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.trainer import TorchTrainProgram
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.worker.context import get_process_context
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher, NoDiscovery
@@ -154,47 +146,15 @@ def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def write_rows(case: Case, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    rows = case.batch * case.steps
-    x, y = case.features(rows), np.random.default_rng(1).integers(0, CLASSES, rows)
-    flat = x.reshape(rows, -1)
-    column = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
-    table = pa.table({"x": column, "y": y})
-    pq.write_table(
-        table, folder / "0.parquet", row_group_size=rows // 8, compression="none", use_dictionary=False
-    )
-    return x, y
-
-
 class Ours:
     """The estimator's training, epoch by epoch, in this process."""
 
     def __init__(
         self, case: Case, model: torch.nn.Module, folder: Path, shape: tuple[int, ...], group: Group
     ) -> None:
-        store = Store.open(str(folder))
-        manifest = describe_parquet(store, ["x", "y"])
-        plan = DataPlan.for_run(
-            manifest.group_rows, case.batch, 3, 1, manifest.max_decoded_group_bytes(), 1 << 30
-        )
-        column = manifest.column("x")
-        config = FitConfig(
-            feature_cols=("x",),
-            label_cols=("y",),
-            batch_size=case.batch,
-            epochs=1000,
-            precision=case.precision,
-            compile_model=case.compiles,
-        )
-        spec = TrainSpec(
-            config=config,
-            rows=Rows(store, manifest, plan),
-            features=(Column("x", column.dtype, shape),),
-            store=store,
-            result="final.pt",
-        )
         objects = TorchUserObjects(model, build_optimizer, (torch.nn.CrossEntropyLoss(),))
-        self.program = TorchTrainProgram(spec, objects)
+        config = {"epochs": 1000, "precision": case.precision, "compile_model": case.compiles, "shape": shape}
+        self.program = build_program(folder, objects, case.batch, 1, batch_size=case.batch, **config)
         self.program.prepare()
         self._group = group
         world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
@@ -281,7 +241,9 @@ def measure_commit(ours: Ours) -> list[float]:
 
 def measure_case(case: Case, rounds: int, device: torch.device) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, Endpoint(b"a benchmark's key") as endpoint:
-        x, y = write_rows(case, Path(folder))
+        rows = case.batch * case.steps
+        x, y = case.features(rows), np.random.default_rng(1).integers(0, CLASSES, rows)
+        write_rows(Path(folder, "0.parquet"), x, y, rows // 8)
         torch.manual_seed(0)
         model = case.build()
         with connect(endpoint, 0, 1, (1, 1), lambda blob: [blob], 60.0) as group:
@@ -289,7 +251,7 @@ def measure_case(case: Case, rounds: int, device: torch.device) -> list[Row]:
             plain = Plain(case, model, x, y, device)
             epochs = {"ours": lambda: [ours.run_epoch()], "plain": lambda: [plain.run_epoch()]}
             seconds = compare_figures(epochs, rounds, warm_up=1)
-            speeds = [case.batch * case.steps / median for (median,) in seconds.values()]
+            speeds = [rows / median for (median,) in seconds.values()]
             found = [Row(case.name, *speeds, "rows/s")]
             if "float32, 64 rows" in case.name:
                 commit = "commit of a transformer of 19 M parameters with AdamW"
@@ -307,30 +269,17 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
     os.environ[simulated_nccl.BUILD_SECONDS] = "30"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        rng = np.random.default_rng(1)
-        column = pa.FixedSizeListArray.from_arrays(
-            pa.array(rng.normal(size=ROWS * 20).astype(np.float32)), 20
-        )
-        (folder / "rows").mkdir()
-        pq.write_table(pa.table({"x": column, "y": rng.normal(size=ROWS)}), folder / "rows" / "0.parquet")
+        rng, rows = np.random.default_rng(1), folder / "rows"
+        rows.mkdir()
+        x, y = rng.normal(size=(ROWS, 20)).astype(np.float32), rng.normal(size=ROWS)
+        write_rows(rows / "0.parquet", x, y, ROWS)
         slow = folder / "slow"
         slow.touch()
         ledger = Ledger(folder / "ledger")
-        store = Store.open(str(folder / "rows"))
-        manifest = describe_parquet(store, ["x", "y"])
-        plan = DataPlan.for_run(manifest.group_rows, BATCH * WORKERS, 3, WORKERS, 1 << 20, 1 << 30)
-        config = FitConfig(feature_cols=("x",), label_cols=("y",), batch_size=BATCH, epochs=20 * kills)
-        spec = TrainSpec(
-            config=config,
-            rows=Rows(store, manifest, plan),
-            features=(Column("x", "float32", (20,)),),
-            store=store,
-            result="final.pt",
-            ledger=str(ledger.folder),
-        )
         objects = TorchUserObjects(SlowNet(str(slow)), build_optimizer, (compute_loss,))
+        config = {"batch_size": BATCH, "epochs": 20 * kills}
+        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger.folder), **config)
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
-        program = TorchTrainProgram(spec, objects)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
         limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
         killer = Killer("child", kills, ledger, slow)

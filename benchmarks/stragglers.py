@@ -28,21 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
+from benchmarks.parts.program import build_program, write_rows
 from benchmarks.parts.ranks import be_worker, compare_figures, join_group, run_ranks
 from benchmarks.parts.report import Row
-from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.decoding import read_footers
-from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.worker.program import WorkerHandle
 
 ROWS, WIDTH, HIDDEN, BATCH = 100_000, 50, 1000, 256
@@ -109,27 +102,11 @@ def limit_group(limit: Limit, number: int) -> Iterator[Path]:
 
 
 def make_data(folder: str) -> None:
-    rng = np.random.default_rng(1)
-    numbers = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers.ravel(), WIDTH), "y": numbers[:, 0]})
-    pq.write_table(table, f"{folder}/rows.parquet", row_group_size=10_000)
+    numbers = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    write_rows(Path(folder, "rows.parquet"), numbers, numbers[:, 0], 10_000)
 
 
-def build_program(folder: str, case: Case) -> TorchTrainProgram:
-    store = Store.open(folder)
-    files, groups = read_footers(store, ["rows.parquet"])
-    columns = (Column("x", "float32", (WIDTH,)), Column("y", "float32"))
-    manifest = Manifest(columns, files, groups, "made for a benchmark", "made for a benchmark")
-    step_rows = case.alone or 2 * BATCH
-    plan = DataPlan.for_run(manifest.group_rows, step_rows, 1, 2, 10_000 * 4 * WIDTH, 1 << 28)
-    config = FitConfig(
-        feature_cols=("x",),
-        label_cols=("y",),
-        batch_size=case.alone or BATCH,
-        epochs=1000,
-        num_workers=2,
-        balance_rows=case.balance_rows,
-    )
+def build_case(folder: str, case: Case) -> TorchTrainProgram:
     torch.manual_seed(1)
     sizes = (WIDTH, HIDDEN, HIDDEN)
     hidden = [
@@ -141,14 +118,9 @@ def build_program(folder: str, case: Case) -> TorchTrainProgram:
     objects = TorchUserObjects(
         model, lambda parameters: torch.optim.SGD(parameters, lr=0.01), (torch.nn.MSELoss(),)
     )
-    spec = TrainSpec(
-        config=config,
-        rows=Rows(store, manifest, plan),
-        store=store,
-        result=f"final-{os.getpid()}",
-        features=columns[:1],
-    )
-    return TorchTrainProgram(spec, objects)
+    config = {"batch_size": case.alone or BATCH, "epochs": 1000, "num_workers": 2}
+    step_rows, balance = case.alone or 2 * BATCH, case.balance_rows
+    return build_program(Path(folder), objects, step_rows, 2, balance_rows=balance, **config)
 
 
 def train(
@@ -163,7 +135,7 @@ def train(
         if applied[-1] - applied[0] > times.settle + times.seconds:
             raise TimeIsUp
 
-    program = build_program(folder, case)
+    program = build_case(folder, case)
     program.prepare()
     rank, size = (0, 1) if case.alone else (number, 2)
     handle = WorkerHandle(lambda: INITIAL_VERSION, lambda position: None, report, lambda error: None)  # type: ignore[arg-type, return-value]
