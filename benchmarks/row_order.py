@@ -48,13 +48,13 @@ def write_table(df: DataFrame, folder: str, row_order: str) -> list[float]:
         return [time.perf_counter() - begin]
 
 
-def measure(millions: int = 1, rounds: int = 3) -> list[Row]:
+def measure(millions: float = 1, rounds: int = 3) -> list[Row]:
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         open_session(CORES, **{"spark.driver.memory": "3g"}) as spark,
     ):
-        for number, (name, df) in enumerate(make_tables(spark, millions * 1_000_000).items()):
+        for number, (name, df) in enumerate(make_tables(spark, int(millions * 1_000_000)).items()):
             df.write.parquet(f"{folder}/{number}")
             table = spark.read.parquet(f"{folder}/{number}")
             orders = {order: partial(write_table, table, folder, order) for order in ("hash", "table")}
