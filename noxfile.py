@@ -131,14 +131,17 @@ def petastorm(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *words, env={"PYTHONPATH": f"{ROOT}:{ROOT}/python"})
 
 
-@nox.session(python=os.environ.get("PYTHON310", "3.10"))
+@in_venv
 def pygloo(session: nox.Session) -> None:
     """the engine on CPython 3.10 beside pygloo; PYTHON310 names that Python"""
-    wanted = "pygloo>=0.2,<0.3 numpy>=1.26,<3 pybind11 pytest pytest-timeout psutil hypothesis"
-    session.install(*wanted.split(" "))
-    build_engine(session, f"{session.bin}/python", "", "pygloo")
+    found = ask(session, ".venv/bin/python tests/platforms/interpreters.py 3.10")
+    run(session, f"{found} -m venv build/nox/pygloo")
+    python = "build/nox/pygloo/bin/python"
+    wanted = "'pygloo>=0.2,<0.3' 'numpy>=1.26,<3' pybind11 pytest pytest-timeout psutil hypothesis"
+    run(session, f"{python} -m pip install -qq {wanted}")
+    build_engine(session, python, "", "pygloo")
     run(session, "cmake --install build/pygloo --prefix python")
-    session.run("python", "-m", "pytest", "-m", "pygloo", "tests/component/collectives", *session.posargs)
+    run(session, f"{python} -m pytest -m pygloo tests/component/collectives", *session.posargs)
 
 
 @in_venv
