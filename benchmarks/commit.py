@@ -1,7 +1,5 @@
 """What does a commit after every step cost, against a plain deepcopy of the state dicts (what Horovod's states do)?
 
-    python benchmarks/commit.py --json benchmarks/results/commit.json
-
 25 million parameters, SGD with momentum, one thread for training; blocks of steps without a commit, with ours and with
 the copy take turns. Pause: median time that the training thread loses in the commit and in waiting for its copy. Added:
 how much longer a step is, commit included, than one without; the median over the rounds, of medians over a block.
@@ -21,7 +19,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import compare_figures
+from benchmarks.parts.report import Row
+from benchmarks.training_step import build_mlp
 from spark_elastic.torch.elastic import TorchState
 
 WIDTH, LAYERS, BATCH = 1024, 24, 16
@@ -31,8 +31,7 @@ class LargeModel:
     """A net of 25 million parameters and its optimizer."""
 
     def __init__(self) -> None:
-        layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
-        self.model = torch.nn.Sequential(*layers)
+        self.model = build_mlp(LAYERS, WIDTH)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = torch.randn(BATCH, WIDTH)
 
@@ -97,11 +96,8 @@ def block(
     return statistics.median(times[1:]), statistics.median(pauses[1:])
 
 
-def main() -> None:
-    arguments = parser(__doc__ or "")
-    arguments.add_argument("--rounds", type=int, default=12)
-    arguments.add_argument("--steps", type=int, default=8, help="of a block")
-    chosen = arguments.parse_args()
+def measure(rounds: int = 12, steps: int = 8) -> list[Row]:
+    """steps: of a block."""
     torch.set_num_threads(1)
     trainee = LargeModel()
     trainee.step()
@@ -115,44 +111,28 @@ def main() -> None:
     def deepcopy_all() -> None:
         kept[:] = [copy.deepcopy(trainee.model.state_dict()), copy.deepcopy(trainee.optimizer.state_dict())]
 
-    bare: list[float] = []
-    ours: list[tuple[float, float]] = []
-    theirs: list[tuple[float, float]] = []
-    floors: list[float] = []
-    alone: list[float] = []
-    for _ in range(chosen.rounds):
-        bare.append(block(trainee, chosen.steps, lambda: None, waits)[0])
-        ours.append(block(trainee, chosen.steps, state.commit, waits))
-        theirs.append(block(trainee, chosen.steps, deepcopy_all, waits))
-        floors.append(block(trainee, chosen.steps, bare_copy.start, waits)[0])
+    def copy_alone() -> list[float]:
         bare_copy.wait()
         begin = time.perf_counter()
         bare_copy.run()
-        alone.append(time.perf_counter() - begin)
-    step = statistics.median(bare)
-    rows = [
-        Row(
-            f"step without a commit ({LAYERS * WIDTH * (WIDTH + 1) / 1e6:.1f} M parameters)",
-            step * 1e3,
-            unit="ms",
-        )
+        return [time.perf_counter() - begin]
+
+    def round_of_blocks() -> list[float]:
+        """What each adds to the step of this round's first block."""
+        commits = [lambda: None, state.commit, deepcopy_all, bare_copy.start]
+        (bare, _), ours, theirs, floor = (block(trainee, steps, commit, waits) for commit in commits)
+        return [bare, ours[1], theirs[1], ours[0] - bare, theirs[0] - bare, floor[0] - bare, *copy_alone()]
+
+    seconds = compare_figures({"all": round_of_blocks}, rounds)["all"]
+    step, our_pause, pause, our_added, added, floor, alone = seconds
+    size = f"{LAYERS * WIDTH * (WIDTH + 1) / 1e6:.1f} M parameters"
+    return [
+        Row(f"step without a commit ({size})", step * 1e3, unit="ms"),
+        Row("pause of the training thread per commit", our_pause * 1e3, pause * 1e3, "ms"),
+        Row("added wall time per step", our_added * 1e3, added * 1e3, "ms"),
+        Row("added wall time", our_added / step * 100, added / step * 100, "%"),
+        Row("floor: added by a bare copy of the same bytes in a thread", floor * 1e3, unit="ms"),
+        Row("floor", floor / step * 100, unit="%"),
+        Row("that copy with nothing beside it", alone * 1e3, unit="ms"),
+        Row("its bandwidth", bare_copy.nbytes / alone / 1e9, unit="GB/s"),
     ]
-    for case, index in (("pause of the training thread per commit", 1), ("added wall time per step", 0)):
-        figures = []
-        for measured in (ours, theirs):
-            less = bare if index == 0 else [0.0] * len(bare)
-            figures.append(
-                statistics.median(pair[index] - base for pair, base in zip(measured, less, strict=True)) * 1e3
-            )
-        rows.append(Row(case, figures[0], figures[1], "ms"))
-    rows.append(Row("added wall time", rows[-1].ours / step / 10, (rows[-1].peer or 0.0) / step / 10, "%"))
-    floor = statistics.median(one - base for one, base in zip(floors, bare, strict=True))
-    rows.append(Row("floor: added by a bare copy of the same bytes in a thread", floor * 1e3, unit="ms"))
-    rows.append(Row("floor", floor / step * 100, unit="%"))
-    rows.append(Row("that copy with nothing beside it", statistics.median(alone) * 1e3, unit="ms"))
-    rows.append(Row("its bandwidth", bare_copy.nbytes / statistics.median(alone) / 1e9, unit="GB/s"))
-    finish("commit", rows, chosen.json)
-
-
-if __name__ == "__main__":
-    main()

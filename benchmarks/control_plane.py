@@ -1,7 +1,5 @@
 """The rendezvous server and the driver machine under up to 2,000 real clients, in several processes over loopback.
 
-    python benchmarks/control_plane.py --json benchmarks/results/control_plane.json
-
 Every worker is what a real job has: a slot's session (registration, heartbeats, a long poll for orders) and a worker's
 (joins, the exchange of addresses, a long poll for updates). A rendezvous is measured from the moment at which all ask
 for the next world to the last one that holds all addresses and has said so. The driver has a process, and processor
@@ -17,7 +15,6 @@ import math
 import multiprocessing as mp
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,27 +22,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+from benchmarks.parts import swarm
+from benchmarks.parts.report import Row
+from spark_elastic.clock import SystemClock
+from spark_elastic.driver.journal import Journal
+from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
+from spark_elastic.driver.ports import Post
+from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol.events import DriverEvent
+from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import Limits, heartbeat_interval
+from spark_elastic.rendezvous.http_server import raise_file_limit
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 
-from benchmarks.parts import swarm  # noqa: E402
-from benchmarks.parts.report import Row, finish, parser  # noqa: E402
-from spark_elastic.clock import SystemClock  # noqa: E402
-from spark_elastic.driver.journal import Journal  # noqa: E402
-from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue  # noqa: E402
-from spark_elastic.driver.ports import Post  # noqa: E402
-from spark_elastic.protocol import driver_machine  # noqa: E402
-from spark_elastic.protocol.events import DriverEvent  # noqa: E402
-from spark_elastic.protocol.slot_spec import SlotSpec  # noqa: E402
-from spark_elastic.protocol.types import Limits, heartbeat_interval  # noqa: E402
-from spark_elastic.rendezvous.http_server import raise_file_limit  # noqa: E402
-from spark_elastic.rendezvous.routes import ServerCallbacks  # noqa: E402
-from spark_elastic.rendezvous.server import RendezvousServer  # noqa: E402
-
-SIZES = (2, 8, 32, 128, 512, 2000)
 PROCESSES = 4
 ROUNDS = 3
 MESHES = 3
@@ -169,7 +161,7 @@ class Cluster:
         return cpu, events
 
 
-def measure(size: int, mesh_until: int, store_until: int) -> Measurement:
+def measure_size(size: int, mesh_until: int, store_until: int) -> Measurement:
     cluster = Cluster(size)
     try:
         cluster.order("come")
@@ -245,7 +237,7 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
     return sum((a - x) * (b - y) for a, b in logs) / sum((a - x) ** 2 for a, _ in logs)
 
 
-def rows(found: dict[int, Measurement]) -> list[Row]:
+def make_rows(found: dict[int, Measurement]) -> list[Row]:
     made = []
     for size, m in found.items():
         made.append(Row(f"{size} workers: rendezvous (peer: TCPStore, a GET a pair)", m.again, m.store))
@@ -253,40 +245,26 @@ def rows(found: dict[int, Measurement]) -> list[Row]:
             made.append(Row(f"{size} workers: rendezvous (peer: 3 meshes of single GETs)", m.again, m.mesh))
     large = [(size, m) for size, m in found.items() if size >= 32]
     for size, m in large:
-        made.append(Row(f"{size} workers: first rendezvous, connecting", m.first))
-        made.append(
-            Row(f"{size} workers: driver's CPU of a rendezvous, per worker", m.cpu / size * 1e3, unit="ms")
+        cpu, pace = (
+            m.cpu / size * 1e3,
+            f"{size} workers: heartbeats that arrive at the pace that slots are told",
         )
-        made.append(Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"))
-        made.append(
-            Row(
-                f"{size} workers: heartbeats that arrive at the pace that slots are told",
-                m.steady,
-                unit="1/s",
-            )
-        )
-        made.append(
-            Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s")
-        )
+        made += [
+            Row(f"{size} workers: first rendezvous, connecting", m.first),
+            Row(f"{size} workers: driver's CPU of a rendezvous, per worker", cpu, unit="ms"),
+            Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"),
+            Row(pace, m.steady, unit="1/s"),
+            Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s"),
+        ]
     if len(large) > 1:
-        made.append(
-            Row("growth: rendezvous ~ N^x, N >= 32", exponent([(n, m.again) for n, m in large]), unit="x")
-        )
-        made.append(
-            Row("growth: driver's CPU ~ N^x, N >= 32", exponent([(n, m.cpu) for n, m in large]), unit="x")
-        )
+        walls, cpus = [(n, m.again) for n, m in large], [(n, m.cpu) for n, m in large]
+        made.append(Row("growth: rendezvous ~ N^x, N >= 32", exponent(walls), unit="x"))
+        made.append(Row("growth: driver's CPU ~ N^x, N >= 32", exponent(cpus), unit="x"))
     return made
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    options.add_argument("--mesh-until", type=int, default=128, help="largest size for three meshes of GETs")
-    options.add_argument("--store-until", type=int, default=512, help="largest size for the TCPStore")
-    arguments = options.parse_args()
-    take = partial(measure, mesh_until=arguments.mesh_until, store_until=arguments.store_until)
-    finish("control plane", rows({size: take(size) for size in arguments.sizes}), arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+def measure(
+    sizes: tuple[int, ...] = (2, 8, 32, 128, 512, 2000), mesh_until: int = 128, store_until: int = 512
+) -> list[Row]:
+    """mesh_until, store_until: largest sizes for the peers."""
+    return make_rows({size: measure_size(size, mesh_until, store_until) for size in sizes})

@@ -1,21 +1,14 @@
 """How fast does the estimator's training run on a GPU, beside a plain loop of torch on the same device?
 
-    python -m benchmarks.gpu --json benchmarks/results/gpu.json
-
 One worker, a world of one, whole epochs over the same rows in the same order; the two take turns, medians over the
 rounds, after one that does not count. Plain: the rows in pinned memory, copied with non_blocking=True, zero_grad,
 forward, backward, step; its loss stays on the device. Ours: rows from a Parquet file, step summary, ledger and all.
 rows/s: more is better. Commit: what a copy of the state to the host takes of the training, beside a bare copy of each
-tensor. On the CPU, what compiling gives there:
+tensor.
 
-    python -m benchmarks.gpu --device cpu --cases 4 5 --json benchmarks/results/compiled_cpu.json
-
-    python -m benchmarks.gpu --recovery cuda --json benchmarks/results/gpu_recovery.json
-    python -m benchmarks.gpu --recovery simnccl --json benchmarks/results/bulk_recovery.json
-
-From SIGKILL of a training process to the next applied step of the slowest survivor, as benchmarks/recovery.py has it:
-three workers as plain processes, a step of 30 ms. `cuda`: all three on one GPU, through the host. `simnccl`: on CPUs,
-where gradients travel by the simulated NCCL of tests/simulated_nccl.py, whose communicator takes 30 s, beside the
+Recovery: from SIGKILL of a training process to the next applied step of the slowest survivor, as benchmarks/recovery.py
+has it: three workers as plain processes, a step of 30 ms. `cuda`: all three on one GPU, through the host. `simnccl`: on
+CPUs, where gradients travel by the simulated NCCL of tests/simulated_nccl.py, whose communicator takes 30 s, beside the
 engine alone in the same run.
 """
 
@@ -35,26 +28,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.program import build_program, write_rows
+from benchmarks.parts.ranks import compare_figures
+from benchmarks.parts.report import Row
 from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.store import Store
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
 from spark_elastic.runs.snapshot import build_snapshot
-from spark_elastic.tables.existing_parquet import describe_parquet
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.context import get_process_context
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher, NoDiscovery
@@ -145,12 +131,7 @@ CASES = [
     Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
     Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
     Case(
-        "three linear layers, float32, 1024 rows, compiled",
-        build_small,
-        draw_numbers,
-        1024,
-        200,
-        compiles=True,
+        "three linear layers, float32, 1024 rows, compiled", build_small, draw_numbers, 1024, 200, None, True
     ),
 ]
 
@@ -165,47 +146,15 @@ def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def write_rows(case: Case, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    rows = case.batch * case.steps
-    x, y = case.features(rows), np.random.default_rng(1).integers(0, CLASSES, rows)
-    flat = x.reshape(rows, -1)
-    column = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
-    table = pa.table({"x": column, "y": y})
-    pq.write_table(
-        table, folder / "0.parquet", row_group_size=rows // 8, compression="none", use_dictionary=False
-    )
-    return x, y
-
-
 class Ours:
     """The estimator's training, epoch by epoch, in this process."""
 
     def __init__(
         self, case: Case, model: torch.nn.Module, folder: Path, shape: tuple[int, ...], group: Group
     ) -> None:
-        store = Store.open(str(folder))
-        manifest = describe_parquet(store, ["x", "y"])
-        plan = DataPlan.for_run(
-            manifest.group_rows, case.batch, 3, 1, manifest.max_decoded_group_bytes(), 1 << 30
-        )
-        column = manifest.column("x")
-        config = FitConfig(
-            feature_cols=("x",),
-            label_cols=("y",),
-            batch_size=case.batch,
-            epochs=1000,
-            precision=case.precision,
-            compile_model=case.compiles,
-        )
-        spec = TrainSpec(
-            config=config,
-            rows=Rows(store, manifest, plan),
-            features=(Column("x", column.dtype, shape),),
-            store=store,
-            result="final.pt",
-        )
         objects = TorchUserObjects(model, build_optimizer, (torch.nn.CrossEntropyLoss(),))
-        self.program = TorchTrainProgram(spec, objects)
+        config = {"epochs": 1000, "precision": case.precision, "compile_model": case.compiles, "shape": shape}
+        self.program = build_program(folder, objects, case.batch, 1, batch_size=case.batch, **config)
         self.program.prepare()
         self._group = group
         world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
@@ -271,11 +220,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure_commit(ours: Ours) -> tuple[float, float]:
+def measure_commit(ours: Ours) -> list[float]:
     """Milliseconds of a snapshot of the whole state, and of a bare copy of each tensor to memory of the host."""
     state: Any = ours.program._state
-    found: list[tuple[float, float]] = []
-    for _ in range(7):
+
+    def copy_twice() -> list[float]:
         synchronize()
         begin = time.perf_counter()
         build_snapshot(state.position, state.capture)
@@ -283,27 +232,30 @@ def measure_commit(ours: Ours) -> tuple[float, float]:
         tensors = [*state.model.state_dict().values()]
         tensors += [t for each in state.optimizer.state.values() for t in each.values()]
         copies = [tensor.cpu() for tensor in tensors]
-        found.append((1e3 * (middle - begin), 1e3 * (time.perf_counter() - middle)))
+        end = time.perf_counter()
         del copies
-    return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+        return [1e3 * (middle - begin), 1e3 * (end - middle)]
+
+    return compare_figures({"both": copy_twice}, 7)["both"]
 
 
-def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
+def measure_case(case: Case, rounds: int, device: torch.device) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, Endpoint(b"a benchmark's key") as endpoint:
-        x, y = write_rows(case, Path(folder))
+        rows = case.batch * case.steps
+        x, y = case.features(rows), np.random.default_rng(1).integers(0, CLASSES, rows)
+        write_rows(Path(folder, "0.parquet"), x, y, rows // 8)
         torch.manual_seed(0)
         model = case.build()
         with connect(endpoint, 0, 1, (1, 1), lambda blob: [blob], 60.0) as group:
             ours = Ours(case, copy.deepcopy(model), Path(folder), x.shape[1:], group)
             plain = Plain(case, model, x, y, device)
-            figures = [(ours.run_epoch(), plain.run_epoch()) for _ in range(rounds + 1)][1:]
-            rows = case.batch * case.steps
-            speeds = [rows / statistics.median(each) for each in zip(*figures, strict=True)]
+            epochs = {"ours": lambda: [ours.run_epoch()], "plain": lambda: [plain.run_epoch()]}
+            seconds = compare_figures(epochs, rounds, warm_up=1)
+            speeds = [rows / median for (median,) in seconds.values()]
             found = [Row(case.name, *speeds, "rows/s")]
             if "float32, 64 rows" in case.name:
-                found.append(
-                    Row("commit of a transformer of 19 M parameters with AdamW", *measure_commit(ours), "ms")
-                )
+                commit = "commit of a transformer of 19 M parameters with AdamW"
+                found.append(Row(commit, *measure_commit(ours), "ms"))
             ours.program.close()
     return found
 
@@ -317,30 +269,17 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
     os.environ[simulated_nccl.BUILD_SECONDS] = "30"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        rng = np.random.default_rng(1)
-        column = pa.FixedSizeListArray.from_arrays(
-            pa.array(rng.normal(size=ROWS * 20).astype(np.float32)), 20
-        )
-        (folder / "rows").mkdir()
-        pq.write_table(pa.table({"x": column, "y": rng.normal(size=ROWS)}), folder / "rows" / "0.parquet")
+        rng, rows = np.random.default_rng(1), folder / "rows"
+        rows.mkdir()
+        x, y = rng.normal(size=(ROWS, 20)).astype(np.float32), rng.normal(size=ROWS)
+        write_rows(rows / "0.parquet", x, y, ROWS)
         slow = folder / "slow"
         slow.touch()
         ledger = Ledger(folder / "ledger")
-        store = Store.open(str(folder / "rows"))
-        manifest = describe_parquet(store, ["x", "y"])
-        plan = DataPlan.for_run(manifest.group_rows, BATCH * WORKERS, 3, WORKERS, 1 << 20, 1 << 30)
-        config = FitConfig(feature_cols=("x",), label_cols=("y",), batch_size=BATCH, epochs=20 * kills)
-        spec = TrainSpec(
-            config=config,
-            rows=Rows(store, manifest, plan),
-            features=(Column("x", "float32", (20,)),),
-            store=store,
-            result="final.pt",
-            ledger=str(ledger.folder),
-        )
         objects = TorchUserObjects(SlowNet(str(slow)), build_optimizer, (compute_loss,))
+        config = {"batch_size": BATCH, "epochs": 20 * kills}
+        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger.folder), **config)
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
-        program = TorchTrainProgram(spec, objects)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
         limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
         killer = Killer("child", kills, ledger, slow)
@@ -355,48 +294,23 @@ def compute_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output[:, 0] - label) ** 2
 
 
-def compare_recoveries(device: str, kills: int) -> list[Row]:
-    what = "a worker killed"
+def compare_recoveries(device: str = "simnccl", kills: int = 20) -> list[Row]:
     if device == "cuda":
-        median, worst = measure_recovery("cuda", "auto", kills)
-        return [
-            Row(f"{what}, 3 workers on one GPU: p50 to the next step", median),
-            Row(f"{what}, 3 workers on one GPU: the longest of {kills}", worst),
-        ]
-    ours, engine = (measure_recovery("cpu", backend, kills) for backend in (simulated_nccl.NAME, "host"))
+        what, ours, engine = "3 workers on one GPU", measure_recovery("cuda", "auto", kills), (None, None)
+        beside = ""
+    else:
+        what, beside = "a communicator takes 30 s", ", beside the engine alone"
+        ours, engine = (measure_recovery("cpu", backend, kills) for backend in (simulated_nccl.NAME, "host"))
     return [
-        Row(
-            f"{what}, a communicator takes 30 s: p50 to the next step, beside the engine alone",
-            ours[0],
-            engine[0],
-        ),
-        Row(
-            f"{what}, a communicator takes 30 s: the longest of {kills}, beside the engine alone",
-            ours[1],
-            engine[1],
-        ),
+        Row(f"a worker killed, {what}: p50 to the next step{beside}", ours[0], engine[0]),
+        Row(f"a worker killed, {what}: the longest of {kills}{beside}", ours[1], engine[1]),
     ]
 
 
-def main() -> None:
-    made = parser("Rows per second of the estimator's training on a GPU, beside a plain loop of torch.")
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--device", default="cuda")
-    made.add_argument("--cases", type=int, nargs="*", default=range(5), help="which cases, by number")
-    made.add_argument("--recovery", choices=("cuda", "simnccl"), help="measure recovery instead")
-    made.add_argument("--kills", type=int, default=20)
-    arguments = made.parse_args()
-    if arguments.recovery:
-        name = {"cuda": "gpu_recovery", "simnccl": "bulk_recovery"}[arguments.recovery]
-        finish(name, compare_recoveries(arguments.recovery, arguments.kills), arguments.json)
-        return
-    get_process_context().device = arguments.device
-    device = torch.device(arguments.device)
-    rows = [row for number in arguments.cases for row in measure(CASES[number], arguments.rounds, device)]
-    if device.type == "cuda":
+def measure(rounds: int = 5, device: str = "cuda", cases: tuple[int, ...] = (0, 1, 2, 3, 4)) -> list[Row]:
+    """cases: by number."""
+    get_process_context().device = device
+    rows = [row for number in cases for row in measure_case(CASES[number], rounds, torch.device(device))]
+    if device == "cuda":
         print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    finish("gpu" if device.type == "cuda" else "compiled_cpu", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    return rows

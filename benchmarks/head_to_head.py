@@ -1,6 +1,6 @@
 """torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows under the same faults.
 
-    python benchmarks/head_to_head.py --repeat 3 --json benchmarks/results/head_to_head.json
+    python -m benchmarks.head_to_head --repeat 3 --json benchmarks/results/head_to_head.json
 
 Two workers of one thread each; the scripts are in benchmarks/peers, what they are started with in
 benchmarks/parts/launchers.py, and the definitions of what is reported in benchmarks/parts/history.py. A peer's own
@@ -15,6 +15,7 @@ notice and comes back after 20 s.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -25,18 +26,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+import psutil
+import torch
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-import spark_elastic  # noqa: E402
-from benchmarks.parts.head_page import write_page  # noqa: E402
-from benchmarks.parts.history import Task, judge, read_lines  # noqa: E402
-from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, Launcher, install  # noqa: E402
-from benchmarks.parts.report import machine, parser  # noqa: E402
-from benchmarks.peers import job  # noqa: E402
+import spark_elastic
+from benchmarks.parts.head_page import write_page
+from benchmarks.parts.history import Task, judge, read_lines
+from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, ROOT, Launcher, install
+from benchmarks.parts.report import machine
+from benchmarks.peers import job
 
 FOLDER = ROOT / "build" / "head_to_head"
 LIMIT = 300.0  # seconds that a run may take after its first step
@@ -212,7 +210,8 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> Non
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--json", type=Path, default=FOLDER / "head_to_head.json", help="the record")
     options.add_argument("--repeat", type=int, default=1, help="runs of each peer under each plan")
     options.add_argument("--steps", type=int, default=640)
     options.add_argument("--peers", nargs="*", choices=tuple(LAUNCHERS), default=tuple(LAUNCHERS))
@@ -222,9 +221,8 @@ def main() -> None:
     )
     options.add_argument("--page", action="store_true", help="write the page and its plots, and run nothing")
     arguments = options.parse_args()
-    path = arguments.json or FOLDER / "head_to_head.json"
     if arguments.page:
-        write_page(json.loads(path.read_text()), ROOT / "docs")
+        write_page(json.loads(arguments.json.read_text()), ROOT / "docs")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the job
     for peer in arguments.peers:
@@ -236,7 +234,7 @@ def main() -> None:
                 time.sleep(SETTLE)
                 runs.append(run(peer, plan, repeat, arguments.steps))
                 print({name: value for name, value in runs[-1].items() if name != "curve"}, flush=True)
-                record(path, runs, arguments.steps, arguments.note)
+                record(arguments.json, runs, arguments.steps, arguments.note)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """How fast are JPEGs of a bytes column decoded and augmented, beside torch's DataLoader with the same transforms?
 
-    python benchmarks/images.py --json benchmarks/results/images.json
-
 50,000 pictures of 64 x 64 pixels, decoded by Pillow, cropped at random to 56 x 56, flipped half of the time and
 normalised to float32. Whole epochs, shuffled, in batches of 256, with two processes; all take turns, medians over the
 rounds, after one that does not count. Ours: a Parquet file in the plan's order, one `transformation_fn` of whole
@@ -12,9 +10,7 @@ usual, or whole batches at once by `__getitems__`. rows/s: more is better.
 from __future__ import annotations
 
 import io
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -29,7 +25,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import compare_figures, time_rows
+from benchmarks.parts.report import Row
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
@@ -108,10 +105,6 @@ def keep(batch: Any) -> Any:
     return batch
 
 
-def read_by_dataloader(loader: Any) -> Iterator[torch.Tensor]:
-    return (x for x, _ in loader)
-
-
 def read_by_pool(loader: StepLoader, pool: TransformationPool) -> Iterator[torch.Tensor]:
     alone: Any = SimpleNamespace(rank=0, size=1)
     with loader.steps(0, 0, 0, 1) as steps:
@@ -119,7 +112,7 @@ def read_by_pool(loader: StepLoader, pool: TransformationPool) -> Iterator[torch
             yield torch.from_numpy(step.finish().columns["picture"])
 
 
-def open_pool(exits: ExitStack, folder: Path, pictures: list[bytes], kind: str) -> Epoch:
+def open_pool(exits: ExitStack, folder: Path, pictures: list[bytes]) -> Epoch:
     table = pa.table({"picture": pictures, "y": np.arange(len(pictures)) % 10})
     pq.write_table(table, folder / "0.parquet", row_group_size=2500, compression="none", use_dictionary=False)
     store = Store.open(str(folder))
@@ -127,55 +120,28 @@ def open_pool(exits: ExitStack, folder: Path, pictures: list[bytes], kind: str) 
     plan = DataPlan.for_run(manifest.group_rows, BATCH, 3, 4, manifest.max_decoded_group_bytes(), 256 << 20)
     reader = exits.enter_context(closing(open_reader("arrow", store, manifest)))
     function = BatchTransformation(transform, ("picture", "y"), seed=3)
-    pool = exits.enter_context(closing(TransformationPool(function, WORKERS, kind)))
+    pool = exits.enter_context(closing(TransformationPool(function, WORKERS, "process")))
     pool.start()
     return partial(read_by_pool, StepLoader(plan, reader, manifest.columns), pool)
 
 
-def measure(read: Epoch, rows: int) -> float:
-    """rows/s of an epoch"""
-    begin, seen = time.perf_counter(), 0
-    for x in read():
-        assert x.shape[1:] == (3, CROP, CROP)
-        seen += len(x)
-    assert seen == rows
-    return rows / (time.perf_counter() - begin)
-
-
-def main() -> None:
-    made = parser("Rows per second of decoded and augmented JPEGs, beside torch's DataLoader.")
-    made.add_argument("--rows", type=int, default=50_000)
-    made.add_argument("--rounds", type=int, default=5)
-    arguments = made.parse_args()
+def measure(rows: int = 50_000, rounds: int = 5) -> list[Row]:
     torch.set_num_threads(1)
-    pictures = make_pictures(arguments.rows)
-    rows = []
+    pictures = make_pictures(rows)
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS}
+    options["persistent_workers"] = True
+    by_row = DataLoader(Pictures(pictures), **options)  # type: ignore[arg-type]
+    by_batch = DataLoader(PicturesInBatches(pictures), collate_fn=keep, **options)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
-        options: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS}
-        by_row = DataLoader(Pictures(pictures), persistent_workers=True, **options)  # type: ignore[arg-type]
-        by_batch = DataLoader(
-            PicturesInBatches(pictures),  # type: ignore[arg-type]
-            persistent_workers=True,
-            collate_fn=keep,
-            **options,
-        )
         readers: dict[str, Epoch] = {
-            "DataLoader row by row": partial(read_by_dataloader, by_row),
-            "DataLoader in whole batches": partial(read_by_dataloader, by_batch),
-            "processes": open_pool(exits, Path(folder), pictures, "process"),
+            "DataLoader row by row": lambda: (x for x, _ in by_row),
+            "DataLoader in whole batches": lambda: (x for x, _ in by_batch),
+            "ours": open_pool(exits, Path(folder), pictures),
         }
-        figures: dict[str, list[float]] = {name: [] for name in readers}
-        for count in range(arguments.rounds + 1):
-            for name, read in readers.items():
-                speed = measure(read, arguments.rows)
-                if count:
-                    figures[name].append(speed)
-        median = {name: statistics.median(found) for name, found in figures.items()}
-        for peer in ("DataLoader row by row", "DataLoader in whole batches"):
-            case = f"{arguments.rows:,} JPEGs of {SIDE} x {SIDE}, 2 processes, against {peer}"
-            rows.append(Row(case, median["processes"], median[peer], "rows/s"))
-    finish("images", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+        epochs = {
+            name: partial(time_rows, lambda read=read: sum(len(x) for x in read()), rows)
+            for name, read in readers.items()
+        }
+        medians = compare_figures(epochs, rounds, warm_up=1)
+    (ours, _), case = medians.pop("ours"), f"{rows:,} JPEGs of {SIDE} x {SIDE}, 2 processes"
+    return [Row(f"{case}, against {peer}", ours, speed, "rows/s") for peer, (speed, _) in medians.items()]

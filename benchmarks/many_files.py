@@ -1,11 +1,9 @@
 """How long does a driver take, and how much memory, to plan a training on 100,000 Parquet files?
 
-    python benchmarks/many_files.py --before ../earlier --json benchmarks/results/many_files.json
-
 The files lie on this machine's disk, 10 small row groups in each. Each figure is of a process of its own, which
 describes the files, writes the manifest as the run's record does and reads it again, and permutes the first epoch.
 Ours: the footers read by a Spark job on local[*] and, for comparison, by the driver alone. Peer: the same calls of
-an earlier checkout of this repository (--before), which reads footers one by one. Memory: how much the driver's Python
+an earlier checkout of this repository (`before`), which reads footers one by one. Memory: how much the driver's Python
 process grew at its peak. Processor: of that process, which is what is left of a driver's time on a busy machine.
 """
 
@@ -22,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.report import Row
 
 GROUPS, GROUP_ROWS = 10, 20
 # What is measured -> its unit.
@@ -71,7 +69,7 @@ def write_files(folder: Path, count: int) -> None:
         (folder / f"part-{number:06d}.parquet").write_bytes(content)
 
 
-def measure(checkout: Path, folder: Path, how: str) -> dict[str, float]:
+def run_planner(checkout: Path, folder: Path, how: str) -> dict[str, float]:
     """One figure for each of FIGURES."""
     environment = os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'python'}"}
     command = [sys.executable, "-c", CHILD, str(folder), how]
@@ -83,25 +81,17 @@ def measure(checkout: Path, folder: Path, how: str) -> dict[str, float]:
     return dict(zip(FIGURES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def main() -> None:
-    made = parser("Seconds and memory of a driver that plans a training on very many files.")
-    made.add_argument("--files", type=int, default=100_000)
-    made.add_argument("--before", type=Path, help="a checkout of an earlier commit")
-    arguments = made.parse_args()
+def measure(files: int = 100_000, before: str = "") -> list[Row]:
+    """before: a checkout of an earlier commit."""
     here = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "files"
         folder.mkdir()
-        write_files(folder, arguments.files)
-        ours = {how: measure(here, folder, how) for how in ("the driver", "executors")}
-        before = measure(arguments.before.resolve(), folder, "the driver") if arguments.before else {}
-    rows = []
-    for how, found in ours.items():
-        for name, value in found.items():
-            case = f"{arguments.files:,} files, footers by {how}: {name}"
-            rows.append(Row(case, value, before.get(name), FIGURES[name]))
-    finish("many_files", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+        write_files(folder, files)
+        ours = {how: run_planner(here, folder, how) for how in ("the driver", "executors")}
+        peer = run_planner(Path(before).resolve(), folder, "the driver") if before else {}
+    return [
+        Row(f"{files:,} files, footers by {how}: {name}", value, peer.get(name), FIGURES[name])
+        for how, figures in ours.items()
+        for name, value in figures.items()
+    ]

@@ -1,7 +1,5 @@
 """How much memory does a worker take on data far larger than it, and what is gained by not writing them again?
 
-    python benchmarks/memory.py --json benchmarks/results/memory.json
-
 Parquet of 256 float32 a row, once in row groups of 64 MB, once in one row group, trained on by `fit_on_parquet` with
 two workers in a Spark session of this machine. A worker is its slot task (a Python worker of Spark), the training
 process, the warm spare and the fork server of both; each second their proportional set sizes (PSS) are added up, shared
@@ -17,7 +15,8 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +25,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pyspark.sql import SparkSession
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.report import Row
+from benchmarks.parts.spark import open_session
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 
 WORKERS, WIDTH, BATCH = 2, 256, 512
@@ -50,28 +49,24 @@ def write(path: Path, size: int, group: int) -> None:
             writer.write_table(table, row_group_size=rows)
 
 
-class MemorySampler:
-    """Samples each second; `peaks`: bytes of each worker, by the process of its slot task."""
+@contextmanager
+def sample_peaks() -> Iterator[dict[int, int]]:
+    """Bytes of each worker at its peak, by the process of its slot task; sampled each second."""
+    peaks: dict[int, int] = {}
+    over = threading.Event()
 
-    def __init__(self) -> None:
-        self.peaks: dict[int, int] = {}
-        self.samples = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> MemorySampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(1.0):
-            self.samples += 1
+    def sample() -> None:
+        while not over.wait(1.0):
             for slot, total in _workers().items():
-                self.peaks[slot] = max(total, self.peaks.get(slot, 0))
+                peaks[slot] = max(total, peaks.get(slot, 0))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        over.set()
+        thread.join()
 
 
 def _workers() -> dict[int, int]:
@@ -100,7 +95,7 @@ class Measured:
     outside: float
 
 
-def measure(folder: Path, fit: Callable[[ElasticTorchEstimator], ElasticTorchModel]) -> Measured:
+def measure_fit(folder: Path, fit: Callable[[ElasticTorchEstimator], ElasticTorchModel]) -> Measured:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     estimator = ElasticTorchEstimator(
@@ -115,48 +110,35 @@ def measure(folder: Path, fit: Callable[[ElasticTorchEstimator], ElasticTorchMod
         verbose=0,
     )
     begin = time.monotonic()
-    with MemorySampler() as watch:
+    with sample_peaks() as peaks:
         fitted = fit(estimator)
         took = time.monotonic() - begin
     training = fitted.summary.report.phases["training"]
-    return Measured(max(watch.peaks.values(), default=0) / MEGABYTE, training, took - training)
+    return Measured(max(peaks.values(), default=0) / MEGABYTE, training, took - training)
 
 
-def main() -> None:
-    made = parser("Peak memory of a worker while it trains on data larger than memory.")
-    made.add_argument("--megabytes", type=int, default=4096, help="of the file in ordinary row groups")
-    made.add_argument("--single", type=int, default=1024, help="megabytes of the file of one row group")
-    arguments = made.parse_args()
-    settings = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
-    spark = SparkSession.builder.master(f"local[{WORKERS}]").config(map=settings).getOrCreate()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as place:
+def measure(megabytes: int = 4096, single: int = 1024) -> list[Row]:
+    """megabytes: of the file in ordinary row groups. single: of the file of one row group."""
+    with tempfile.TemporaryDirectory() as place, open_session(WORKERS) as spark:
         folder = Path(place)
-        data, single, short = (str(folder / f"{name}.parquet") for name in ("rows", "single", "short"))
+        data, alone, short = (str(folder / f"{name}.parquet") for name in ("rows", "single", "short"))
         write(Path(short), 16 * MEGABYTE, 4 * MEGABYTE)
-        measure(folder, lambda estimator: estimator.fit_on_parquet(short))
-        write(Path(data), arguments.megabytes * MEGABYTE, GROUP_BYTES)
-        in_place = measure(folder, lambda estimator: estimator.fit_on_parquet(data))
+        measure_fit(folder, lambda estimator: estimator.fit_on_parquet(short))
+        write(Path(data), megabytes * MEGABYTE, GROUP_BYTES)
+        in_place = measure_fit(folder, lambda estimator: estimator.fit_on_parquet(data))
         table = spark.read.parquet(data)
-        written = measure(folder, lambda estimator: estimator.setMaterialize("always").fit(table))
-        case, count = f"{arguments.megabytes:,} MB in row groups of 64 MB", table.count()
-        rows += [
+        written = measure_fit(folder, lambda estimator: estimator.setMaterialize("always").fit(table))
+        case, count = f"{megabytes:,} MB in row groups of 64 MB", table.count()
+        rows = [
             Row(f"{case}: peak of a worker", in_place.peak, BOUND / MEGABYTE, "MB"),
             Row(f"{case}: peak of a worker, beside the written copy", in_place.peak, written.peak, "MB"),
             Row(f"{case}: training", count / in_place.training, count / written.training, "rows/s"),
             Row(f"{case}: outside of training", in_place.outside, written.outside, "s"),
         ]
         shutil.rmtree(folder / "store")
-        write(Path(single), arguments.single * MEGABYTE, arguments.single * MEGABYTE)
-        alone = measure(folder, lambda estimator: estimator.fit_on_parquet(single))
-        case = f"{arguments.single:,} MB in one row group"
-        rows += [
-            Row(f"{case}: peak of a worker", alone.peak, BOUND / MEGABYTE, "MB"),
-            Row(f"{case}: training", alone.training, None, "s"),
-        ]
-    spark.stop()
-    finish("memory", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+        write(Path(alone), single * MEGABYTE, single * MEGABYTE)
+        one = measure_fit(folder, lambda estimator: estimator.fit_on_parquet(alone))
+        case = f"{single:,} MB in one row group"
+        rows.append(Row(f"{case}: peak of a worker", one.peak, BOUND / MEGABYTE, "MB"))
+        rows.append(Row(f"{case}: training", one.training, None, "s"))
+    return rows

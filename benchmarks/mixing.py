@@ -1,7 +1,5 @@
 """How well do rows mix that are read where they are, in a table sorted by its label, and what does more mixing cost?
 
-    python benchmarks/mixing.py --json benchmarks/results/mixing.json
-
 A table of ten classes in the order of their labels, in Parquet files of row groups of 128 MB, as other programs write
 them. For each number of lanes: the mean distance between the classes of a step (256 rows) and those of the table (total
 variation: 0 is alike, 0.9 a step of one class), and the accuracy of a softmax regression after one epoch in that order;
@@ -11,11 +9,11 @@ an epoch on one thread of decoding, beside those of the default lanes: they take
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import compare_figures, time_rows
+from benchmarks.parts.report import Row
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
@@ -114,50 +113,34 @@ def softmax(scores: Floats) -> Floats:
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
-def measure_reading(case: Case, manifest: Manifest, plan: DataPlan) -> float:
-    """Rows/s of an epoch."""
-    reader = open_reader("arrow", case.store, manifest)
-    begin = time.perf_counter()
-    try:
+def read_epoch(case: Case, manifest: Manifest, plan: DataPlan) -> int:
+    """Rows of an epoch."""
+    with closing(open_reader("arrow", case.store, manifest)) as reader:
         with StepLoader(plan, reader, manifest.columns).steps(0, 0, 0, 1) as steps:
-            rows = sum(len(step) for step in steps)
-    finally:
-        reader.close()
-    assert rows == manifest.rows
-    return rows / (time.perf_counter() - begin)
+            return sum(len(step) for step in steps)
 
 
-def main() -> None:
-    made = parser("How far rows mix that are read where they are, and the price of more.")
-    made.add_argument("--rows", type=int, default=5_000_000)
-    made.add_argument("--mixed", type=int, default=1_500_000, help="rows of the table whose mixing is judged")
-    made.add_argument("--rounds", type=int, default=3)
-    arguments = made.parse_args()
-    rows: list[Row] = []
+def measure(rows: int = 5_000_000, mixed: int = 1_500_000, rounds: int = 3) -> list[Row]:
+    """mixed: rows of the table whose mixing is judged."""
+    found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        case = Case.write(Path(folder), arguments.mixed)
-        ideal = judge_mixing(case, iterate_shuffled(arguments.mixed, -(-arguments.mixed // BATCH)))
+        case = Case.write(Path(folder), mixed)
+        ideal = judge_mixing(case, iterate_shuffled(mixed, -(-mixed // BATCH)))
         for lanes in LANES:
             _, plan = case.describe(lanes, BATCH)
             distance, accuracy = judge_mixing(case, iterate_plan(plan))
             name = f"sorted by label, {plan.lanes} lanes{'' if lanes else ' (default)'}"
-            rows.append(Row(f"{name}: distance of a step's classes", distance, ideal[0], "TV"))
-            rows.append(Row(f"{name}: accuracy after an epoch", accuracy, ideal[1], "share"))
+            found.append(Row(f"{name}: distance of a step's classes", distance, ideal[0], "TV"))
+            found.append(Row(f"{name}: accuracy after an epoch", accuracy, ideal[1], "share"))
     with tempfile.TemporaryDirectory() as folder:
-        case = Case.write(Path(folder), arguments.rows)
-        plans = {lanes: case.describe(lanes, WIDE) for lanes in LANES}
-        found: dict[int | None, list[float]] = {lanes: [] for lanes in LANES}
-        for _ in range(arguments.rounds):
-            for lanes, plan_of in plans.items():
-                found[lanes].append(measure_reading(case, *plan_of))
-        medians = {lanes: statistics.median(speeds) for lanes, speeds in found.items()}
-        for lanes in LANES[1:]:
-            name = (
-                f"row groups of 128 MB, {plans[lanes][1].lanes} lanes: loader, beside {plans[None][1].lanes}"
-            )
-            rows.append(Row(name, medians[lanes], medians[None], "rows/s"))
-    finish("mixing", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+        case = Case.write(Path(folder), rows)
+        plans = [case.describe(lanes, WIDE) for lanes in LANES]
+        epochs = {
+            str(plan.lanes): partial(time_rows, partial(read_epoch, case, manifest, plan), rows)
+            for manifest, plan in plans
+        }
+        (default, (base, _)), *others = compare_figures(epochs, rounds).items()
+    for lanes, (speed, _) in others:
+        name = f"row groups of 128 MB, {lanes} lanes: loader, beside {default}"
+        found.append(Row(name, speed, base, "rows/s"))
+    return found

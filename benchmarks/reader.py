@@ -1,7 +1,5 @@
 """How fast do rows come in the plan's order, against plain pyarrow reads with a shuffle, and against petastorm?
 
-    python benchmarks/reader.py --json benchmarks/results/reader.json
-
 A table of float32 arrays and a label in several files, several times as large as what a reader keeps decoded, in a warm
 page cache; ours and the peers take turns, medians over the rounds. Peer: pyarrow's read_row_group on one thread in
 shuffled order, each row group permuted by one take, cut into batches. Ours: the loader with its threads (one decodes,
@@ -11,18 +9,19 @@ where it can be imported: two threads, rows not shuffled.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import compare_figures, time_rows
+from benchmarks.parts.report import Row
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
@@ -85,7 +84,7 @@ def read_by_pyarrow(case: Case) -> int:
     return seen
 
 
-def petastorm(case: Case) -> int:
+def read_by_petastorm(case: Case) -> int:
     """One epoch by petastorm's batch reader."""
     from petastorm import make_batch_reader
 
@@ -93,50 +92,21 @@ def petastorm(case: Case) -> int:
         return sum(len(batch.y) for batch in reader)
 
 
-def measure(read: Callable[[Case], int], case: Case) -> tuple[float, float]:
-    """(rows/s, CPU seconds per million rows)"""
-    begin, cpu = time.perf_counter(), time.process_time()
-    rows = read(case)
-    assert rows == case.manifest.rows
-    return rows / (time.perf_counter() - begin), (time.process_time() - cpu) / rows * 1e6
-
-
-def compare(name: str, case: Case, rounds: int, peers: dict[str, Callable[[Case], int]]) -> list[Row]:
-    readers = {"ours": read_by_loader, **peers}
-    figures: dict[str, list[tuple[float, float]]] = {each: [] for each in readers}
-    for _ in range(rounds):
-        for each, read in readers.items():
-            figures[each].append(measure(read, case))
-    medians = {
-        each: [statistics.median(column) for column in zip(*found, strict=True)]
-        for each, found in figures.items()
-    }
-    rows = []
-    for peer in peers:
-        rows.append(Row(f"{name}, against {peer}", medians["ours"][0], medians[peer][0], "rows/s"))
-        rows.append(Row(f"{name}, against {peer}", medians["ours"][1], medians[peer][1], "CPU s/M rows"))
-    return rows
-
-
-def main() -> None:
-    made = parser("Rows per second and processor time of the loader, beside pyarrow's and petastorm's.")
-    made.add_argument("--rows", type=int, default=4_000_000)
-    made.add_argument("--rounds", type=int, default=5)
-    arguments = made.parse_args()
-    peers: dict[str, Callable[[Case], int]] = {"pyarrow": read_by_pyarrow}
-    try:
-        import petastorm as _  # noqa: F401
-    except ImportError:
-        print("petastorm cannot be imported here: left out")
-    else:
-        peers["petastorm"] = petastorm
-    rows: list[Row] = []
+def measure(rows: int = 4_000_000, rounds: int = 5) -> list[Row]:
+    readers: dict[str, Callable[[Case], int]] = {"ours": read_by_loader, "pyarrow": read_by_pyarrow}
+    if find_spec("petastorm"):
+        readers["petastorm"] = read_by_petastorm
+    found = []
     for group in (25_000, 10_000, 1_000):
         with tempfile.TemporaryDirectory() as folder:
-            case = Case.write(Path(folder), arguments.rows, group)
-            rows += compare(f"row groups of {group:,}", case, arguments.rounds, peers)
-    finish("reader", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+            case = Case.write(Path(folder), rows, group)
+            epochs = {
+                name: partial(time_rows, partial(read, case), case.manifest.rows)
+                for name, read in readers.items()
+            }
+            medians = compare_figures(epochs, rounds)
+        ours = medians.pop("ours")
+        for peer, figures in medians.items():
+            for unit, pair in zip(("rows/s", "CPU s/M rows"), zip(ours, figures, strict=True), strict=True):
+                found.append(Row(f"row groups of {group:,}, against {peer}", *pair, unit))
+    return found

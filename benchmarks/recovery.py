@@ -1,7 +1,5 @@
 """From SIGKILL to the next applied step of the slowest survivor: a killed child and a killed executor, beside torchrun.
 
-    python benchmarks/recovery.py --kills 20 --json benchmarks/results/recovery.json
-
 Three workers on a real standalone cluster of this machine, default settings, a step that takes 30 ms. A step that was
 interrupted is taken again by the next world; counted is the first step that a later world applied. The parts are
 medians over all survivors and kills: when the kernel reports the end of what was killed, before which nobody can know
@@ -30,14 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+import psutil
+import torch
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-from benchmarks.parts.regroup import local_rows  # noqa: E402
-from benchmarks.parts.report import Row, finish, parser  # noqa: E402
+from benchmarks.parts.regroup import local_rows
+from benchmarks.parts.report import Row
 
 WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
 STEP = 0.030  # seconds
@@ -163,7 +158,9 @@ def first_times(events: list[dict[str, Any]], world: int) -> dict[str, float]:
     return times
 
 
-def measure(spark: Any, kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
+def kill_in_a_fit(
+    spark: Any, kind: str, kills: int, folder: Path
+) -> tuple[list[float], dict[str, list[float]]]:
     from spark_elastic import ElasticTorchEstimator
 
     slow = folder / f"slow-{kind}"
@@ -198,15 +195,11 @@ def torchrun(kills: int, folder: Path) -> list[float]:
         os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
-    command += [
-        f"--max-restarts={kills + 2}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:29555",
-        "--rdzv-id=peer",
-    ]
+    command += [f"--max-restarts={kills + 2}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29555"]
+    command += ["--rdzv-id=peer"]
     with (log / "output").open("wb") as output:
         agent = subprocess.Popen(
-            [*command, __file__, "--as-peer", str(log)], env=environment, stdout=output, stderr=output
+            [*command, "-m", "benchmarks.recovery", str(log)], env=environment, stdout=output, stderr=output
         )
         try:
             return [one_torchrun_kill(log) for _ in range(kills)]
@@ -258,32 +251,6 @@ def train_under_torchrun(log: Path) -> None:
                 os.replace(f"{checkpoint}.new", checkpoint)
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--as-peer"]:
-        train_under_torchrun(Path(sys.argv[2]))
-        return
-    options = parser(__doc__)
-    options.add_argument("--kills", type=int, default=20)
-    options.add_argument("--peer-kills", type=int, default=3)
-    options.add_argument("--local-sizes", type=int, nargs="*", default=(2, 4, 8, 16, 32))
-    arguments = options.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
-        peer = statistics.median(torchrun(arguments.peer_kills, Path(temporary)))
-        for kind in ("child", "executor"):
-            totals, parts = on_cluster(kind, arguments.kills, Path(temporary))
-            ordered = sorted(totals)
-            rows.append(Row(f"{kind} killed: p50 to the next step", statistics.median(totals), peer, "s"))
-            p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-            rows.append(Row(f"{kind} killed: p99 to the next step", p99, peer, "s"))
-            rows += [
-                Row(f"{kind} killed: {part}, median", statistics.median(parts[part]), None, "s")
-                for part in parts
-            ]
-        rows += local_rows(Path(temporary), tuple(arguments.local_sizes), min(10, arguments.kills))
-    finish("recovery", rows, arguments.json)
-
-
 def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
     from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
 
@@ -292,10 +259,27 @@ def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[s
         cluster.start_workers(WORKERS)
         spark = start_session(cluster.url, executor_cores="1")
         try:
-            return measure(spark, kind, kills, folder)
+            return kill_in_a_fit(spark, kind, kills, folder)
         finally:
             spark.stop()
 
 
-if __name__ == "__main__":
-    main()
+def measure(
+    kills: int = 20, peer_kills: int = 3, local_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
+) -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
+        peer = statistics.median(torchrun(peer_kills, Path(temporary)))
+        for kind in ("child", "executor"):
+            totals, parts = on_cluster(kind, kills, Path(temporary))
+            p99 = sorted(totals)[min(len(totals) - 1, int(0.99 * len(totals)))]
+            rows.append(Row(f"{kind} killed: p50 to the next step", statistics.median(totals), peer, "s"))
+            rows.append(Row(f"{kind} killed: p99 to the next step", p99, peer, "s"))
+            medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
+            rows += [Row(f"{kind} killed: {part}, median", m, None, "s") for part, m in medians.items()]
+        rows += local_rows(Path(temporary), local_sizes, min(10, kills))
+    return rows
+
+
+if __name__ == "__main__":  # as torchrun starts it
+    train_under_torchrun(Path(sys.argv[1]))

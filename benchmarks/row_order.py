@@ -1,24 +1,23 @@
 """What does it cost to write a table in the order of its rows' hash, beside writing it as Spark has it?
 
-    python benchmarks/row_order.py --json benchmarks/results/row_order.json
-
-Three Parquet tables in a warm local session: so many million rows (`--millions`) of eleven numbers, a third as many of
+Three Parquet tables in a warm local session: so many million rows (`millions`) of eleven numbers, a third as many of
 a vector of 50 and a label, and as many as the first of three small integers, nearly all of which are copies of others.
 Seconds of `materialize`; both orders take turns, medians over the rounds. A round takes half a minute on two cores.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from pathlib import Path
+from functools import partial
 
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import compare_figures
+from benchmarks.parts.report import Row
+from benchmarks.parts.spark import open_session
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes.materialize import WriteOptions, materialize
 
@@ -41,34 +40,24 @@ def make_tables(spark: SparkSession, rows: int) -> dict[str, DataFrame]:
     }
 
 
-def measure(df: DataFrame, folder: str, row_order: str) -> float:
+def write_table(df: DataFrame, folder: str, row_order: str) -> list[float]:
+    """[seconds]"""
     with tempfile.TemporaryDirectory(dir=folder) as store:
         begin = time.perf_counter()
         materialize(df, df.columns, Store.open(store), WriteOptions(row_order=row_order))
-        return time.perf_counter() - begin
+        return [time.perf_counter() - begin]
 
 
-def main() -> None:
-    made = parser("Seconds to write a table in the order of its rows' hash, beside its own order.")
-    made.add_argument("--millions", type=int, default=1)
-    made.add_argument("--rounds", type=int, default=3)
-    arguments = made.parse_args()
-    settings = {"spark.ui.enabled": "false", "spark.log.level": "ERROR", "spark.driver.memory": "3g"}
-    spark = SparkSession.builder.master(f"local[{CORES}]").config(map=settings).getOrCreate()
+def measure(millions: float = 1, rounds: int = 3) -> list[Row]:
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, df in make_tables(spark, arguments.millions * 1_000_000).items():
-            path = str(Path(folder) / name.replace(" ", "-").replace(",", ""))
-            df.write.parquet(path)
-            found: dict[str, list[float]] = {"hash": [], "table": []}
-            for _ in range(arguments.rounds + 1):  # the first warms the JVM
-                for row_order, seconds in found.items():
-                    seconds.append(measure(spark.read.parquet(path), folder, row_order))
-            ours, table = (statistics.median(seconds[1:]) for seconds in found.values())
-            rows.append(Row(f"{name}: written in the order of their hash", ours, table))
-    spark.stop()
-    finish("row_order", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_session(CORES, **{"spark.driver.memory": "3g"}) as spark,
+    ):
+        for number, (name, df) in enumerate(make_tables(spark, int(millions * 1_000_000)).items()):
+            df.write.parquet(f"{folder}/{number}")
+            table = spark.read.parquet(f"{folder}/{number}")
+            orders = {order: partial(write_table, table, folder, order) for order in ("hash", "table")}
+            (ours,), (own,) = compare_figures(orders, rounds, warm_up=1).values()  # the first warms the JVM
+            rows.append(Row(f"{name}: written in the order of their hash", ours, own))
+    return rows

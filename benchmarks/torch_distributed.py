@@ -1,7 +1,5 @@
 """What do torch.distributed's wrappers and collectives take over the backend `elastic`, against torch's own Gloo?
 
-    python benchmarks/torch_distributed.py --json benchmarks/results/torch_distributed.json
-
 Processes of one machine, each with one thread for arithmetic; float32. Steps with SGD: the local step (no exchange),
 DDP and FSDP2 over both backends, FSDP2 also over torch's backend `fake`, which exchanges nothing, and our
 `DistributedOptimizer`, on nets of the same weights; "added" is a step's time less the local step's. Collectives: each
@@ -11,13 +9,12 @@ time.
 
 Commits of `FSDPState`: model and AdamW's state divided by FSDP2, each rank a host. The peer is a commit without copies
 on other hosts, or the bytes of what a rank trains. Recovery: a DDP loop on processes of this machine, one of which is
-killed in each world of all workers (`benchmarks/parts/ddp_recovery.py`). `--what` renews the record's rows of one kind.
+killed in each world of all workers (`benchmarks/parts/ddp_recovery.py`). `what` names one kind.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -32,39 +29,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.parts.ddp_recovery import measure_recovery
-from benchmarks.parts.ranks import find_medians, make_exchange, run_ranks, take_turns
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_ranks, take_turns
+from benchmarks.parts.report import Row
 from benchmarks.training_step import Net
-from elastic_collectives import Endpoint, connect
 from spark_elastic.clock import SystemClock
 from spark_elastic.handwritten.sharded_commits import ShardedCommits
 from spark_elastic.handwritten.shards import CommitKey, Place
 from spark_elastic.integrations.torch_distributed import register
-from spark_elastic.protocol.types import START, Fence, Member, World
+from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import SnapshotBuilder
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler
-from spark_elastic.worker.context import WorkerContext, get_context, set_context
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
-KEY = b"a benchmark's key"
-WARM_UP = 3
 BLOCK = 20  # modules that FSDP2 gathers together
-COLLECTIVES = (
-    "all_reduce",
-    "all_reduce, asynchronous",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "send and recv",
-    "barrier",
-)
 
 
 def _run_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callable[..., Any]) -> None:
@@ -75,17 +55,8 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callabl
     reader = StackReader()
     sampler = StackSampler(reader.activity, reader.stacks, SystemClock())  # as in each training process
     sampler.start()
-    with (
-        Endpoint(KEY) as end,
-        connect(end, rank, size, (1, 1), make_exchange(pipe), local_ranks=range(size)) as group,
-    ):
-        members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))
-        world = World(Fence(*group.fence), members, None, "")
-        worker = WorkerContext(f"w{rank}", world, group, wait_recorder=sampler)
-        set_context(worker)
+    with join_group(pipe, rank, size) as group, be_worker(group, wait_recorder=sampler):
         pipe.send(what(dist.new_group(backend="elastic"), dist.group.WORLD, group.barrier))
-        worker.group_context.close()
-        set_context(None)
     sampler.close()
     reader.close()
 
@@ -119,7 +90,7 @@ def _time_steps(
         models[which](data).square().mean().backward()
         optimizers[which].step()
 
-    times = take_turns([partial(step, which) for which in range(len(models))], barrier, rounds, WARM_UP)
+    times = take_turns([partial(step, which) for which in range(len(models))], barrier, rounds)
     optimizers[-1].close()
     return times
 
@@ -139,12 +110,16 @@ def _shard(model: torch.nn.Module, group: Any) -> torch.nn.Module:
     return model
 
 
+def run_between_backends(size: int, what: Callable[..., Any]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(size, _run_rank, folder, what)
+
+
 def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        times = run_ranks(size, _run_rank, folder, partial(_time_steps, net, rounds))
+    times = run_between_backends(size, partial(_time_steps, net, rounds))
     local, ddp, gloo_ddp, ddp_alone, fsdp, gloo_fsdp, alone, own = find_medians(times)
-    case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
+    case = f"{net.name}, {size} ranks"
     return [
         Row(f"{case}: local step", local, None, "ms"),
         Row(f"{case}: DDP, step", ddp, gloo_ddp, "ms"),
@@ -192,7 +167,7 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
         uncopied.keep_only(commit)
 
     save = partial(commits.save, group, START, group.fence, capture)
-    times = take_turns([step, save, commit_alone], barrier, rounds, WARM_UP)
+    times = take_turns([step, save, commit_alone], barrier, rounds)
     kept = commits.get_newest_complete()
     assert kept is not None
     return times, commits.memory_bytes, kept.shards[group.rank].nbytes
@@ -200,13 +175,10 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
 
 def measure_commits(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds and MB."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(size, _run_rank, folder, partial(_time_commits, net, rounds))
+    found = run_between_backends(size, partial(_time_commits, net, rounds))
     step, commit, alone = find_medians([times for times, _, _ in found])
     memory, trained = (max(column) / 1e6 for column in list(zip(*found, strict=True))[1:])
-    case = (
-        f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks: FSDP2 with AdamW"
-    )
+    case = f"{net.name}, {size} ranks: FSDP2 with AdamW"
     return [
         Row(f"{case}, step", step, None, "ms"),
         Row(f"{case}, commit, beside one without copies", commit, alone, "ms"),
@@ -217,24 +189,26 @@ def measure_commits(size: int, net: Net, rounds: int) -> list[Row]:
 # ---- collectives
 
 
-def _time_collectives(rounds: int, ours: Any, gloo: Any, barrier: Callable[[], None]) -> list[Any]:
-    """By size and collective: times of (ours, Gloo's)."""
-    found = []
-    for count in SIZES.values():
+def _time_collectives(
+    rounds: int, ours: Any, gloo: Any, barrier: Callable[[], None]
+) -> dict[tuple[str, str], list[list[float]]]:
+    """By collective and size: times of (ours, Gloo's)."""
+    found = {}
+    for label, count in SIZES.items():
         repeats = max(1, min(20, (4 << 20) // count))
-        for name in COLLECTIVES:
-            pair = [_build_call(name, count // 4, group) for group in (ours, gloo)]
-            found.append(take_turns(pair, barrier, rounds, 2, repeats))
+        pairs = [_build_calls(count // 4, group) for group in (ours, gloo)]
+        for name in pairs[0]:
+            found[name, label] = take_turns([calls[name] for calls in pairs], barrier, rounds, 2, repeats)
     return found
 
 
-def _build_call(name: str, count: int, group: Any) -> Callable[[], object]:
+def _build_calls(count: int, group: Any) -> dict[str, Callable[[], object]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     count -= count % size
     whole, part = torch.zeros(count), torch.zeros(count // size)
     parts = list(torch.zeros(count).chunk(size))
     root, last = rank == 0, rank == size - 1
-    calls: dict[str, Callable[[], object]] = {
+    return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_reduce, asynchronous": lambda: dist.all_reduce(whole, group=group, async_op=True).wait(),
         "reduce": lambda: dist.reduce(whole, 0, group=group),
@@ -250,48 +224,32 @@ def _build_call(name: str, count: int, group: Any) -> Callable[[], object]:
         ),
         "barrier": lambda: dist.barrier(group),
     }
-    return calls[name]
 
 
 def measure_collectives(size: int, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(size, _run_rank, folder, partial(_time_collectives, rounds))
-    cases = [(label, name) for label in SIZES for name in COLLECTIVES]
-    rows = []
-    for (label, name), *times in zip(cases, *found, strict=True):
-        ours, theirs = find_medians(times)
-        rows.append(Row(f"{name}, {label}, {size} ranks", ours, theirs, "ms"))
-    return rows
+    found = run_between_backends(size, partial(_time_collectives, rounds))
+    medians = {case: find_medians([times[case] for times in found]) for case in found[0]}
+    return [Row(f"{', '.join(case)}, {size} ranks", *pair, "ms") for case, pair in medians.items()]
 
 
-def main() -> int:
-    arguments = parser(__doc__ or "")
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    arguments.add_argument(
-        "--what", choices=["all", "steps", "collectives", "commits", "recovery"], default="all"
-    )
-    arguments.add_argument("--layers", type=int, default=80)
-    arguments.add_argument("--width", type=int, default=560)
-    arguments.add_argument("--rows", type=int, default=32)
-    arguments.add_argument("--rounds", type=int, default=15)
-    arguments.add_argument("--kills", type=int, default=20)
-    chosen = arguments.parse_args()
-    net = Net(chosen.layers, chosen.width, chosen.rows)
-    rows = []
-    for size in chosen.ranks:
-        if chosen.what in ("all", "steps"):
-            rows += measure_steps(size, net, chosen.rounds)
-        if chosen.what in ("all", "collectives"):
-            rows += measure_collectives(size, chosen.rounds)
-        if chosen.what in ("all", "commits"):
-            rows += measure_commits(size, net, chosen.rounds)
-    if chosen.what in ("all", "recovery"):
+def measure(
+    what: tuple[str, ...] = ("steps", "collectives", "commits", "recovery"),
+    ranks: tuple[int, ...] = (2, 4),
+    layers: int = 80,
+    width: int = 560,
+    rounds: int = 15,
+    kills: int = 20,
+) -> list[Row]:
+    net, rows = Net(layers, width, rows=32), []
+    for size in ranks:
+        if "steps" in what:
+            rows += measure_steps(size, net, rounds)
+        if "collectives" in what:
+            rows += measure_collectives(size, rounds)
+        if "commits" in what:
+            rows += measure_commits(size, net, rounds)
+    if "recovery" in what:
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure_recovery(Path(folder), 3, chosen.kills)
-    finish("torch_distributed", rows, chosen.json, renew=chosen.what != "all")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            rows += measure_recovery(Path(folder), 3, kills)
+    return rows

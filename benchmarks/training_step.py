@@ -1,9 +1,5 @@
 """How much does the exchange of gradients add to a training step, against torch's DistributedDataParallel over Gloo?
 
-    python benchmarks/training_step.py --json benchmarks/results/training_step.json
-    python benchmarks/training_step.py --framework tensorflow --json benchmarks/results/training_step_tensorflow.json
-    python benchmarks/training_step.py --virtual-shares 8 --rows 32 128 --json benchmarks/results/bitwise_step.json
-
 With TensorFlow the peer is MultiWorkerMirroredStrategy in a custom loop.
 
 Processes of one machine, each with one thread for arithmetic; float32, SGD. The local step (no exchange), ours and the
@@ -17,13 +13,9 @@ gradients and exchanges nothing.
 from __future__ import annotations
 
 import copy
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,17 +23,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_ranks, take_turns
+from benchmarks.parts.report import Row
 from benchmarks.parts.tensorflow_step import ComparedSteps, addresses
-from elastic_collectives import Endpoint, Group, connect
+from elastic_collectives import Group
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.horovod.torch.gradient_sync import GradientSync, get_optimizers_in_use
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.torch.elastic import ElasticDataLoader
-from spark_elastic.worker.context import WorkerContext, set_context
-
-KEY = b"a benchmark's key"
-WARM_UP = 3  # rounds that open connections and touch memory
 
 
 @dataclass(frozen=True)
@@ -54,42 +43,46 @@ class Net:
     virtual_shares: int = 0  # of a step in bitwise mode; a multiple of the ranks; 0: no such step
 
     @property
+    def name(self) -> str:
+        return f"{self.parameters / 1e6:.0f} M parameters in {2 * self.layers} tensors"
+
+    @property
     def parameters(self) -> int:
         return self.layers * self.width * (self.width + 1)
 
     def build(self) -> torch.nn.Module:
-        torch.manual_seed(1)
-        layers = [
-            layer
-            for _ in range(self.layers)
-            for layer in (torch.nn.Linear(self.width, self.width), torch.nn.ReLU())
-        ]
-        return torch.nn.Sequential(*layers)
+        return build_mlp(self.layers, self.width)
 
 
-def _run_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rounds: int) -> None:
+def build_mlp(layers: int, width: int) -> torch.nn.Module:
+    """The same weights on every call."""
+    torch.manual_seed(1)
+    pairs = ((torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(layers))
+    return torch.nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
+def run_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rounds: int) -> None:
     torch.set_num_threads(1)
-
-    def exchange(own: bytes) -> list[bytes]:
-        pipe.send(own)
-        blobs: list[bytes] = pipe.recv()
-        return blobs
-
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    with (
-        Endpoint(KEY) as end,
-        connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,
-    ):
-        set_context(WorkerContext(f"rank {rank}", group=group))
+    with join_group(pipe, rank, size) as group, be_worker(group):
         data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(rank))
-        steps, close = _make_contenders(net, data, group)
-        pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
+        steps, close = make_contenders(net, data, group)
+        pipe.send(take_turns(steps, group.barrier, rounds))
         close()
-        set_context(None)
     dist.destroy_process_group()
 
 
-def _make_contenders(
+def run_tensorflow_rank(
+    pipe: Connection, rank: int, size: int, workers: list[str], net: Net, rounds: int
+) -> None:
+    contenders = ComparedSteps(rank, workers)
+    with join_group(pipe, rank, size) as group, be_worker(group):
+        data = np.random.default_rng(rank).normal(size=(net.rows, net.width)).astype(np.float32)
+        steps = contenders.steps(net.layers, net.width, data, group)
+        pipe.send(take_turns(steps, group.barrier, rounds))
+
+
+def make_contenders(
     net: Net, data: torch.Tensor, group: Group
 ) -> tuple[list[Callable[[], object]], Callable[[], None]]:
     """(local, ours, DDP's, the exchange alone), and what ends them; with virtual shares also (ours in bitwise mode,
@@ -114,7 +107,7 @@ def _make_contenders(
     if not net.virtual_shares:
         return contenders, optimizers[1].close
     shares = [part.clone() for part in data.chunk(net.virtual_shares // group.size)]
-    bitwise, close = _bitwise_step(net, copy.deepcopy(first), shares, group)
+    bitwise, close = make_bitwise_step(net, copy.deepcopy(first), shares, group)
 
     def take_passes() -> None:
         optimizers[0].zero_grad()
@@ -142,7 +135,7 @@ def _make_contenders(
     return [*contenders, alone_in_use(*bitwise), take_passes], close_both
 
 
-def _bitwise_step(
+def make_bitwise_step(
     net: Net, model: torch.nn.Module, shares: list[torch.Tensor], group: Group
 ) -> tuple[tuple[Callable[[], object], GradientSync], Callable[[], None]]:
     """A step in bitwise mode with its exchange, and what ends it."""
@@ -170,64 +163,31 @@ def _bitwise_step(
     return (step, sync), optimizer.close
 
 
-def _times(turn: int, steps: list[Callable[[], object]], barrier: Callable[[], None]) -> list[float]:
-    """Seconds of one step of each contender."""
-    taken = [0.0] * len(steps)
-    for which in (*range(turn % len(steps), len(steps)), *range(turn % len(steps))):
-        barrier()
-        begin = time.perf_counter()
-        steps[which]()
-        taken[which] = time.perf_counter() - begin
-    return taken
-
-
-def _one_rank_of_tensorflow(pipe: Connection, rank: int, workers: list[str], net: Net, rounds: int) -> None:
-    def exchange(own: bytes) -> list[bytes]:
-        pipe.send(own)
-        blobs: list[bytes] = pipe.recv()
-        return blobs
-
-    contenders, size = ComparedSteps(rank, workers), len(workers)
-    with (
-        Endpoint(KEY) as end,
-        connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,
-    ):
-        set_context(WorkerContext(f"rank {rank}", group=group))
-        data = np.random.default_rng(rank).normal(size=(net.rows, net.width)).astype(np.float32)
-        steps = contenders.steps(net.layers, net.width, data, group)
-        pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
-        set_context(None)
-
-
-def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[Row]:
+def measure(
+    framework: str = "torch",
+    ranks: int = 2,
+    layers: int = 80,
+    width: int = 559,
+    rows: tuple[int, ...] = (32,),
+    virtual_shares: int = 0,
+    rounds: int = 21,
+) -> list[Row]:
     """Rows in milliseconds."""
-    spawn = get_context("spawn")
-    pipes, processes = [], []
-    workers = addresses(size)
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(size):
-            ours, theirs = spawn.Pipe()
-            of_torch = framework == "torch"
-            process = spawn.Process(
-                target=_run_rank if of_torch else _one_rank_of_tensorflow,
-                args=(theirs, rank, *([size, folder] if of_torch else [workers]), net, rounds),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        blobs = [pipe.recv() for pipe in pipes]
-        for pipe in pipes:
-            pipe.send(blobs)
-        times = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join()
-    slowest = [[max(one) for one in zip(*turns, strict=True)] for turns in zip(*times, strict=True)]
-    medians = [1000 * statistics.median(column) for column in zip(*slowest, strict=True)]
+    found = []
+    for batch in rows:
+        net = Net(layers, width, batch, virtual_shares)
+        with tempfile.TemporaryDirectory() as folder:
+            if framework == "torch":
+                times = run_ranks(ranks, run_rank, folder, net, rounds)
+            else:
+                times = run_ranks(ranks, run_tensorflow_rank, addresses(ranks), net, rounds)
+        found += make_rows(net, ranks, find_medians(times))
+    return found
+
+
+def make_rows(net: Net, ranks: int, medians: list[float]) -> list[Row]:
     local, ours, theirs, alone, *with_shares = medians
-    case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
-    case += f", {net.rows} rows each" if net.virtual_shares else ""
+    case = f"{net.name}, {ranks} ranks" + (f", {net.rows} rows each" if net.virtual_shares else "")
     rows = [
         Row(f"{case}: local step", local, None, "ms"),
         Row(f"{case}: step", ours, theirs, "ms"),
@@ -242,26 +202,3 @@ def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[
             Row(f"{name}, beside its passes alone", bitwise, passes, "ms"),
         ]
     return rows
-
-
-def main() -> int:
-    arguments = parser(__doc__ or "")
-    arguments.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--layers", type=int, default=80)
-    arguments.add_argument("--width", type=int, default=559)
-    arguments.add_argument("--rows", type=int, nargs="+", default=[32])
-    arguments.add_argument("--virtual-shares", type=int, default=0)
-    arguments.add_argument("--rounds", type=int, default=21)
-    chosen = arguments.parse_args()
-    name = "training_step" if chosen.framework == "torch" else f"training_step_{chosen.framework}"
-    found = []
-    for rows in chosen.rows:
-        net = Net(chosen.layers, chosen.width, rows, chosen.virtual_shares)
-        found += measure(chosen.ranks, net, chosen.rounds, chosen.framework)
-    finish("bitwise_step" if chosen.virtual_shares else name, found, chosen.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """How fast does `transform` predict, against Spark ML's predict_batch_udf and against a UDF of one row at a time?
 
-    python benchmarks/transform.py --json benchmarks/results/transform.json
-
 A table of arrays of 50 floats, cached, in a Spark session of this machine; an MLP 50-64-1. Each predicts all rows and
 sums them up in Spark, so that nothing is collected. They take turns; medians over the rounds, the first one untimed.
 rows/s: more is better. The UDF of a row at a time sees a part of the table.
@@ -9,20 +7,22 @@ rows/s: more is better. The UDF of a row at a time sees a part of the table.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from pyspark.ml.functions import predict_batch_udf
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, FloatType
 
-from benchmarks.parts.report import Row, finish, parser
+from benchmarks.parts.ranks import compare_figures
+from benchmarks.parts.report import Row
+from benchmarks.parts.spark import open_session
 from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.predictor import TorchPredictor
 from spark_elastic.estimators.saving import pack
@@ -63,45 +63,29 @@ def make_row_udf() -> Callable[..., SparkColumn]:
     return F.udf(predict, DoubleType())
 
 
-def seconds(df: DataFrame) -> float:
+def predict_all(make: Callable[[], DataFrame], count: int) -> list[float]:
+    """[rows/s]"""
     begin = time.perf_counter()
-    df.agg(F.sum("prediction")).collect()
-    return time.perf_counter() - begin
+    make().agg(F.sum("prediction")).collect()
+    return [count / (time.perf_counter() - begin)]
 
 
-def measure(df: DataFrame, rows: int, rounds: int) -> list[Row]:
+def measure(rows: int = 1_000_000, rounds: int = 5) -> list[Row]:
     model = ElasticTorchModel(TorchPredictor(pack(net()), (Column("x", "float32", (WIDTH,)),)), FitSummary())
-    by_batch, by_row = make_batched_udf(), make_row_udf()
-    few = df.limit(rows // ONE_BY_ONE).cache()
-    few.count()
-    cases: dict[str, tuple[int, Callable[[], DataFrame]]] = {
-        "ours": (rows, lambda: model.transform(df)),
-        "predict_batch_udf": (rows, lambda: df.withColumn("prediction", by_batch("x"))),
-        "a row at a time": (rows // ONE_BY_ONE, lambda: few.withColumn("prediction", by_row("x"))),
-    }
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds + 1):
-        for name, (count, made) in cases.items():
-            found[name].append(count / seconds(made()))
-    speeds = {name: statistics.median(each[1:]) for name, each in found.items()}
-    ours = speeds.pop("ours")
-    return [Row(f"transform, against {name}", ours, speed, "rows/s") for name, speed in speeds.items()]
-
-
-def main() -> None:
-    made = parser("Rows per second of transform beside other ways to predict in Spark.")
-    made.add_argument("--rows", type=int, default=1_000_000)
-    made.add_argument("--rounds", type=int, default=5)
-    arguments = made.parse_args()
-    settings = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
-    spark = SparkSession.builder.master("local[2]").config(map=settings).getOrCreate()
-    numbers = F.array(*(F.rand(seed).cast("float") for seed in range(WIDTH)))
-    df = spark.range(arguments.rows, numPartitions=2).select(numbers.alias("x")).cache()
-    df.count()
-    rows = measure(df, arguments.rows, arguments.rounds)
-    spark.stop()
-    finish("transform", rows, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    few = rows // ONE_BY_ONE
+    with open_session(2) as spark:
+        numbers = F.array(*(F.rand(seed).cast("float") for seed in range(WIDTH)))
+        df = spark.range(rows, numPartitions=2).select(numbers.alias("x")).cache()
+        part = df.limit(few).cache()
+        assert (df.count(), part.count()) == (rows, few)
+        by_batch, by_row = make_batched_udf(), make_row_udf()
+        contenders = {
+            "ours": partial(predict_all, lambda: model.transform(df), rows),
+            "predict_batch_udf": partial(
+                predict_all, lambda: df.withColumn("prediction", by_batch("x")), rows
+            ),
+            "a row at a time": partial(predict_all, lambda: part.withColumn("prediction", by_row("x")), few),
+        }
+        speeds = compare_figures(contenders, rounds, warm_up=1)
+    (ours,) = speeds.pop("ours")
+    return [Row(f"transform, against {name}", ours, speed, "rows/s") for name, (speed,) in speeds.items()]

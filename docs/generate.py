@@ -63,7 +63,7 @@ Each process reads them itself: set them in the environment of `spark-elastic-ru
 MEASURED = """# Benchmarks
 
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and
-how to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed,
+how to read it. `python -m benchmarks.run NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed,
 two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's
 MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with the better of one and two
 threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane),
@@ -77,14 +77,14 @@ stands its bound.
 """
 PLATFORMS = """# Platforms and versions
 
-Made from `tests/platforms/results/` by `python docs/generate.py`. `./build.sh matrix [row ...]` makes an environment
-of the versions that each platform ships (`tests/platforms/*.txt`), installs the wheel with `pip install --constraint`
-and fails if pip moves any of them. Then, in that environment: `spark-elastic-run` with two ranks; a `fit` on three
-executors, one of which is killed, to the weights of a plain loop (1e-9 in float64) with each row trained once per
-epoch; `transform`, saving and loading; a loop over `DistributedDataParallel` that loses a worker, and another loop that
-loses an executor; and on Spark Connect a `fit` and a loop that loses a worker. Spark is Apache Spark of PyPI on one
-machine, and torch runs on its CPU: what platforms change in Spark, and GPUs, were not tried. `./build.sh test` runs
-only the `fit` with a loss, beside Databricks Runtime 15.4 and beside the newest Spark.
+Made from `tests/platforms/results/` by `python docs/generate.py`. `python tests/platforms/matrix.py [row ...]` makes
+an environment of the versions that each platform ships (`tests/platforms/*.txt`), installs the wheel with `pip
+install --constraint` and fails if pip moves any of them. Then, in that environment: `spark-elastic-run` with two
+ranks; a `fit` on three executors, one of which is killed, to the weights of a plain loop (1e-9 in float64) with each
+row trained once per epoch; `transform`, saving and loading; a loop over `DistributedDataParallel` that loses a
+worker, and another loop that loses an executor; and on Spark Connect a `fit` and a loop that loses a worker. Spark is
+Apache Spark of PyPI on one machine, and torch runs on its CPU: what platforms change in Spark, and GPUs, were not
+tried. `./build.sh test` runs only the `fit` with a loss, beside Databricks Runtime 15.4 and beside the newest Spark.
 
 | platform | Python | Spark | torch | numpy | pandas | pyarrow | Spark Connect | |
 |---|---|---|---|---|---|---|---|---|
@@ -97,9 +97,9 @@ Databricks Runtime 16.4.
 """
 CONFORMANCE = """# torch's conformance suite
 
-Made from `tests/conformance/results.json` by `python docs/generate.py`. `./build.sh conformance` runs the suite by
-which torch tests its own process groups (`torch/testing/_internal/distributed/distributed_test.py`, in its wheel), in
-the ranks of `spark-elastic-run` and beside it over Gloo. In a worker the name `gloo` means the backend
+Made from `tests/conformance/results.json` by `python docs/generate.py`. `python tests/conformance/suite.py` runs the
+suite by which torch tests its own process groups (`torch/testing/_internal/distributed/distributed_test.py`, in its
+wheel), in the ranks of `spark-elastic-run` and beside it over Gloo. In a worker the name `gloo` means the backend
 [`elastic`](torch-distributed.md). Run with torch {torch} on {date}, on a machine without GPUs: what needs one is
 skipped over both. `./build.sh test` runs one or more tests of each collective with 3 workers.
 
@@ -114,11 +114,12 @@ What passes over Gloo alone:
 """
 WORKS_WITH = """# Programs of other libraries
 
-Made from `tests/platforms/results/works-with/` by `python docs/generate.py`. `./build.sh works-with [name ...]` makes
-an environment for each name and runs a program (`tests/platforms/programs/`) that uses the library as its documentation
-does, on two workers; then again, and sends SIGKILL to the worker of rank 1 in mid-training. Models have random weights,
-and nothing is downloaded. Each step takes at least 0.1 s. Unless "elastic" stands behind the name, the program knows
-nothing of this package, and a loss makes it begin again, at its own newest checkpoint if it writes some.
+Made from `tests/platforms/results/works-with/` by `python docs/generate.py`. `python tests/platforms/works_with.py
+[name ...]` makes an environment for each name and runs a program (`tests/platforms/programs/`) that uses the library
+as its documentation does, on two workers; then again, and sends SIGKILL to the worker of rank 1 in mid-training.
+Models have random weights, and nothing is downloaded. Each step takes at least 0.1 s. Unless "elastic" stands behind
+the name, the program knows nothing of this package, and a loss makes it begin again, at its own newest checkpoint if
+it writes some.
 
 - **without a step**: from the kill to the first step of the next world.
 - **repeated**: steps that had been taken before and were taken again.

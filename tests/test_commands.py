@@ -9,19 +9,21 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import run as benchmarks
 from spark_elastic.clusters import cli, store_cli
 from tests.sources import ROOT
 
-PROGRAMS = ("./build.sh", "spark-elastic-run", "spark-elastic", "spark-submit", "python")
+PROGRAMS = ("./build.sh", "nox", "spark-elastic-run", "spark-elastic", "spark-submit", "python")
 WORDS = ("NAME", "VERB", "[name]", "[...]")  # of what the reader fills in
-VERBS = re.findall(r"^verb_([\w-]+)\(\)", (ROOT / "build.sh").read_text(), re.MULTILINE)
-NOT_FOR_READERS = {"help"}
+VERBS = set(re.findall(r"^(\w+)\) # ", (ROOT / "build.sh").read_text(), re.MULTILINE))
 
 
 def pages() -> list[Path]:
@@ -65,21 +67,34 @@ def test_the_pages_contain_commands() -> None:
 
 
 def test_pages_and_build_sh_have_the_same_verbs() -> None:
-    named = {(page, words[0]) for page, words in of("./build.sh")}
-    assert [pair for pair in named if pair[1] not in VERBS] == []
-    # CONTRIBUTING puts verbs of one kind in one row: `./build.sh unit` / `sim` / ...
-    rows = re.findall(r"^\| `\./build\.sh .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    listed = {word for row in rows for word in re.findall(r"`(?:\./build\.sh )?([\w-]+)", row)}
-    assert set(VERBS) - NOT_FOR_READERS - listed == set()
+    named = {words[0] for _, words in of("./build.sh")}
+    assert {"demo", "test", "build", "wheel"} == named == VERBS
 
 
-def test_each_benchmark_of_a_page_exists() -> None:
-    for page, words in of("./build.sh"):
-        if words[0] == "bench":
-            missing = [
-                n for n in words[1:] if n not in WORDS and not (ROOT / "benchmarks" / f"{n}.py").exists()
-            ]
-            assert missing == [], page
+def test_pages_and_the_noxfile_have_the_same_sessions() -> None:
+    command = [sys.executable, "-m", "nox", "--list", "-f", str(ROOT / "noxfile.py")]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sessions = set(re.findall(r"^[*-] (\S+)", listed, re.MULTILINE))
+    named = {words[1] for _, words in of("nox") if words[0] == "-s"}
+    # CONTRIBUTING has those of one kind in one row: `nox -s wheel` / `sdist`
+    rows = re.findall(r"^\| `nox -s .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named |= {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named - set(WORDS) == sessions
+
+
+def test_each_benchmark_of_the_table_exists_and_takes_its_settings() -> None:
+    for name, case in benchmarks.CASES.items():
+        module, function = case.measure.split(":")
+        tree = ast.parse((ROOT / "benchmarks" / f"{module}.py").read_text())
+        (measure,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
+        known = {argument.arg for argument in measure.args.args}
+        assert len(measure.args.defaults) == len(known), name
+        assert case.settings.keys() | case.small.keys() <= known, name
+        assert (benchmarks.RESULTS / f"{name}.json").exists()
+    for page, words in of("python"):
+        if words[:2] == ["-m", "benchmarks.run"]:
+            names = [word for word in words[2:] if not word.startswith(("-", "...")) and "=" not in word]
+            assert set(names) <= {*benchmarks.CASES, *WORDS}, page
 
 
 def test_each_script_of_a_page_exists_and_has_its_options() -> None:
@@ -90,9 +105,8 @@ def test_each_script_of_a_page_exists_and_has_its_options() -> None:
         modules = [words[1].replace(".", "/") + ".py"] if ours else []
         for script in [*scripts, *modules]:
             assert (ROOT / script).is_file(), f"{page}: {script}"
-        if scripts and scripts[0].startswith("benchmarks/"):
-            sources = (ROOT / scripts[0], ROOT / "benchmarks" / "parts" / "report.py")
-            known = "".join(source.read_text() for source in sources)
+        if modules and modules[0].startswith("benchmarks/"):
+            known = (ROOT / modules[0]).read_text()
             unknown = [w for w in words if w.startswith("--") and f'"{w}"' not in known]
             assert unknown == [], page
 

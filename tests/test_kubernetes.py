@@ -87,9 +87,9 @@ def test_driver_and_executors_have_the_image_in_which_the_program_is(pod: dict[s
 
 
 def test_the_manifests_fit_the_published_schemas(objects: dict[str, dict[str, Any]]) -> None:
-    """In an environment with kubernetes-validate, which carries Kubernetes' own: `./build.sh kubernetes`."""
+    """In an environment with kubernetes-validate, which carries Kubernetes' own: `nox -s kubernetes`."""
     validate = pytest.importorskip(
-        "kubernetes_validate", reason="needs kubernetes-validate: ./build.sh kubernetes"
+        "kubernetes_validate", reason="needs kubernetes-validate: nox -s kubernetes"
     )
     for each in objects.values():
         validate.validate(each, validate.latest_version(), strict=True)

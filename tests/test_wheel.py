@@ -101,7 +101,7 @@ def test_wheel_installs_beside_the_oldest_stack(wheel: Path) -> None:
 
 @pytest.mark.spark
 def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
-    """A row of `./build.sh matrix`, but only its fit, and petastorm, which it ships. A clean machine makes its
+    """A row of tests/platforms/matrix.py, but only its fit, and petastorm, which it ships. A clean machine makes its
     environment, of a gigabyte, first."""
     row = Row.read("dbr-15.4")
     if row.python != f"{sys.version_info.major}.{sys.version_info.minor}":

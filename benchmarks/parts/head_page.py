@@ -27,8 +27,8 @@ INTRODUCTION = """# Head to head
 torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows, with the same optimizer and the same
 global batch, for the same number of steps. Then the same faults happen to each of them: real signals to real
 processes. One command makes this page's numbers:
-`python benchmarks/head_to_head.py --repeat 3 --json benchmarks/results/head_to_head.json`, and
-`python benchmarks/head_to_head.py --page --json benchmarks/results/head_to_head.json` makes the page.
+`python -m benchmarks.head_to_head --repeat 3 --json benchmarks/results/head_to_head.json`, and
+`python -m benchmarks.head_to_head --page --json benchmarks/results/head_to_head.json` makes the page.
 
 """
 

@@ -96,7 +96,7 @@ class SparkElastic(Launcher):
     """`spark-elastic-run`, whose discovery script lists one or two slots of this machine."""
 
     name = "spark_elastic"
-    script = "elastic_loop.py"
+    arguments: tuple[str, ...] = ()
 
     def start(self) -> None:
         self._list(HOSTS)
@@ -105,7 +105,8 @@ class SparkElastic(Launcher):
         script.chmod(0o755)
         code = "import sys; from spark_elastic.clusters.cli import main; sys.exit(main())"
         command = [self._python, "-c", code, "-np", HOSTS, "--min-np", 1, "--max-np", HOSTS, "--verbose"]
-        command += ["--host-discovery-script", script, "python", PEERS / self.script]
+        command += ["--host-discovery-script", script, "python"]
+        command += [PEERS / "elastic_loop.py", *self.arguments]
         path = os.pathsep.join(map(str, (ROOT, ROOT / "python", PEERS)))
         self._run("driver", command, PYTHONPATH=path)
 
@@ -136,7 +137,7 @@ class SparkElasticBitwise(SparkElastic):
     """The same, with the same bits after any faults."""
 
     name = "spark_elastic_bitwise"
-    script = "bitwise_loop.py"
+    arguments = ("bitwise",)
 
 
 class Torchrun(Launcher):

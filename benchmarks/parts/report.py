@@ -1,12 +1,10 @@
 """How every benchmark reports: one table for people, one JSON file for the record.
 
-Owns the form alone and measures nothing. A benchmark begins with `parser(...)`, which knows
-`--json PATH`, and ends with `finish(name, rows, arguments.json)`.
+Owns the form alone and measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -41,19 +39,7 @@ def machine() -> str:
 def table(rows: Sequence[Row]) -> str:
     """Aligned columns: case, ours, peer, unit, ratio."""
     head = ("case", "ours", "peer", "unit", "ratio")
-    cells = [
-        head,
-        *(
-            (
-                row.case,
-                _format(row.ours),
-                _format(row.peer),
-                row.unit,
-                _format(row.ratio),
-            )
-            for row in rows
-        ),
-    ]
+    cells = [head, *((r.case, _format(r.ours), _format(r.peer), r.unit, _format(r.ratio)) for r in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -67,24 +53,13 @@ def as_json(name: str, rows: Sequence[Row]) -> str:
     return json.dumps({"name": name, "machine": machine(), "rows": lines}, indent=1) + "\n"
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A command line with `--json PATH`; a benchmark adds its own options."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, too")
-    return made
-
-
-def finish(name: str, rows: Sequence[Row], path: Path | None, renew: bool = False) -> None:
-    """Print the table and, with a path, write the record.
-
-    Args:
-        renew: only some cases were measured; the record keeps its rows of the others.
-    """
+def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = False) -> None:
+    """Print the table and, with a path, write the record. keeps: its rows of cases that were not measured."""
     print(f"{name} ({machine()})")
     print(table(rows))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if renew and path.exists():
+        if keeps and path.exists():
             measured = {row.case for row in rows}
             recorded = json.loads(path.read_text())["rows"]
             rows = [*(_from_json(row) for row in recorded if row["case"] not in measured), *rows]

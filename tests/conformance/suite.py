@@ -1,8 +1,8 @@
 """torch's conformance suite of process groups, which is in its wheel, in the ranks of a job.
 
-`./build.sh conformance` runs it over Gloo and over the backend `elastic`, with 2 and with 3 ranks, and writes
-`results.json`, of which `docs/generate.py` makes a page. What passes over Gloo must pass over `elastic`, or has its
-reason in `REASONS`.
+`python tests/conformance/suite.py` runs it over Gloo and over the backend `elastic`, with 2 and with 3 ranks, and
+writes `results.json`, of which `docs/generate.py` makes a page. What passes over Gloo must pass over `elastic`, or
+has its reason in `REASONS`.
 """
 
 from __future__ import annotations

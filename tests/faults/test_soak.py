@@ -1,4 +1,4 @@
-"""P1 to P4 on a real standalone cluster under kill after kill; the long form is `./build.sh faults`."""
+"""P1 to P4 on a real standalone cluster under kill after kill; the long form is `nox -s faults`."""
 
 from __future__ import annotations
 

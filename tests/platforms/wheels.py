@@ -1,7 +1,7 @@
 """The wheels of `./build.sh wheel`: builds one, and tries one in an environment that holds nothing else.
 
-`python tests/platforms/wheels.py VERSION ...` tries those in dist/ for the named Pythons, such as 3.12: pip installs
-the wheel and what it requires, every module is imported, and two ranks add up.
+`python tests/platforms/wheels.py [VERSION ...]` makes those of all supported Pythons, or of those named, and tries
+each: pip installs the wheel and what it requires, every module is imported, and two ranks add up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_THE_USER = {"torch", "tensorflow", "keras", "pyspark", "py4j", "pandas", "pet
 
 def build_wheel(version: str) -> Path:
     """The wheel of this tree for a Python, built anew where a source has changed."""
-    run(ROOT / "build.sh", "wheel", version)
+    say(run(ROOT / "build.sh", "wheel", version).strip().splitlines()[-1])
     return find_wheel(version)
 
 
@@ -75,9 +75,10 @@ def try_wheel(version: str) -> str:
 
 def main(versions: Iterable[str]) -> None:
     for version in versions:
+        build_wheel(version)
         say(f"trying the wheel for Python {version} in an empty environment")
         say(f"Python {version}: {try_wheel(version)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:] or ["3.10", "3.11", "3.12", "3.13"])

@@ -14,9 +14,7 @@ from tests.hosts import find_obstacle
 from tests.scenarios import Fault
 from tests.spark.host_cluster import PRIVATE, S3, HostCluster
 
-MISSING = find_obstacle() or (
-    "" if (S3 / "moto").exists() else f"S3's packages are not in {S3}: ./build.sh s3"
-)
+MISSING = find_obstacle() or ("" if (S3 / "moto").exists() else f"S3's packages are not in {S3}: nox -s s3")
 JOB = Path(__file__).with_name("host_job.py")
 WORKERS = 4
 

@@ -43,7 +43,8 @@ IN_EVERY_RUN = [("03", AS_ON_DATABRICKS)]
 
 
 def case(notebook: Path, *flags: str) -> object:
-    """`./build.sh test` runs one as on Databricks, which is stricter than a laptop; `notebooks` runs all, each way."""
+    """`./build.sh test` runs one as on Databricks, which is stricter than a laptop; with `-m ""` and this file, all of
+    them, each way."""
     in_ci = (notebook.name[:2], flags) in IN_EVERY_RUN
     return pytest.param(
         notebook,

@@ -12,7 +12,7 @@ import pytest
 from tests.component.collectives import calls
 from tests.component.collectives.ranks import Failed, Member, Pool, answers, call_all
 
-pytest.importorskip("pygloo", reason="pygloo has wheels for CPython up to 3.10: ./build.sh pygloo")
+pytest.importorskip("pygloo", reason="pygloo has wheels for CPython up to 3.10: nox -s pygloo")
 pytestmark = [pytest.mark.pygloo, pytest.mark.timeout(300)]
 
 

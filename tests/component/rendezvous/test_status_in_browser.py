@@ -1,7 +1,7 @@
 """The status page in a headless Chromium, at four moments of a job: what a person sees.
 
 It makes the pictures of docs/images, too. The job's events are played to the real driver machine and the page comes
-from a real server; no worker is needed. Needs what `./build.sh browser` brings; SPARK_ELASTIC_PICTURES: the folder
+from a real server; no worker is needed. Needs what `nox -s browser` brings; SPARK_ELASTIC_PICTURES: the folder
 that keeps the pictures.
 """
 
@@ -25,7 +25,7 @@ from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
 from tests.unit.monitoring.played_job import SimulatedJob
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./build.sh browser")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: nox -s browser")
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 SHOWN = 10_000  # milliseconds until a page must show what is waited for
@@ -41,7 +41,7 @@ STACK = """  File "train.py", line 41, in step
   File "reader.py", line 88, in __next__
     return self._files[number].read()"""
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: ./build.sh browser")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: nox -s browser")
 
 
 class SimulatedTraining(SimulatedJob):

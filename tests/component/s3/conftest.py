@@ -1,4 +1,4 @@
-"""A real S3 API: moto's server on loopback, and a store of its own for each test. `./build.sh s3` has what it needs."""
+"""A real S3 API: moto's server on loopback, and a store of its own for each test. `nox -s s3` has what it needs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SECRET = "a-secret-that-no-log-shows"
 @pytest.fixture(scope="session")
 def endpoint(session_owned: SessionOwned) -> Iterator[str]:
     """The server, and fsspec's thread and connections, which live as long as the process."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed: ./build.sh s3")
-    moto = pytest.importorskip("moto.server", reason="moto's server is not installed: ./build.sh s3")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: nox -s s3")
+    moto = pytest.importorskip("moto.server", reason="moto's server is not installed: nox -s s3")
     server = moto.ThreadedMotoServer(port=0)
     with session_owned.adopt():
         server.start()

@@ -1,4 +1,4 @@
-"""`WandbLogger` with the real package (`./build.sh wandb`), offline: each point once, whichever rank writes."""
+"""`WandbLogger` with the real package (`nox -s wandb`), offline: each point once, whichever rank writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_elastic.integrations.loggers import WandbLogger
 from spark_elastic.training.torch.callbacks import Training
 from tests.leaks import SessionOwned
 
-wandb = pytest.importorskip("wandb", reason="wandb is not installed: ./build.sh wandb")
+wandb = pytest.importorskip("wandb", reason="wandb is not installed: nox -s wandb")
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parts.report import Row, as_json, finish, parser, table
+from benchmarks.parts.report import Row, as_json, finish, table
 
 ROWS = [Row("kill a child", 0.05, 0.5), Row("alone", 12.0, unit="rows/s")]
 
@@ -30,7 +30,7 @@ def test_record_has_the_agreed_form() -> None:
 
 
 def test_finish_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = parser("recovery").parse_args(["--json", str(tmp_path / "results" / "recovery.json")]).json
+    path = tmp_path / "results" / "recovery.json"
     finish("recovery", ROWS, path)
     assert capsys.readouterr().out.splitlines()[1:] == table(ROWS).splitlines()
     assert json.loads(path.read_text())["name"] == "recovery"

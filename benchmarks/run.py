@@ -1,0 +1,104 @@
+"""Runs benchmarks by the name of their record: `python -m benchmarks.run NAME ...`.
+
+    python -m benchmarks.run reader row_order --record    writes the records in benchmarks/results
+    python -m benchmarks.run commit --set rounds=3        with another setting: a parameter of the benchmark's `measure`
+    python -m benchmarks.run commit --small               its smallest size, which shows that it runs
+    python -m benchmarks.run torch_distributed --set "what=('commits',)" --record --keep    renews some rows of a record
+
+What a benchmark asks, and of what, is in the docstring of its module. The head to head has a record of its own form,
+and a program of its own: `python -m benchmarks.head_to_head`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parts.report import finish
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What makes a record."""
+
+    # Module and function; the module is the record's name where nothing else is said.
+    measure: str
+    # Where the record's differ from the function's defaults.
+    settings: dict[str, Any] = field(default_factory=dict)
+    # Of the smallest size.
+    small: dict[str, Any] = field(default_factory=dict)
+
+
+ONE_ROUND = {"rounds": 1}
+CASES = {
+    "allreduce": Case("allreduce:measure", small={"ranks": (2,), **ONE_ROUND}),
+    "bitwise_step": Case(
+        "training_step:measure",
+        {"virtual_shares": 8, "rows": (32, 128), "rounds": 9},
+        {"layers": 4, "width": 32, "rows": (8,), **ONE_ROUND},
+    ),
+    "bulk_recovery": Case("gpu:compare_recoveries", {"device": "simnccl"}, {"kills": 1}),
+    "commit": Case("commit:measure", small={"steps": 2, **ONE_ROUND}),
+    "compiled_cpu": Case("gpu:measure", {"device": "cpu", "cases": (4, 5)}, {"cases": (4,), **ONE_ROUND}),
+    "control_plane": Case("control_plane:measure", {"sizes": (2, 8, 32, 128, 2000)}, {"sizes": (2,)}),
+    "data_loader": Case("data_loader:measure", small={"rows": 2048, **ONE_ROUND}),
+    "estimator": Case("estimator:measure", small={"rows": 4096, "nets": ("small",), **ONE_ROUND}),
+    "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
+    "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
+    "images": Case("images:measure", small={"rows": 1024, **ONE_ROUND}),
+    "many_files": Case("many_files:measure", small={"files": 100}),
+    "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
+    "mixing": Case("mixing:measure", {"rows": 2_000_000}, {"rows": 700_000, "mixed": 10_000, **ONE_ROUND}),
+    "reader": Case("reader:measure", small={"rows": 40_000, **ONE_ROUND}),
+    "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
+    "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
+    "stragglers": Case(
+        "stragglers:measure", {"seconds": 10.0, "settle": 12.0}, {"seconds": 2.0, "settle": 1.0, **ONE_ROUND}
+    ),
+    "torch_distributed": Case(
+        "torch_distributed:measure", small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND}
+    ),
+    "training_step": Case("training_step:measure", small={"layers": 4, "width": 32, **ONE_ROUND}),
+    "training_step_tensorflow": Case(
+        "training_step:measure", {"framework": "tensorflow"}, {"layers": 4, "width": 32, **ONE_ROUND}
+    ),
+    "transform": Case("transform:measure", {"rounds": 3}, {"rows": 2000, **ONE_ROUND}),
+    "two_hosts": Case("two_hosts:measure", small={"per_host": (1,), **ONE_ROUND}),
+}
+
+
+def run(name: str, settings: dict[str, Any], record: bool, keeps: bool) -> None:
+    module, function = CASES[name].measure.split(":")
+    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    finish(name, measure(**settings), RESULTS / f"{name}.json" if record else None, keeps)
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("names", nargs="+", choices=CASES, metavar="NAME", help=", ".join(CASES))
+    made.add_argument("--set", nargs="*", type=read_setting, default=[], metavar="SETTING=VALUE")
+    made.add_argument("--small", action="store_true", help="the smallest size")
+    made.add_argument("--record", action="store_true", help="write the record")
+    made.add_argument("--keep", action="store_true", help="keep the record's rows of cases not measured")
+    chosen = made.parse_args()
+    for name in chosen.names:
+        small = CASES[name].small if chosen.small else {}
+        run(name, {**CASES[name].settings, **small, **dict(chosen.set)}, chosen.record, chosen.keep)
+
+
+if __name__ == "__main__":
+    main()
