@@ -43,6 +43,7 @@ from spark_elastic.tables.footers import (
     Footers,
     Int64s,
     collect_footers_in_threads,
+    drop_excluded,
 )
 from spark_elastic.tables.predicate import Predicate
 
@@ -166,9 +167,7 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
 ) -> Manifest:
     """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
     names = list(dict.fromkeys(columns))
-    if where is not None:
-        _refuse_text_for_numbers(store, data_files, where)
-    read = [each for each in data_files if where is None or where.judge(each.find_bounds) is not False]
+    read = list(data_files) if where is None else drop_excluded(data_files, where)
     files = _Files.select(store, read, collect(store, read, names, where))
     if not files.data:
         which = "" if where is None else " that match where"
@@ -188,27 +187,6 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     return Manifest(
         described, tuple(each.info.name for each in files.data), groups, digest, digest, known, states
     )
-
-
-def _refuse_text_for_numbers(store: Store, data_files: Sequence[DataFile], where: Predicate) -> None:
-    """Refuse texts for a partition column of numbers alone: as texts 10 comes before 9."""
-    for name, _, value in (comparison for group in where.groups for comparison in group):
-        if not any(isinstance(each, str) for each in (value if isinstance(value, list | tuple) else [value])):
-            continue
-        found = {each.constants.get(name) for each in data_files} - {NO_VALUE}
-        is_number = bool(found) and all(text is not None and _is_number(text) for text in found)
-        if is_number and not _has_texts(store, data_files[0], name):
-            raise InvalidInput(
-                f"where compares partition column {name!r}, whose values are numbers, with {value!r}: give numbers."
-            )
-
-
-def _has_texts(store: Store, file: DataFile, column: str) -> bool:
-    """Whether a partition column has texts: by the table's schema, or else since the files have the column, too."""
-    declared = file.types.get(column)
-    if declared is not None:
-        return bool(pa.types.is_string(declared))
-    return FileFooter(store, file).find_type(column) is not None
 
 
 def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:

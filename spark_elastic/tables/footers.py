@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,10 +29,9 @@ from spark_elastic.data.reading.decoding import (
 )
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
-from spark_elastic.tables.predicate import Bounds, Predicate, parse_constant
+from spark_elastic.tables.predicate import Bounds, Comparison, Mask, Predicate, judge, match
 
 Int64s = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # a constant that is null
 THREADS = 16  # that wait for an object store at once
@@ -60,15 +58,6 @@ class DataFile:
     deleted: Mask | None = None
     # Whether nobody writes a file of this name again, as in tables whose log names their files.
     is_fixed: bool = True
-
-    def find_bounds(self, column: str, like: Any) -> Bounds | None:
-        """What is known of a column without a look into the file. like: a value that it is compared with."""
-        text = self.constants.get(column)
-        if text is None:
-            return None
-        is_text = pa.types.is_string(self.types.get(column, pa.null()))
-        value = None if text == NO_VALUE else parse_constant(text, like, is_text)
-        return Bounds(value, value, may_be_null=False, may_be_nan=False)
 
     def find_mapped_names(self, names: Container[str]) -> dict[str, str]:
         """Column -> its name in a file that has these names and no ids of fields, for the columns that are in it."""
@@ -280,54 +269,61 @@ class FileFooter:
         """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
         for name in where.columns:
             found = self.find_type(name)
-            known = {*self.data.constants, *self.data.types}
-            if (found is None and name not in known) or (found and pa.types.is_nested(found)):
+            if (found is None and name not in self.data.types) or (found and pa.types.is_nested(found)):
                 single = [each.name for each in self.schema if not pa.types.is_nested(each.type)]
                 names = [*single, *self.data.constants]
                 raise InvalidInput(
                     f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: compare one of "
                     f"{format_columns(name, names)}{suggest_name(name, names)}."
                 )
+        rows = [self.footer.row_group(index).num_rows for index in range(self.footer.num_row_groups)]
+        bounds = {name: self._find_bounds(name) for name in where.columns}
+        judged = where.combine(lambda comparison: judge(bounds[comparison[0]], comparison))
+        masks = []
         with self._open() as file:
-            masks = [self._match(where, file, index) for index in range(self.footer.num_row_groups)]
+            for index, (count, may_match, match_all) in enumerate(zip(rows, *judged, strict=True)):
+                if count and may_match and not match_all:
+                    known = {name: each.slice(index) for name, each in bounds.items()}
+                    masks.append(self._match(where, file, index, known))
+                else:
+                    masks.append(np.full(count, match_all))
         left_out = ~np.concatenate([np.ones(0, np.bool_), *masks])
         if left_out.any():
             before = self.data.deleted
             deleted = left_out if before is None else left_out | before
             self.data, self.rows = replace(self.data, deleted=deleted), int(np.sum(~deleted))
 
-    def _match(self, where: Predicate, file: pq.ParquetFile, index: int) -> Mask:
-        """Of each row of a row group, whether it matches; looks at values only where statistics do not tell."""
-        group = self.footer.row_group(index)
-        find_bounds = partial(self._find_bounds, group)
-        judged = where.judge(find_bounds) if group.num_rows else True
-        if judged is not None:
-            return np.full(group.num_rows, judged)
+    def _match(
+        self, where: Predicate, file: pq.ParquetFile, index: int, bounds: Mapping[str, Bounds]
+    ) -> Mask:
+        """Of each row of a row group, whether it matches; looks at values only where bounds do not tell."""
 
-        def read(column: str) -> pa.Array:
-            name = self.find_stored_name(column)
-            found = file.read_row_group(index, columns=[name], use_threads=False)
-            return drop_views(pa.concat_arrays(found[name].chunks))
+        def decide(comparison: Comparison) -> Mask:
+            name = comparison[0]
+            may_match, match_all = judge(bounds[name], comparison)
+            if may_match == match_all:
+                return match_all
+            stored = self.find_stored_name(name)
+            found = file.read_row_group(index, columns=[stored], use_threads=False)
+            return match(drop_views(pa.concat_arrays(found[stored].chunks)), comparison)
 
-        return where.match(find_bounds, read, group.num_rows)
+        return where.combine(decide)
 
-    def _find_bounds(self, group: pq.RowGroupMetaData, column: str, like: Any) -> Bounds | None:
-        """What a row group's statistics say of a column."""
-        arrow = self.find_type(column)
-        if arrow is None and column not in self.data.constants:  # the table got the column after this file
-            return Bounds(None, None, may_be_null=True, may_be_nan=False)
-        if arrow is None:
-            return self.data.find_bounds(column, like)
-        statistics = group.column(self.find_leaf(column)).statistics
-        if statistics is None:
-            return None
-        nulls = statistics.null_count if statistics.has_null_count else None
-        if nulls == group.num_rows:
-            return Bounds(None, None, may_be_null=True, may_be_nan=False)
-        # Writers that count NaN among the values leave no bounds of the others.
-        if not statistics.has_min_max or statistics.min != statistics.min or statistics.max != statistics.max:
-            return None
-        return Bounds(statistics.min, statistics.max, nulls != 0, pa.types.is_floating(arrow))
+    def _find_bounds(self, column: str) -> Bounds:
+        """What is known of a column in each row group."""
+        groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
+        kind = self.find_type(column)
+        if kind is None:  # where it is no partition's, the table got the column after this file
+            text = self.data.constants.get(column, NO_VALUE)
+            return _bound_constants([text] * len(groups), self.data.types[column])
+        stored, leaf = self.schema.field(self.find_stored_name(column)).type, self.find_leaf(column)
+        kind = stored if pa.types.is_timestamp(stored) else kind
+        found = [group.column(leaf).statistics for group in groups]
+        ranges = [_read_range(each, kind) for each in found]
+        nulls = [each.null_count if each is not None and each.has_null_count else -1 for each in found]
+        low, high = (pa.array([each[end] for each in ranges], kind) for end in (0, 1))
+        is_null = (np.array(nulls) == [group.num_rows for group in groups]) | pa.types.is_null(kind)
+        return Bounds(low, high, is_null, np.array(nulls) != 0, pa.types.is_floating(kind))
 
     def describe_groups(self) -> Int64s:
         """(3, n): the number, rows and bytes of each row group that has rows."""
@@ -403,6 +399,47 @@ class FileFooter:
                 values = values.flatten()
                 total += values.null_count
         return total
+
+
+def drop_excluded(files: Sequence[DataFile], where: Predicate) -> list[DataFile]:
+    """The files without those of which no row matches, by what is known without a look into them. Raises InvalidInput
+    as `collect_footers`."""
+
+    def decide(comparison: Comparison) -> Mask:
+        column = comparison[0]
+        kind, texts = files[0].types.get(column), [file.constants.get(column) for file in files]
+        if kind is None or texts.count(None) == len(texts):
+            return np.array([[True], [False]])
+        return judge(_bound_constants(texts, kind), comparison)
+
+    may_match = np.broadcast_to(where.combine(decide)[0], len(files)) if files else ()
+    return [file for file, is_kept in zip(files, may_match, strict=True) if is_kept]
+
+
+def _bound_constants(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
+    """The bounds of parts in which a column has one value. texts: as in `DataFile.constants`; None: not known."""
+    if pa.types.is_binary(kind):
+        raise InvalidInput(
+            "where compares a partition column of bytes, which the table has as texts, whose form depends on who wrote "
+            "them: compare another column."
+        )
+    values = pa.array([None if text == NO_VALUE else text for text in texts], pa.string()).cast(kind)
+    is_null = np.array([text == NO_VALUE for text in texts], np.bool_)
+    return Bounds(values, values, is_null, is_null, may_be_nan=False)
+
+
+def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
+    """The least and the greatest value of a row group, as its statistics have them; (None, None): not known."""
+    if (
+        statistics is None or pa.types.is_time(kind) or pa.types.is_float16(kind)
+    ):  # which Arrow does not read exactly
+        return None, None
+    try:
+        low, high = statistics.min, statistics.max
+    except (OverflowError, ValueError):  # times that Python does not have
+        return None, None
+    # Writers that count NaN among the values leave no bounds of the others.
+    return (low, high) if low == low and high == high else (None, None)
 
 
 def _count_leaves(arrow: pa.DataType) -> int:

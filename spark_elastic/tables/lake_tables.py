@@ -10,7 +10,7 @@ import json
 import operator
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from spark_elastic.data.reading.decoding import is_list, to_plain_type
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.tables.existing_parquet import Place, open_common
@@ -29,23 +30,6 @@ from spark_elastic.tables.iceberg_deletes import DeletedRows
 
 Version = int | str | datetime
 """A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
-
-# By the names that Delta or Iceberg has for them.
-_TYPES: Mapping[str, pa.DataType] = {
-    "boolean": pa.bool_(),
-    "byte": pa.int8(),
-    "short": pa.int16(),
-    "int": pa.int32(),
-    "integer": pa.int32(),
-    "long": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "date": pa.date32(),
-    **dict.fromkeys(("timestamp", "timestamptz", "timestamp_ntz"), pa.timestamp("us")),
-}
-
 
 # Matches the name of a version's log, or of a checkpoint, which stays when older logs are removed.
 _DELTA_LOG = re.compile(r"(?:^|/)(\d{20})\.(?:json|checkpoint\..*)$")
@@ -119,20 +103,10 @@ def _parse_version(version: Any) -> int | datetime | None:
     )
 
 
-def _find_types(fields: Iterable[tuple[str, Any]]) -> dict[str, pa.DataType]:
-    """Column -> its type, for those of single values and, in Iceberg, arrays of them. fields: names and types, as the
-    table's schema has them."""
-    found = ((name, _find_type(str(kind))) for name, kind in fields)
-    return {name: kind for name, kind in found if kind is not None}
-
-
-def _find_type(kind: str) -> pa.DataType | None:
-    if decimal := re.fullmatch(r"decimal\((\d+), ?(\d+)\)", kind):
-        return pa.decimal128(int(decimal[1]), int(decimal[2]))
-    if elements := re.fullmatch(r"list<(.*)>", kind):
-        inner = _find_type(elements[1])
-        return None if inner is None else pa.list_(inner)
-    return _TYPES.get(kind)
+def _find_types(schema: pa.Schema) -> dict[str, pa.DataType]:
+    """Column -> its type, for those of single values and arrays of them."""
+    found = {field.name: to_plain_type(field.type) for field in schema}
+    return {name: kind for name, kind in found.items() if is_list(kind) or not pa.types.is_nested(kind)}
 
 
 def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
@@ -181,7 +155,7 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         _check_not_before(table.version(), version, store)
     schema = json.loads(table.schema().to_json())
     stored_names = _find_physical_names(schema)
-    types = _find_types((field["name"], field["type"]) for field in schema["fields"])
+    types = _find_types(pa.schema(table.schema()))
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
         path = paths[action["path"]]
@@ -313,8 +287,8 @@ def _read_iceberg(
     names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
-    fields = [each for each in schema.fields if getattr(each, "initial_default", None) is None]
-    types = _find_types((field.name, str(field.field_type)) for field in fields)
+    defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
+    types = {name: kind for name, kind in _find_types(schema.as_arrow()).items() if name not in defaults}
     files = [
         DataFile(
             ObjectInfo(name, each.data_file.file_size_in_bytes, None),
