@@ -28,7 +28,7 @@ from spark_elastic.estimators.fit_rows import FileRows, Request, TableRows, choo
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
-from spark_elastic.tables.footers import DataFile, Footers
+from spark_elastic.tables.footers import DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
 
@@ -188,12 +188,11 @@ class ScannedRows(FileRows):
 
     def _collect_footers(
         self, store: Store, parts: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
-    ) -> Footers:
+    ) -> list[FileFacts]:
         """Raises NoFileScan for a column of plain files whose paths tell of it, too: Spark takes the path's value."""
         found = make_footer_collector(self.session)(store, parts, columns, where)
         for name in columns if self._kind == PLAIN_FILES else ():
-            in_files = any(schema.find_type(name) is not None for schema in found.schemas)
-            if in_files and any(name in part.constants for part in parts):
+            if any(name in facts.nulls for facts in found) and any(name in part.constants for part in parts):
                 raise NoFileScan(f"column {name!r} is in the files and in their paths, too")
         return found
 

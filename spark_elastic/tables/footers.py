@@ -1,7 +1,7 @@
-"""What the footers of Parquet files say of the columns that are wanted, as arrays over many files.
+"""What the footers of Parquet files say of the columns that are wanted.
 
 Reads footers; counts nulls by reading a column where its footer does not say. Runs in threads of the driver, or in
-tasks on executors, which send `Footers` back. Knows nothing of Spark.
+tasks on executors, which send `FileFacts` back. Knows nothing of Spark.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -95,124 +96,59 @@ class FileSchema:
         return dict(self.types).get(column)
 
 
-@dataclass(frozen=True)
-class Footers:
-    """What the footers of some files say."""
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What the footer of a file says, and the columns that `where` compares."""
 
-    # Those that occur, each once.
-    schemas: tuple[FileSchema, ...]
-    # Of each file, its schema's number.
-    schema: Int64s
-    # Of each file, the rows that the table has of it.
-    rows: Int64s
-    # Of each row group with rows, its file's number; they are listed file by file.
-    group_file: Int64s
-    # Of each row group with rows, its number in the file.
-    group_index: Int64s
-    # Of each row group with rows, its rows in the file, deleted ones among them.
-    group_rows: Int64s
-    # Of each row group with rows, its bytes before compression.
-    group_bytes: Int64s
-    # Wanted column -> its nulls in each file.
-    nulls: Mapping[str, Int64s]
-    # Wanted column of arrays -> its numbers in each row group; -1: not known.
+    # What the file has in common with others.
+    schema: FileSchema
+    # The rows that the table has of it.
+    rows: int
+    # (3, n): of each row group with rows, its number in the file, its rows there, deleted ones among them, and its
+    # bytes before compression.
+    groups: Int64s
+    # Wanted column -> its nulls; those that are not in the file are not in here.
+    nulls: Mapping[str, int]
+    # Wanted column of arrays -> its numbers in each row group; columns of which they are not known are not in here.
     values: Mapping[str, Int64s]
-    # File's number -> of each row in it, whether it is not taken, for files of which `where` takes a part.
-    deleted: Mapping[int, Mask]
+    # Of each row in the file, whether it is not taken, where `where` takes a part; None: as the table says.
+    deleted: Mask | None
 
 
-CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], Footers]
+CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], list[FileFacts]]
 
 
 def collect_footers(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
-) -> Footers:
+) -> list[FileFacts]:
     """Read the footers in the calling thread, and the columns that `where` compares.
 
     Raises:
         InvalidInput: where compares a column that a file does not have.
         StoreError: a file is not there, or is no Parquet file, or has other rows than its table says.
     """
-    schemas: dict[FileSchema, int] = {}
-    schema, rows = np.zeros((2, len(files)), np.int64)
-    nulls = {name: np.zeros(len(files), np.int64) for name in columns}
-    groups: list[Int64s] = []
-    values: dict[str, list[Int64s]] = {name: [] for name in columns}
-    deleted: dict[int, Mask] = {}
-    for place, data in enumerate(files):
-        file = FileFooter(store, data)
-        found = FileSchema(
-            tuple(file.schema.names),
-            tuple(file.find_types(columns)),
-            tuple(file.columns.stored_names.items()),
-        )
-        if where is not None:
-            file.keep_matching(where)
-        if file.data.deleted is not None and file.data is not data:
-            deleted[place] = file.data.deleted
-        schema[place] = schemas.setdefault(found, len(schemas))
-        rows[place] = file.rows
-        if not file.rows:
-            continue
-        part = file.describe_groups()
-        groups.append(np.concatenate([np.full((1, part.shape[1]), place), part]))
-        for name, _ in found.types:
-            nulls[name][place] = file.count_nulls(name)
-        for name in columns:
-            values[name].append(file.count_values(name, part[0]))
-    number, index, count, size = np.concatenate([np.zeros((4, 0), np.int64), *groups], axis=1)
-    counted = {
-        name: np.concatenate(parts) if parts else np.zeros(0, np.int64) for name, parts in values.items()
-    }
-    return Footers(tuple(schemas), schema, rows, number, index, count, size, nulls, counted, deleted)
+    schemas: dict[FileSchema, FileSchema] = {}
+    found = (FileFooter(store, data).describe(columns, where) for data in files)
+    return [replace(each, schema=schemas.setdefault(each.schema, each.schema)) for each in found]
 
 
 def collect_footers_in_threads(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
-) -> Footers:
+) -> list[FileFacts]:
     """As `collect_footers`, with threads if there are many files, and a folder that makes readers wait."""
-    parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
-    if len(parts) < 2:
-        return collect_footers(store, files, columns, where)
-    done: list[Footers] = []
-    if store.is_local:  # which may be a network drive
+    first, rest = files[:FILES_PER_THREAD], files[FILES_PER_THREAD:]
+    done: list[FileFacts] = []
+    if store.is_local or not rest:  # a local folder may be a network drive
         clock = SystemClock()
         began, busy = clock.now(), read_thread_seconds()
-        done.append(collect_footers(store, parts.pop(0), columns, where))
+        done, files = collect_footers(store, first, columns, where), rest
         if 2 * (read_thread_seconds() - busy) > clock.now() - began:
             # Threads would only wait for the interpreter's lock, and take twice as long.
-            rest = [each for part in parts for each in part]
-            return join_footers([*done, collect_footers(store, rest, columns, where)])
+            return [*done, *collect_footers(store, rest, columns, where)]
+    parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
     with ThreadPoolExecutor(THREADS, "footers") as threads:
         found = threads.map(lambda part: collect_footers(store, part, columns, where), parts)
-        return join_footers([*done, *found])
-
-
-def join_footers(parts: Sequence[Footers]) -> Footers:
-    """One over the files of all (one at least), in their order."""
-    numbers: dict[FileSchema, int] = {}
-    for part in parts:
-        for each in part.schemas:
-            numbers.setdefault(each, len(numbers))
-    first = np.cumsum([0, *(len(part.rows) for part in parts)])
-    return Footers(
-        tuple(numbers),
-        np.concatenate(
-            [np.array([numbers[s] for s in part.schemas], np.int64)[part.schema] for part in parts]
-        ),
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.group_file + begin for part, begin in zip(parts, first, strict=False)]),
-        np.concatenate([part.group_index for part in parts]),
-        np.concatenate([part.group_rows for part in parts]),
-        np.concatenate([part.group_bytes for part in parts]),
-        {name: np.concatenate([part.nulls[name] for part in parts]) for name in parts[0].nulls},
-        {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
-        {
-            int(begin) + place: mask
-            for part, begin in zip(parts, first, strict=False)
-            for place, mask in part.deleted.items()
-        },
-    )
+        return [*done, *chain.from_iterable(found)]
 
 
 class FileFooter:
@@ -233,6 +169,22 @@ class FileFooter:
                 f"deleted some among {len(data.deleted)}: the table is damaged."
             )
         self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
+
+    def describe(self, columns: Sequence[str], where: Predicate | None) -> FileFacts:
+        """Raises InvalidInput as `collect_footers`."""
+        types = dict(self.find_types(columns))
+        schema = FileSchema(
+            tuple(self.schema.names), tuple(types.items()), tuple(self.columns.stored_names.items())
+        )
+        given = self.data.deleted
+        if where is not None:
+            self.keep_matching(where)
+        groups = self.describe_groups()
+        nulls = {name: self.count_nulls(name) for name in types}
+        known = [name for name in types if is_list(types[name]) and self.data.deleted is None]
+        values = {name: self.count_values(name, groups[0]) for name in known}
+        deleted = None if self.data.deleted is given else self.data.deleted
+        return FileFacts(schema, self.rows, groups, nulls, values, deleted)
 
     def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
         """Column -> its name in the file, by the ids in the file's schema, or else by the table's mapping of names."""
@@ -346,11 +298,7 @@ class FileFooter:
         return next(batch for batch in self._read(column, 1, 1 << 16) if len(batch))
 
     def count_values(self, column: str, groups: Int64s) -> Int64s:
-        """The numbers of an array column in each of these row groups; -1 where they are not known or do not count."""
-        name = self.find_stored_name(column)
-        known = self.data.deleted is None and name in self.schema.names
-        if not known or not is_list(self.schema.field(name).type):
-            return np.full(len(groups), -1, np.int64)
+        """The numbers of an array column in each of these row groups."""
         leaf = self.find_leaf(column)
         return np.array([self.footer.row_group(g).column(leaf).num_values for g in groups.tolist()], np.int64)
 

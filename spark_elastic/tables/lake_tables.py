@@ -6,10 +6,8 @@ packages `deltalake` and `pyiceberg`. Knows nothing of Spark. Runs in the caller
 
 from __future__ import annotations
 
-import json
 import operator
 import posixpath
-import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,16 +21,15 @@ import pyarrow as pa
 
 from spark_elastic.data.reading.decoding import is_list, to_plain_type
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.tables.existing_parquet import Place, open_common
+from spark_elastic.errors import InvalidInput
+from spark_elastic.tables.existing_parquet import Place, move_root, open_common
 from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile
 from spark_elastic.tables.iceberg_deletes import DeletedRows
 
 Version = int | str | datetime
 """A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
 
-# Matches the name of a version's log, or of a checkpoint, which stays when older logs are removed.
-_DELTA_LOG = re.compile(r"(?:^|/)(\d{20})\.(?:json|checkpoint\..*)$")
+_PHYSICAL_NAME = "delta.columnMapping.physicalName"
 
 
 @dataclass(frozen=True)
@@ -111,21 +108,17 @@ def _find_types(schema: pa.Schema) -> dict[str, pa.DataType]:
 
 def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
     """One store that holds the files of all snapshots, and their files by their names in it."""
-    first = snapshots[0].store
-    if any(each.store.filesystem != first.filesystem for each in snapshots):
+    if any(each.store.filesystem != snapshots[0].store.filesystem for each in snapshots):
         raise InvalidInput("The tables lie in different file systems, and a fit reads from one.")
     common = posixpath.commonpath([each.store.root for each in snapshots])
-    joined = replace(first, url=first.url[: len(first.url) - len(first.root) + len(common)], root=common)
-    parts = []
-    for each in snapshots:
-        folder = each.store.root[len(common) :].strip("/")
-        parts.append(
-            tuple(
-                replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
-                for file in each.files
-            )
+    return move_root(snapshots[0].store, common), [
+        tuple(
+            replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
+            for file in each.files
         )
-    return joined, parts
+        for each in snapshots
+        for folder in [each.store.root[len(common) :].strip("/")]
+    ]
 
 
 # ---- Delta
@@ -140,8 +133,10 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         raise InvalidInput(
             "fit_on_table reads Delta tables by the package deltalake: pip install deltalake."
         ) from error
+    newest = None
     try:
         table = DeltaTable(uri, storage_options=delta_options)
+        newest = table.version()
         if version is not None:
             table.load_as_version(version)
         actions = pa.table(table.get_add_actions()).to_pylist()
@@ -149,13 +144,20 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         vectors = _read_deletion_vectors(table, set(paths.values()))
     except (DeltaError, ValueError, OSError, OverflowError) as error:
         which = "" if version is None else f" of version {version}"
-        reason = _find_missing_version(version, store) or str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
+        if newest is not None and isinstance(version, int) and not 0 <= version <= newest:
+            reason = f"its newest version is {newest}."
         raise InvalidInput(f"The Delta table {uri} cannot be read{which}: {reason}") from error
     if isinstance(version, datetime):
         _check_not_before(table.version(), version, store)
-    schema = json.loads(table.schema().to_json())
-    stored_names = _find_physical_names(schema)
-    types = _find_types(pa.schema(table.schema()))
+    schema = table.schema()
+    # Of a table with column mapping.
+    stored_names = {
+        each.name: str(each.metadata[_PHYSICAL_NAME])
+        for each in schema.fields
+        if _PHYSICAL_NAME in each.metadata
+    }
+    types = _find_types(pa.schema(schema))
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
         path = paths[action["path"]]
@@ -172,25 +174,11 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         }
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
-    number, columns = table.version(), tuple(field["name"] for field in schema["fields"])
-    single = tuple(field["name"] for field in schema["fields"] if isinstance(field["type"], str))
+    number, columns = table.version(), tuple(each.name for each in schema.fields)
+    single = tuple(name for name, kind in types.items() if not is_list(kind))
     return TableSnapshot(
         f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns, single
     )
-
-
-def _find_missing_version(version: int | datetime | None, store: Store) -> str | None:
-    """Which versions there are if a number is none of them, else None."""
-    if not isinstance(version, int):
-        return None
-    try:
-        found = filter(None, map(_DELTA_LOG.search, store.list("_delta_log")))
-    except StoreError:  # the reader's own error says more
-        return None
-    logged = [int(each[1]) for each in found]
-    if not logged or min(logged) <= version <= max(logged):
-        return None
-    return f"it has the versions {min(logged)} to {max(logged)}."
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
@@ -229,15 +217,6 @@ def _find_path(url: str, paths: Collection[str]) -> str:
         if path in paths:
             return path
     raise ValueError(f"it has a deletion vector for {url}, which is none of its files")
-
-
-def _find_physical_names(schema: Mapping[str, Any]) -> dict[str, str]:
-    """Column -> its name in the files, of a table with column mapping."""
-    pairs = (
-        (field["name"], field["metadata"].get("delta.columnMapping.physicalName"))
-        for field in schema["fields"]
-    )
-    return {name: stored for name, stored in pairs if stored is not None}
 
 
 def _format_constant(value: Any) -> str:
