@@ -197,7 +197,7 @@ def test_numbers_are_refused_in_where_for_partitions_of_texts_and_texts_are_comp
         where = Predicate.parse([("month", *comparison)])
         snapshot = read_snapshot(tmp_path, None, {})
         assert describe_files(snapshot.store, snapshot.files, ["x"], where=where).rows == rows
-    with pytest.raises(InvalidInput, match="column 'month', which is string, with 1 .*: give a value of"):
+    with pytest.raises(InvalidInput, match=r"column 'month', which is string, with 1 .*: give a value of"):
         read_rows(tmp_path, ["x"], where=Predicate.parse([("month", "==", 1)]))
 
 

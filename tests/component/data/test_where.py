@@ -19,7 +19,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
+from spark_elastic.estimators.fit_rows import Selection, SnapshotRows, materialize_rows
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
@@ -280,7 +280,7 @@ def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_o
         assert ids
         assert opened
         assert all(name.startswith(folders) for name in opened)
-    with pytest.raises(InvalidInput, match="column 'word', which is string, with 5 .*: give a value of"):
+    with pytest.raises(InvalidInput, match=r"column 'word', which is string, with 5 .*: give a value of"):
         describe_files(snapshot.store, snapshot.files, ["id"], where=Predicate.parse([("word", "==", 5)]))
 
 
@@ -370,7 +370,7 @@ def test_texts_are_compared_with_partitions_of_texts_and_refused_for_those_of_nu
     for number, (operator, value) in enumerate([(">=", "9"), ("==", "9"), ("in", ["9"])]):
         where = "k", operator, value
         with pytest.raises(
-            InvalidInput, match="column 'k', which is int64, with .*9.* cannot be: give a value of"
+            InvalidInput, match=r"column 'k', which is int64, with .*9.* cannot be: give a value of"
         ):
             find_in_partitions(tmp_path / f"months{number}", months, where)
         assert 1 in find_in_partitions(tmp_path / f"mixed{number}", mixed, where)
@@ -431,7 +431,7 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
     columns, where = {"feature": "id"}, [("maybe", ">", 20), ("word", "==", "c")]
     for _ in range(2):
         run = OwnedRun.acquire(store, "mine")
-        with open_rows(columns, where).materialize_rows(asked, store, run) as (record, data):
+        with materialize_rows(open_rows(columns, where), asked, store, run) as (record, data):
             manifest = record.load_manifest()
             with closing(ArrowReader(data, manifest)) as reader:
                 found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
@@ -461,7 +461,7 @@ def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: 
         return rows
 
     store = Store.open(str(tmp_path / "store"))
-    with open_rows("a", "seen").materialize_rows(asked, store, OwnedRun.acquire(store, "mine")) as (
+    with materialize_rows(open_rows("a", "seen"), asked, store, OwnedRun.acquire(store, "mine")) as (
         record,
         _,
     ):
