@@ -29,6 +29,8 @@ from spark_elastic.tables.iceberg_deletes import DeletedRows
 Version = int | str | datetime
 """A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
 
+# Types whose values Python writes as the constants of partitions are read.
+_WRITTEN_ALIKE = [pa.bool_(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string(), pa.date32()]
 _PHYSICAL_NAME = "delta.columnMapping.physicalName"
 
 
@@ -267,11 +269,12 @@ def _read_iceberg(
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
     defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
-    types = {name: kind for name, kind in _find_types(schema.as_arrow()).items() if name not in defaults}
+    declared = _find_types(schema.as_arrow())
+    types = {name: kind for name, kind in declared.items() if name not in defaults}
     files = [
         DataFile(
             ObjectInfo(name, each.data_file.file_size_in_bytes, None),
-            _find_partition_values(table, schema, each.data_file),
+            _find_partition_values(table, schema, declared, each.data_file),
             field_ids=ids,
             mapped_names=mapped,
             types=types,
@@ -298,26 +301,16 @@ def _list_entries(table: Any, snapshot: Any) -> list[Any]:
         raise InvalidInput(f"{_name_iceberg(table, snapshot)} cannot be read: {error}") from error
 
 
-def _find_partition_values(table: Any, schema: Any, file: Any) -> dict[str, str]:
+def _find_partition_values(
+    table: Any, schema: Any, types: Mapping[str, pa.DataType], file: Any
+) -> dict[str, str]:
     """Columns that a file is partitioned by as they are: files that came from Hive have them in their paths alone."""
-    from pyiceberg.types import (
-        BooleanType,
-        DateType,
-        DoubleType,
-        FloatType,
-        IntegerType,
-        LongType,
-        StringType,
-    )
-
-    known = BooleanType, DateType, DoubleType, FloatType, IntegerType, LongType, StringType
-    names = {field.field_id: (field.name, field.field_type) for field in schema.fields}
+    names = {field.field_id: field.name for field in schema.fields}
     found = {}
     for number, field in enumerate(table.specs()[file.spec_id].fields):
-        value = file.partition[number]
-        name, kind = names.get(field.source_id, ("", None))
-        if str(field.transform) == "identity" and isinstance(kind, known):
-            is_days = isinstance(kind, DateType) and isinstance(value, int)
+        name, value = names.get(field.source_id, ""), file.partition[number]
+        if str(field.transform) == "identity" and types.get(name) in _WRITTEN_ALIKE:
+            is_days = types[name] == pa.date32() and isinstance(value, int)
             found[name] = _format_constant(date(1970, 1, 1) + timedelta(value) if is_days else value)
     return found
 
