@@ -29,7 +29,7 @@ from spark_elastic.data.reading.decoding import (
     to_plain_type,
 )
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.tables.predicate import Bounds, Comparison, Mask, Predicate, judge, match
 
 Int64s = npt.NDArray[np.int64]
@@ -219,15 +219,6 @@ class FileFooter:
 
     def keep_matching(self, where: Predicate) -> None:
         """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
-        for name in where.columns:
-            found = self.find_type(name)
-            if (found is None and name not in self.data.types) or (found and pa.types.is_nested(found)):
-                single = [each.name for each in self.schema if not pa.types.is_nested(each.type)]
-                names = [*single, *self.data.constants]
-                raise InvalidInput(
-                    f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: compare one of "
-                    f"{format_columns(name, names)}{suggest_name(name, names)}."
-                )
         rows = [self.footer.row_group(index).num_rows for index in range(self.footer.num_row_groups)]
         bounds = {name: self._find_bounds(name) for name in where.columns}
         judged = where.combine(lambda comparison: judge(bounds[comparison[0]], comparison))
@@ -265,6 +256,10 @@ class FileFooter:
         """What is known of a column in each row group."""
         groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
         kind = self.find_type(column)
+        if kind is None and column not in self.data.types:
+            raise InvalidInput(
+                f"where compares column {column!r}, which is missing in {self.name!r}: compare one that all files have."
+            )
         if kind is None:  # where it is no partition's, the table got the column after this file
             text = self.data.constants.get(column, NO_VALUE)
             return _bound_constants([text] * len(groups), self.data.types[column])
@@ -378,9 +373,9 @@ def _bound_constants(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
 
 def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
     """The least and the greatest value of a row group, as its statistics have them; (None, None): not known."""
-    if (
-        statistics is None or pa.types.is_time(kind) or pa.types.is_float16(kind)
-    ):  # which Arrow does not read exactly
+    # Of times and float16 Arrow gives other values than it reads.
+    is_unclear = pa.types.is_nested(kind) or pa.types.is_time(kind) or pa.types.is_float16(kind)
+    if statistics is None or is_unclear:
         return None, None
     try:
         low, high = statistics.min, statistics.max
