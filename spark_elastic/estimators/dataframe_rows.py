@@ -27,7 +27,6 @@ from spark_elastic.estimators.fit_rows import (
     FileRows,
     Request,
     TableRows,
-    choose_group_bytes,
     find_conversion,
 )
 from spark_elastic.estimators.run_record import RunRecord
@@ -169,15 +168,8 @@ class ScannedRows(FileRows):
         self._described = self._describe(request)
 
     def _describe(self, request: Request) -> tuple[Manifest, None]:
-        columns, transformed = request.config.used_cols, request.objects.transformation is not None
-        found = describe_files(
-            self._files,
-            self._parts,
-            columns,
-            transformed,
-            choose_group_bytes(request),
-            collect=self._collect_footers,
-        )
+        options = self._list_options(request) | {"collect": self._collect_footers}
+        found = describe_files(self._files, self._parts, **options)
         return replace(found, columns=tuple(map(self._convert, found.columns))), None
 
     def _collect_footers(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -245,17 +245,18 @@ class FileRows:
 
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
         """The rows to train on, and those to validate with."""
-        columns, transformed = request.config.used_cols, request.objects.transformation is not None
-        describe = partial(
-            describe_parquet,
-            self._files,
-            columns,
-            transformed,
-            choose_group_bytes(request),
-            collect=make_footer_collector(self.session),
-        )
-        rows = describe(names=self._names)
-        return rows, describe(names=self._validation_names) if self._validation_names else None
+        options, seen = self._list_options(request), self._validation_names
+        rows = describe_parquet(self._files, names=self._names, **options)
+        return rows, describe_parquet(self._files, names=seen, **options) if seen else None
+
+    def _list_options(self, request: Request) -> dict[str, Any]:
+        """What `describe_parquet` and `describe_files` take, by its names there."""
+        return {
+            "columns": request.config.used_cols,
+            "transformed": request.objects.transformation is not None,
+            "piece_bytes": choose_group_bytes(request),
+            "collect": make_footer_collector(self.session),
+        }
 
 
 @dataclass(frozen=True)
@@ -384,18 +385,14 @@ class SnapshotRows(FileRows):
             )
 
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
-        columns, transformed = request.config.used_cols, request.objects.transformation is not None
         self._selection.check(self._snapshots[0])
         described: list[Manifest] = []
-        collect = make_footer_collector(self.session)
+        options = self._list_options(request)
         for snapshot, files in zip(self._snapshots, self._parts, strict=True):
             try:
-                parts = [self._selection.rename(file, columns) for file in files]
+                parts = [self._selection.rename(file, request.config.used_cols) for file in files]
                 where = None if described else self._selection.where
-                size = choose_group_bytes(request)
-                found = describe_files(
-                    self._files, parts, columns, transformed, size, where=where, collect=collect
-                )
+                found = describe_files(self._files, parts, where=where, **options)
                 described.append(dataclasses.replace(found, fingerprint=self._selection.digest))
             except StoreError as error:
                 raise StoreError(

@@ -141,6 +141,7 @@ WITH_NAN = pa.array([1.0, 2.0, 3.0, np.nan])
         (DECIMALS, "not in", [2, Decimal("0.3")], [0, 1, 3]),
         (DECIMALS, "==", 2, [4]),
         (DECIMALS, "in", [2, 0.1], [0, 4]),
+        (DECIMALS.cast(pa.decimal128(38, 5)), "in", [0.3, Decimal("0.5")], [2, 3]),
         (SINGLES, "in", [0.1, 0.5], [3]),
         (SINGLES, "not in", [0.1, 0.5], [0, 1, 2, 4]),
         (SINGLES, "==", 0.1, []),
