@@ -430,7 +430,9 @@ def _refuse_ragged(column: Column, files: _Files) -> None:
     expected = math.prod(column.shape)
     for file, facts in zip(files.data, files.facts, strict=True):
         values = facts.values.get(column.name)
-        bad = [] if values is None else np.flatnonzero(values != facts.groups[1] * expected).tolist()
+        if values is None:
+            continue
+        bad = np.flatnonzero(values != facts.groups[1] * expected).tolist()
         if bad:
             index, rows, _ = facts.groups[:, bad[0]]
             raise InvalidInput(

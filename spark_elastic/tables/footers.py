@@ -245,7 +245,7 @@ class FileFooter:
             name = comparison[0]
             may_match, match_all = judge(bounds[name], comparison)
             if may_match == match_all:
-                return match_all
+                return np.asarray(match_all)
             stored = self.find_stored_name(name)
             found = file.read_row_group(index, columns=[stored], use_threads=False)
             return match(drop_views(pa.concat_arrays(found[stored].chunks)), comparison)
@@ -260,8 +260,10 @@ class FileFooter:
             raise InvalidInput(
                 f"where compares column {column!r}, which is missing in {self.name!r}: compare one that all files have."
             )
-        if kind is None:  # where it is no partition's, the table got the column after this file
-            text = self.data.constants.get(column, NO_VALUE)
+        if kind is None:
+            text = self.data.constants.get(column)
+            if text is None:  # the table got the column after this file
+                return _bound_constants([NO_VALUE] * len(groups), pa.string())
             return _bound_constants([text] * len(groups), self.data.types[column])
         stored, leaf = self.schema.field(self.find_stored_name(column)).type, self.find_leaf(column)
         kind = stored if pa.types.is_timestamp(stored) else kind
@@ -374,8 +376,12 @@ def _bound_constants(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
 def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
     """The least and the greatest value of a row group, as its statistics have them; (None, None): not known."""
     # Of times and float16 Arrow gives other values than it reads.
-    is_unclear = pa.types.is_nested(kind) or pa.types.is_time(kind) or pa.types.is_float16(kind)
-    if statistics is None or is_unclear:
+    unclear = pa.types.is_nested, pa.types.is_time, pa.types.is_float16
+    if (
+        statistics is None
+        or isinstance(kind, pa.BaseExtensionType)
+        or any(is_kind(kind) for is_kind in unclear)
+    ):
         return None, None
     try:
         low, high = statistics.min, statistics.max

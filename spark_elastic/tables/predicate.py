@@ -120,13 +120,19 @@ def _is_comparison(found: Any) -> bool:
 
 def match(values: pa.Array, comparison: Comparison) -> Mask:
     """Of each value, whether the comparison holds. Raises InvalidInput: they cannot be compared."""
-    operator, values = comparison[1], _simplify(values)
+    (name, operator, value), values = comparison, _simplify(values)
     found = pa.array(np.zeros(len(values), np.bool_))
-    limits, side = _fit_all(comparison, values.type)
-    if operator in _ORDERS and len(limits):
-        found = _choose_kernel(operator, side)(values, limits[0])
-    elif len(limits):
-        found = pc.is_in(values, value_set=limits)
+    try:
+        limits, side = _fit_all(comparison, values.type)
+        if operator in _ORDERS and len(limits):
+            found = _choose_kernel(operator, side)(values, limits[0])
+        elif len(limits):
+            found = pc.is_in(values, value_set=limits)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(
+            f"where compares column {name!r}, which is {values.type}, with {value!r} ({type(value).__name__}), which "
+            "cannot be: give a value of the column's type."
+        ) from error
     return (_to_mask(found) ^ (operator in _OPPOSITES)) & _to_mask(values.is_valid())
 
 
@@ -174,8 +180,8 @@ def _simplify(values: pa.Array) -> pa.Array:
     return values.cast(pa.binary()) if types.is_fixed_size_binary(kind) else values
 
 
-def _choose_kernel(operator: str, side: int) -> Callable[[pa.Array, pa.Scalar], pa.Array]:
-    """side: of `_fit`."""
+def _choose_kernel(operator: str, side: int) -> Any:
+    """Arrow's function of two values that compares with what `_fit` gives, which lies on this side of the given one."""
     if operator in ("<", "<="):
         return pc.less_equal if side > 0 or (side == 0 and operator == "<=") else pc.less
     return pc.greater_equal if side < 0 or (side == 0 and operator == ">=") else pc.greater
@@ -183,16 +189,10 @@ def _choose_kernel(operator: str, side: int) -> Callable[[pa.Array, pa.Scalar], 
 
 def _fit_all(comparison: Comparison, kind: pa.DataType) -> tuple[pa.Array, int]:
     """What values of the type are compared with: one at most, and its side, as `_fit` has them; or those members of a
-    list that the type has. Null and NaN equal nothing. Raises InvalidInput: they cannot be compared."""
-    name, operator, value = comparison
+    list that the type has. Null and NaN equal nothing."""
+    _, operator, value = comparison
     given = [each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None]
-    try:
-        fitted = [_fit(each, kind) for each in given if each == each]
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput(
-            f"where compares column {name!r}, which is {kind}, with {value!r} ({type(value).__name__}), which "
-            "cannot be: give a value of the column's type."
-        ) from error
+    fitted = [_fit(each, kind) for each in given if each == each]
     limits = [limit for limit, side in fitted if side == 0 or operator in _ORDERS]
     return pa.array(limits, kind), fitted[0][1] if fitted else 0
 
