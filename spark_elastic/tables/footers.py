@@ -376,12 +376,9 @@ def _bound_constants(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
 def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
     """The least and the greatest value of a row group, as its statistics have them; (None, None): not known."""
     # Of times and float16 Arrow gives other values than it reads.
-    unclear = pa.types.is_nested, pa.types.is_time, pa.types.is_float16
-    if (
-        statistics is None
-        or isinstance(kind, pa.BaseExtensionType)
-        or any(is_kind(kind) for is_kind in unclear)
-    ):
+    tests = pa.types.is_nested, pa.types.is_time, pa.types.is_float16
+    is_unclear = any(test(kind) for test in tests) or isinstance(kind, pa.BaseExtensionType)
+    if statistics is None or is_unclear:
         return None, None
     try:
         low, high = statistics.min, statistics.max

@@ -154,11 +154,8 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         _check_not_before(table.version(), version, store)
     schema = table.schema()
     # Of a table with column mapping.
-    stored_names = {
-        each.name: str(each.metadata[_PHYSICAL_NAME])
-        for each in schema.fields
-        if _PHYSICAL_NAME in each.metadata
-    }
+    mapped = ((each.name, each.metadata.get(_PHYSICAL_NAME)) for each in schema.fields)
+    stored_names = {name: str(stored) for name, stored in mapped if stored is not None}
     types = _find_types(pa.schema(schema))
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
@@ -269,7 +266,10 @@ def _read_iceberg(
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
     defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
-    declared = _find_types(schema.as_arrow())
+    with_types = [
+        each for each in schema.fields if "uuid" not in str(each.field_type)
+    ]  # pyarrow 14 has no such type
+    declared = _find_types(type(schema)(*with_types).as_arrow())
     types = {name: kind for name, kind in declared.items() if name not in defaults}
     files = [
         DataFile(
