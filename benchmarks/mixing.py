@@ -29,7 +29,8 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
-from spark_elastic.estimators.fit_rows import choose_group_bytes, plan_rows
+from spark_elastic.estimators.fit_rows import choose_group_bytes
+from spark_elastic.estimators.run_record import plan_rows
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.tables.existing_parquet import describe_parquet
 from spark_elastic.training.fit_config import FitConfig

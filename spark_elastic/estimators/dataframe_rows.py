@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -24,11 +23,16 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
 from spark_elastic.estimators.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
 from spark_elastic.estimators.dataframes.schema import ColumnType, find_column_type
-from spark_elastic.estimators.fit_rows import FileRows, Request, TableRows, choose_group_bytes
+from spark_elastic.estimators.fit_rows import (
+    FileRows,
+    Request,
+    TableRows,
+    find_conversion,
+)
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
-from spark_elastic.tables.footers import DataFile, Footers
+from spark_elastic.tables.footers import DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
 
@@ -87,37 +91,26 @@ class DataFrameRows:
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         self._choose(record).check_same_rows(request, record, run_id)
 
-    @contextmanager
-    def materialize_rows(
-        self, request: Request, store: Store, run: OwnedRun
-    ) -> Iterator[tuple[RunRecord, Store]]:
-        """Writes nothing for rows that are left where they are."""
-        chosen = self._choose(RunRecord.load(store, run.run_id))
-        with chosen.materialize_rows(request, store, run) as found:
-            yield found
+    def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
+        return self._choose(None).begin_run(request, store, run)
+
+    def open_data(self, store: Store, record: RunRecord) -> Store:
+        return self._choose(record).open_data(store, record)
 
     def _choose(self, record: RunRecord | None) -> TableRows | ScannedRows:
         """record: of the run that is resumed, if there is one."""
-        is_written = record is not None and "://" not in record.data
+        is_written = record is not None and not record.is_on_files
         return self._written if self._scanned is None or is_written else self._scanned
 
 
 def refuse_conversions(request: Request) -> None:
     """Raises NoFileScan if the rows must be written to become those that the request asks for."""
-    config, missing = request.config, request.missing
-    if config.validation is not None:
-        raise NoFileScan("validation splits the rows while they are written")
-    if "drop" in (missing.nulls, missing.nans):
-        raise NoFileScan("missing leaves out rows while they are written")
-    if missing.nans == "refuse" and not config.terminate_on_nan:
-        raise NoFileScan(
-            "NaN is looked for while rows are written (missing={'nans': 'keep'} or terminate_on_nan=True does without)"
-        )
+    config, conversion = request.config, find_conversion(request)
+    if conversion is not None:
+        raise NoFileScan(conversion[0])
     if config.reader != "arrow":
         raise NoFileScan(f"reader={config.reader!r} reads what was written for it")
-    if config.row_order == "hash" or (
-        request.materialize == "auto" and config.row_order is None and config.shuffle
-    ):
+    if request.materialize == "auto" and config.row_order is None and config.shuffle:
         raise NoFileScan(
             "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
             "are, if the DataFrame only scans files)"
@@ -175,25 +168,17 @@ class ScannedRows(FileRows):
         self._described = self._describe(request)
 
     def _describe(self, request: Request) -> tuple[Manifest, None]:
-        columns, transformed = request.config.used_cols, request.objects.transformation is not None
-        found = describe_files(
-            self._files,
-            self._parts,
-            columns,
-            transformed,
-            choose_group_bytes(request),
-            collect=self._collect_footers,
-        )
+        options = self._list_options(request) | {"collect": self._collect_footers}
+        found = describe_files(self._files, self._parts, **options)
         return replace(found, columns=tuple(map(self._convert, found.columns))), None
 
     def _collect_footers(
         self, store: Store, parts: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
-    ) -> Footers:
+    ) -> list[FileFacts]:
         """Raises NoFileScan for a column of plain files whose paths tell of it, too: Spark takes the path's value."""
         found = make_footer_collector(self.session)(store, parts, columns, where)
         for name in columns if self._kind == PLAIN_FILES else ():
-            in_files = any(schema.find_type(name) is not None for schema in found.schemas)
-            if in_files and any(name in part.constants for part in parts):
+            if any(name in facts.nulls for facts in found) and any(name in part.constants for part in parts):
                 raise NoFileScan(f"column {name!r} is in the files and in their paths, too")
         return found
 

@@ -11,15 +11,14 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.plan import DataPlan, count_affordable_lanes
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
@@ -84,10 +83,12 @@ class RowSource(Protocol):
         """Raises InvalidInput if the run began with other rows (R19, resuming a run); may start a job."""
         ...
 
-    def materialize_rows(
-        self, request: Request, store: Store, run: OwnedRun
-    ) -> AbstractContextManager[tuple[RunRecord, Store]]:
-        """The run's record, and the store that its rows are in, for as long as the run needs them."""
+    def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
+        """Save the record of a new run, once its rows are where the workers read them."""
+        ...
+
+    def open_data(self, store: Store, record: RunRecord) -> Store:
+        """The store that the rows of a run are in. store: of the run."""
         ...
 
 
@@ -130,7 +131,7 @@ class TableRows:
         return "a DataFrame"
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        if "://" in record.data:
+        if record.is_on_files:
             raise InvalidInput(
                 f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
                 "another run_id."
@@ -146,31 +147,18 @@ class TableRows:
             )
         self._verified_manifest = record.manifest
 
-    @contextmanager
-    def materialize_rows(
-        self, request: Request, store: Store, run: OwnedRun
-    ) -> Iterator[tuple[RunRecord, Store]]:
-        """Write the rows, or take those that a resumed run began with.
+    def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
+        """Write the rows, then the record, which binds the run to them.
 
         With `keep_data` they are written for later fits, too; else to a folder of the run, until it has succeeded.
         """
-        record = RunRecord.load(store, run.run_id)
-        if record is None:
-            record = self._begin_run(request, store, run)
-        else:
-            self.check_same_rows(request, record, run.run_id)
-        with delete_rows_after_run(request, store, run, record.data):
-            yield record, _open_folder(store, record.data)
-
-    def _begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        """Write the rows, then the record, which binds the run to them."""
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
         options, split = _write_options(request)
         try:
             rows, validation = materialize(
                 self._df, request.config.used_cols, _open_folder(store, folder), options, split
             )
-            record = build_record(request, folder, rows, validation)
+            record = RunRecord.create(request, folder, rows, validation)
             run.check()
             record.save(store, run.run_id)
         except BaseException:
@@ -178,6 +166,9 @@ class TableRows:
             raise
         self._verified_manifest = record.manifest
         return record
+
+    def open_data(self, store: Store, record: RunRecord) -> Store:
+        return _open_folder(store, record.data)
 
 
 class FileRows:
@@ -213,25 +204,11 @@ class FileRows:
 
     def check(self, request: Request) -> None:
         """Also reads the files' footers, by a Spark job if there are many."""
-        if request.config.validation is not None:
+        conversion = find_conversion(request)
+        if conversion is not None:
+            clause, remedy = conversion
             raise InvalidInput(
-                f"validation splits a table while it is written; {self.call} reads files as they are: give "
-                f"{self.validation_argument} instead."
-            )
-        if "drop" in (request.missing.nulls, request.missing.nans):
-            raise InvalidInput(
-                f"missing leaves out rows while a table is written; {self.call} reads files as they are: use fit, or "
-                "write the files without those rows."
-            )
-        if request.config.row_order == "hash":
-            raise InvalidInput(
-                f"row_order='hash' sorts a table while it is written; {self.call} reads files as they are: leave it "
-                "out, or use fit."
-            )
-        if request.missing.nans == "refuse" and not request.config.terminate_on_nan:
-            raise InvalidInput(
-                f"missing='refuse' looks for NaN while a table is written; {self.call} reads files as they are: set "
-                "missing={'nans': 'keep'}, or terminate_on_nan=True."
+                f"{clause}; {self.call} reads files as they are: {remedy.format(argument=self.validation_argument)}."
             )
         self._described = self._describe(request)
         _check_equal_columns(*self._described, self.validation_argument)
@@ -256,35 +233,30 @@ class FileRows:
                 "them back, or use another run_id."
             )
 
-    @contextmanager
-    def materialize_rows(
-        self, request: Request, store: Store, run: OwnedRun
-    ) -> Iterator[tuple[RunRecord, Store]]:
-        """Only writes the run's record. A resumed run needs the files that it began with."""
+    def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
         assert self._described is not None
-        record = RunRecord.load(store, run.run_id)
-        if record is None:
-            record = build_record(request, self._place, *self._described)
-            run.check()
-            record.save(store, run.run_id)
-        else:
-            self.check_same_rows(request, record, run.run_id)
-        with delete_rows_after_run(request, store, run, ""):
-            yield record, self._files
+        record = RunRecord.create(request, self._place, *self._described)
+        run.check()
+        record.save(store, run.run_id)
+        return record
+
+    def open_data(self, store: Store, record: RunRecord) -> Store:
+        return self._files
 
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
         """The rows to train on, and those to validate with."""
-        columns, transformed = request.config.used_cols, request.objects.transformation is not None
-        describe = partial(
-            describe_parquet,
-            self._files,
-            columns,
-            transformed,
-            choose_group_bytes(request),
-            collect=make_footer_collector(self.session),
-        )
-        rows = describe(names=self._names)
-        return rows, describe(names=self._validation_names) if self._validation_names else None
+        options, seen = self._list_options(request), self._validation_names
+        rows = describe_parquet(self._files, names=self._names, **options)
+        return rows, describe_parquet(self._files, names=seen, **options) if seen else None
+
+    def _list_options(self, request: Request) -> dict[str, Any]:
+        """What `describe_parquet` and `describe_files` take, by its names there."""
+        return {
+            "columns": request.config.used_cols,
+            "transformed": request.objects.transformation is not None,
+            "piece_bytes": choose_group_bytes(request),
+            "collect": make_footer_collector(self.session),
+        }
 
 
 @dataclass(frozen=True)
@@ -417,18 +389,14 @@ class SnapshotRows(FileRows):
             )
 
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
-        columns, transformed = request.config.used_cols, request.objects.transformation is not None
         self._selection.check(self._snapshots[0])
         described: list[Manifest] = []
-        collect = make_footer_collector(self.session)
+        options = self._list_options(request)
         for snapshot, files in zip(self._snapshots, self._parts, strict=True):
             try:
-                parts = [self._selection.rename(file, columns) for file in files]
+                parts = [self._selection.rename(file, request.config.used_cols) for file in files]
                 where = None if described else self._selection.where
-                size = choose_group_bytes(request)
-                found = describe_files(
-                    self._files, parts, columns, transformed, size, where=where, collect=collect
-                )
+                found = describe_files(self._files, parts, where=where, **options)
                 described.append(dataclasses.replace(found, fingerprint=self._selection.digest))
             except StoreError as error:
                 raise StoreError(
@@ -463,33 +431,25 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 
 
-def build_record(request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
-    """The record of a new run on these rows, which are in `data`."""
-    config = request.config
-    plan = plan_rows(request, rows, config.global_batch, config.shuffle)
-    if validation is None:
-        return RunRecord.create(request, data, (rows, plan), None)
-    batch = config.validation_batch * config.num_workers
-    validation_plan = plan_rows(request, validation, batch, shuffle=False)
-    return RunRecord.create(request, data, (rows, plan), (validation, validation_plan))
-
-
-def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
-    """The order of a new run's rows."""
-    plan = DataPlan.for_run(
-        manifest.group_rows,
-        global_batch,
-        request.config.seed,
-        request.config.max_workers,
-        manifest.max_decoded_group_bytes(),
-        DEFAULT_CACHE_BYTES,
-        shuffle,
-    )
-    lanes = plan.lanes
-    if request.config.lanes is not None:
-        affordable = count_affordable_lanes(manifest.max_decoded_group_bytes(), DEFAULT_CACHE_BYTES)
-        lanes = min(request.config.lanes, plan.base_rows, affordable)
-    return dataclasses.replace(plan, lanes=lanes, shares=request.config.shares)
+def find_conversion(request: Request) -> tuple[str, str] | None:
+    """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing."""
+    config, missing = request.config, request.missing
+    if config.validation is not None:
+        return "validation splits the rows while they are written", "give {argument} instead"
+    if "drop" in (missing.nulls, missing.nans):
+        return "missing leaves out rows while they are written", "use fit, or write the files without them"
+    if config.row_order == "hash":
+        return (
+            "the order of their hash sorts the rows while they are written",
+            "leave row_order out, or use fit",
+        )
+    if missing.nans == "refuse" and not config.terminate_on_nan:
+        clause = "NaN is looked for while rows are written"
+        return (
+            f"{clause} (missing={{'nans': 'keep'}} or terminate_on_nan=True does without)",
+            "set one of these",
+        )
+    return None
 
 
 def choose_group_bytes(request: Request) -> int:
@@ -497,6 +457,23 @@ def choose_group_bytes(request: Request) -> int:
     lanes = request.config.lanes
     # Row groups of less than twice that are left whole.
     return PIECE_BYTES if lanes is None else min(PIECE_BYTES, DEFAULT_CACHE_BYTES // (2 * (lanes + 2)))
+
+
+@contextmanager
+def materialize_rows(
+    rows: RowSource, request: Request, store: Store, run: OwnedRun
+) -> Iterator[tuple[RunRecord, Store]]:
+    """The run's record, and the store that its rows are in, for as long as the run needs them.
+
+    A run that is resumed needs the rows that it began with.
+    """
+    record = RunRecord.load(store, run.run_id)
+    if record is None:
+        record = rows.begin_run(request, store, run)
+    else:
+        rows.check_same_rows(request, record, run.run_id)
+    with delete_rows_after_run(request, store, run, "" if record.is_on_files else record.data):
+        yield record, rows.open_data(store, record)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.fit_rows import RowSource, materialize_rows
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
@@ -237,7 +237,7 @@ class Training(Generic[O]):
             finished = _load_finished_run(self.rows, self.request, self.store, self.run_id)
             if finished is not None:
                 return finished
-        with self.rows.materialize_rows(self.request, self.store, run) as (record, data):
+        with materialize_rows(self.rows, self.request, self.store, run) as (record, data):
             manifest = record.load_manifest()
             launched = self.launch(self.build_spec(record, data, run), run)
             trained = check_replicas([json.loads(result) for result in launched.results])

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.plan import DataPlan, count_affordable_lanes
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.validation import FitRequest
@@ -24,8 +25,6 @@ from spark_elastic.training.identity import WEIGHTS
 log = logging.getLogger("spark_elastic")
 
 FORMAT = 4  # of run.json
-
-PlannedRows = tuple[Manifest, DataPlan]
 
 
 @dataclass(frozen=True)
@@ -53,25 +52,34 @@ class RunRecord:
 
     @classmethod
     def create(
-        cls, request: FitRequest[Any], data: str, rows: PlannedRows, validation: PlannedRows | None
+        cls, request: FitRequest[Any], data: str, rows: Manifest, validation: Manifest | None
     ) -> RunRecord:
-        manifest, plan = rows
+        """The record of a new run on these rows, which are in `data`."""
+        config = request.config
+        plan, seen = plan_rows(request, rows, config.global_batch, config.shuffle), None
+        if validation is not None:
+            batch = config.validation_batch * config.num_workers
+            order = plan_rows(request, validation, batch, shuffle=False)
+            seen = {
+                "manifest": validation.to_json(),
+                "global_batch": order.global_batch,
+                "lanes": order.lanes,
+            }
         return cls(
             data=data,
-            manifest=manifest.to_json(),
-            manifest_hash=manifest.hash,
+            manifest=rows.to_json(),
+            manifest_hash=rows.hash,
             global_batch=plan.global_batch,
             lanes=plan.lanes,
-            settings=request.config.list_run_settings(),
-            validation=None
-            if validation is None
-            else {
-                "manifest": validation[0].to_json(),
-                "global_batch": validation[1].global_batch,
-                "lanes": validation[1].lanes,
-            },
+            settings=config.list_run_settings(),
+            validation=seen,
             objects=request.objects.identity(),
         )
+
+    @property
+    def is_on_files(self) -> bool:
+        """Whether the rows are those of files that were there before the run."""
+        return "://" in self.data
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunRecord | None:
@@ -121,7 +129,7 @@ class RunRecord:
         """The order of the rows that are trained on."""
         return self._plan_rows(manifest, self.global_batch, self.lanes, self.settings["shuffle"])
 
-    def load_validation(self) -> PlannedRows | None:
+    def load_validation(self) -> tuple[Manifest, DataPlan] | None:
         """The validation rows and their plan; None: there are none."""
         if self.validation is None:
             return None
@@ -138,6 +146,25 @@ class RunRecord:
         """`num_workers` of the fit that began the run; a later fit may have another number."""
         rows: int = self.settings["batch_size"] * self.settings["backward_passes_per_step"]
         return self.global_batch // rows
+
+
+def plan_rows(request: FitRequest[Any], manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
+    """The order of a new run's rows."""
+    decoded = manifest.max_decoded_group_bytes()
+    config = request.config
+    plan = DataPlan.for_run(
+        manifest.group_rows,
+        global_batch,
+        config.seed,
+        config.max_workers,
+        decoded,
+        DEFAULT_CACHE_BYTES,
+        shuffle,
+    )
+    lanes = plan.lanes
+    if config.lanes is not None:
+        lanes = min(config.lanes, plan.base_rows, count_affordable_lanes(decoded, DEFAULT_CACHE_BYTES))
+    return replace(plan, lanes=lanes, shares=config.shares)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import math
 import posixpath
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from spark_elastic.data.manifest import (
@@ -38,11 +37,12 @@ from spark_elastic.tables.footers import (
     NO_VALUE,
     CollectFooters,
     DataFile,
+    FileFacts,
     FileFooter,
     FileSchema,
-    Footers,
     Int64s,
     collect_footers_in_threads,
+    drop_excluded,
 )
 from spark_elastic.tables.predicate import Predicate
 
@@ -67,9 +67,12 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
     common = posixpath.commonpath([store.root for store in stores])
     if _may_be_parquet(common) and first.filesystem.isfile(common):
         common = posixpath.dirname(common)
-    url = first.url[: len(first.url) - len(first.root) + len(common)]
-    names = tuple(store.root[len(common) :].strip("/") for store in stores)
-    return replace(first, url=url, root=common), names
+    return move_root(first, common), tuple(store.root[len(common) :].strip("/") for store in stores)
+
+
+def move_root(store: Store, root: str) -> Store:
+    """The store of another folder in the same file system."""
+    return replace(store, url=store.url[: len(store.url) - len(store.root)] + root, root=root)
 
 
 def _drop_dots(store: Store) -> Store:
@@ -77,8 +80,7 @@ def _drop_dots(store: Store) -> Store:
     root = store.root
     if not store.is_local or ".." in root.split("/"):  # which links give another meaning
         return store
-    plain = posixpath.normpath(root)
-    return replace(store, url=store.url[: len(store.url) - len(root)] + plain, root=plain)
+    return move_root(store, posixpath.normpath(root))
 
 
 def describe_parquet(
@@ -166,10 +168,8 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
 ) -> Manifest:
     """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
     names = list(dict.fromkeys(columns))
-    if where is not None:
-        _refuse_text_for_numbers(store, data_files, where)
-    read = [each for each in data_files if where is None or where.judge(each.find_bounds) is not False]
-    files = _Files.select(store, read, collect(store, read, names, where))
+    read = list(data_files) if where is None else drop_excluded(data_files, where)
+    files = _Files(store, read, collect(store, read, names, where))
     if not files.data:
         which = "" if where is None else " that match where"
         raise InvalidInput(
@@ -177,7 +177,7 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
         )
     described = tuple(_build_column(name, files, transformed, fields) for name in names)
     for column in described:
-        _refuse_nulls(column, files)
+        _refuse_nulls(column.name, files)
         _refuse_ragged(column, files)
     groups = _cut_groups(files, described, piece_bytes)
     seen = [each.info for each in read], list(groups.deleted.values())
@@ -190,27 +190,6 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     )
 
 
-def _refuse_text_for_numbers(store: Store, data_files: Sequence[DataFile], where: Predicate) -> None:
-    """Refuse texts for a partition column of numbers alone: as texts 10 comes before 9."""
-    for name, _, value in (comparison for group in where.groups for comparison in group):
-        if not any(isinstance(each, str) for each in (value if isinstance(value, list | tuple) else [value])):
-            continue
-        found = {each.constants.get(name) for each in data_files} - {NO_VALUE}
-        is_number = bool(found) and all(text is not None and _is_number(text) for text in found)
-        if is_number and not _has_texts(store, data_files[0], name):
-            raise InvalidInput(
-                f"where compares partition column {name!r}, whose values are numbers, with {value!r}: give numbers."
-            )
-
-
-def _has_texts(store: Store, file: DataFile, column: str) -> bool:
-    """Whether a partition column has texts: by the table's schema, or else since the files have the column, too."""
-    declared = file.types.get(column)
-    if declared is not None:
-        return bool(pa.types.is_string(declared))
-    return FileFooter(store, file).find_type(column) is not None
-
-
 def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
     try:
         number = kind(text)
@@ -221,49 +200,37 @@ def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
     return "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
 
 
-@dataclass(frozen=True)
 class _Files:
-    """The files that have rows, and what their footers say."""
+    """The files that have rows, and what their footers say. A file's number is its place."""
 
-    store: Store  # that holds them
-    data: Sequence[DataFile]  # a file's number is its place
-    footers: Footers  # of these files alone
-
-    @classmethod
-    def select(cls, store: Store, data: Sequence[DataFile], footers: Footers) -> _Files:
-        """data: the files that the footers are of."""
-        kept = footers.rows > 0
-        number = np.cumsum(kept) - 1
-        footers = replace(
-            footers,
-            schema=footers.schema[kept],
-            rows=footers.rows[kept],
-            group_file=number[footers.group_file],
-            nulls={name: counts[kept] for name, counts in footers.nulls.items()},
-        )
-        with_rows = [
-            replace(data[place], deleted=footers.deleted.get(place, data[place].deleted))
-            for place in np.flatnonzero(kept).tolist()
+    def __init__(self, store: Store, data: Sequence[DataFile], facts: Sequence[FileFacts]) -> None:
+        """store: that holds them. facts: of each file."""
+        self.store = store
+        self.facts = [each for each in facts if each.rows]
+        self.data = [
+            file if known.deleted is None else replace(file, deleted=known.deleted)
+            for file, known in zip(data, facts, strict=True)
+            if known.rows
         ]
-        return cls(store, with_rows, footers)
-
-    @property
-    def rows(self) -> int:
-        return int(self.footers.rows.sum())
+        self.rows = sum(each.rows for each in self.facts)
+        # Of each row group with rows: they are listed file by file.
+        groups = [each.groups for each in self.facts]
+        counts = np.array([each.shape[1] for each in groups], np.int64)
+        self.group_file = np.repeat(np.arange(len(groups)), counts)
+        self.group_index, self.group_rows, self.group_bytes = np.concatenate(
+            [np.zeros((3, 0), np.int64), *groups], axis=1
+        )
+        # Schema -> the number of the first file that has it.
+        self._firsts: dict[FileSchema, int] = {}
+        for place, each in enumerate(self.facts):
+            self._firsts.setdefault(each.schema, place)
 
     def first_row(self, column: str) -> pa.Array:
         return FileFooter(self.store, self.data[0]).first_row(column)
 
-    def schema_of(self, file: int) -> FileSchema:
-        return self.footers.schemas[int(self.footers.schema[file])]
-
     def find_type(self, column: str) -> pa.DataType | None:
         """The type in the files; None: no file has the column. Raises InvalidInput if it is not the same in all."""
-        numbers, firsts = np.unique(self.footers.schema, return_index=True)
-        types = sorted(
-            (place, self.footers.schemas[number].find_type(column))
-            for number, place in zip(numbers.tolist(), firsts.tolist(), strict=True)
-        )
+        types = [(place, schema.find_type(column)) for schema, place in self._firsts.items()]
         first, found = next(((place, each) for place, each in types if each is not None), (0, None))
         if found is None:
             return None
@@ -275,16 +242,18 @@ class _Files:
         for place, other in types:
             if other is not None and other != found:
                 raise self._different_types(column, first, found, place, other)
-        for place in np.flatnonzero(~self.has_column(column)).tolist():
+        for place, facts in enumerate(self.facts):
             # Some files of a table may have a column of partitions in their paths alone.
-            if column not in self.data[place].constants:
+            if column not in facts.nulls and column not in self.data[place].constants:
                 raise self._different_types(column, first, found, place, None)
         return found
 
-    def has_column(self, column: str) -> npt.NDArray[np.bool_]:
-        """Of each file, whether the column is in it."""
-        known = [schema.find_type(column) is not None for schema in self.footers.schemas]
-        return np.array(known, np.bool_)[self.footers.schema]
+    def count_nulls(self, column: str) -> int:
+        """In the files, and in the rows of files whose paths have the column."""
+        return sum(
+            facts.nulls.get(column, facts.rows if file.constants.get(column) == NO_VALUE else 0)
+            for file, facts in zip(self.data, self.facts, strict=True)
+        )
 
     def _different_types(
         self, column: str, first: int, found: pa.DataType, place: int, other: pa.DataType | None
@@ -295,9 +264,8 @@ class _Files:
         )
 
     def list_file_columns(self, used: Container[str]) -> Iterator[FileColumns]:
-        stored = [dict(schema.stored_names) for schema in self.footers.schemas]
-        for data, schema in zip(self.data, self.footers.schema.tolist(), strict=True):
-            yield FileColumns(data.constants, stored[schema]).restrict(used)
+        for data, facts in zip(self.data, self.facts, strict=True):
+            yield FileColumns(data.constants, dict(facts.schema.stored_names)).restrict(used)
 
 
 def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
@@ -357,15 +325,15 @@ def _refuse_parts_of_tables(store: Store, names: Sequence[str]) -> None:
     """As the table's own folder, whose log lies above these names. What the store does not show counts as no log."""
     folders = {parent for name in names for parent in _find_parents(store.path(name))}
     for folder in sorted(folders):
-        url = store.url[: len(store.url) - len(store.root)] + folder
+        above = move_root(store, folder)
         try:
-            found = replace(store, url=url, root=folder).exists("_delta_log")
+            found = above.exists("_delta_log")
         except StoreError:
             continue
         if found:
             raise InvalidInput(
-                f"The paths lie in {url}, a table of delta, in whose files there may be rows that it has no more: "
-                "train with fit_on_table."
+                f"The paths lie in {above.url}, a table of delta, in whose files there may be rows that it has no "
+                "more: train with fit_on_table."
             )
 
 
@@ -424,14 +392,12 @@ def _find_dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
 def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
     found = [file.constants.get(name) for file in files.data]
     if None in found:
-        schema = files.schema_of(0)
+        schema = files.facts[0].schema
         names = sorted({*(dict(schema.stored_names) or schema.names), *files.data[0].constants})
         raise InvalidInput(
             f"There is no column {name!r} in {files.store.url}: it has {format_columns(name, names)}."
         )
-    nulls = int(files.footers.rows[np.array([value == NO_VALUE for value in found])].sum())
-    if nulls:
-        raise _build_null_error(name, nulls, files)
+    _refuse_nulls(name, files)
     declared = files.data[0].types.get(name)
     if declared is not None and pa.types.is_binary(declared):
         raise InvalidInput(
@@ -449,35 +415,31 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
     return Column(name, _find_dtype(name, pa.string(), transformed))
 
 
-def _refuse_nulls(column: Column, files: _Files) -> None:
-    name = column.name
-    by_path = np.array([each.constants.get(name) == NO_VALUE for each in files.data])
-    nulls = int(files.footers.nulls[name].sum() + files.footers.rows[by_path & ~files.has_column(name)].sum())
+def _refuse_nulls(name: str, files: _Files) -> None:
+    nulls = files.count_nulls(name)
     if nulls:
-        raise _build_null_error(name, nulls, files)
-
-
-def _build_null_error(name: str, nulls: int, files: _Files) -> InvalidInput:
-    return InvalidInput(
-        f"The column {name!r} has {nulls} nulls in {files.rows} rows: fill them, or leave those rows out."
-    )
+        raise InvalidInput(
+            f"The column {name!r} has {nulls} nulls in {files.rows} rows: fill them, or leave those rows out."
+        )
 
 
 def _refuse_ragged(column: Column, files: _Files) -> None:
     """Judged by the number of values in each row group. Lengths that add up by chance are found when they are read."""
     if not column.shape or column.codec:
         return
-    footers = files.footers
-    values = footers.values[column.name]
-    bad = np.flatnonzero((values >= 0) & (values != footers.group_rows * math.prod(column.shape)))
-    if len(bad):
-        group = bad[0]
-        raise InvalidInput(
-            f"The arrays of column {column.name!r} have different lengths: row group {footers.group_index[group]} of "
-            f"{files.data[footers.group_file[group]].info.name!r} has {values[group]} values in "
-            f"{footers.group_rows[group]} rows, and the first row has shape {column.shape}; pad or cut them to one "
-            "length."
-        )
+    expected = math.prod(column.shape)
+    for file, facts in zip(files.data, files.facts, strict=True):
+        values = facts.values.get(column.name)
+        if values is None:
+            continue
+        bad = np.flatnonzero(values != facts.groups[1] * expected).tolist()
+        if bad:
+            index, rows, _ = facts.groups[:, bad[0]]
+            raise InvalidInput(
+                f"The arrays of column {column.name!r} have different lengths: row group {index} of "
+                f"{file.info.name!r} has {values[bad[0]]} values in {rows} rows, and the first row has shape "
+                f"{column.shape}; pad or cut them to one length."
+            )
 
 
 def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroups:
@@ -485,8 +447,7 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
 
     The manifest lists parts as row groups, so that plan, cache and prefetch do not notice.
     """
-    footers = files.footers
-    rows, size = footers.group_rows, footers.group_bytes
+    rows, size = files.group_rows, files.group_bytes
     decoded = compute_decoded_bytes(columns, rows, size)
     cut = (decoded > 2 * most) & (rows > 1)  # to cut costs a write and a read
     part_rows = np.where(cut, np.maximum(1, rows * most // np.maximum(1, decoded)), np.maximum(1, rows))
@@ -497,8 +458,8 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
     count = np.minimum(part_rows[source], rows[source] - first)
     is_part = cut[source]
     groups = RowGroups(
-        file=footers.group_file[source],
-        index=footers.group_index[source],
+        file=files.group_file[source],
+        index=files.group_index[source],
         rows=count,
         bytes=np.where(is_part, size[source] * count // rows[source], size[source]),
         first_row=np.where(is_part, first, 0),
@@ -510,7 +471,7 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
     # Row groups that have rows, in the order of the file: those of a file begin where the former ended.
     begins = np.cumsum(rows) - rows
     firsts = np.full(len(files.data), begins[-1])
-    np.minimum.at(firsts, footers.group_file, begins)
+    np.minimum.at(firsts, files.group_file, begins)
     return _drop_deleted(groups, files.data, begins[source] - firsts[groups.file] + first)
 
 

@@ -1,7 +1,7 @@
-"""What the footers of Parquet files say of the columns that are wanted, as arrays over many files.
+"""What the footers of Parquet files say of the columns that are wanted.
 
 Reads footers; counts nulls by reading a column where its footer does not say. Runs in threads of the driver, or in
-tasks on executors, which send `Footers` back. Knows nothing of Spark.
+tasks on executors, which send `FileFacts` back. Knows nothing of Spark.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,10 @@ from spark_elastic.data.reading.decoding import (
     to_plain_type,
 )
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
-from spark_elastic.tables.predicate import Bounds, Predicate, parse_constant
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.tables.predicate import Bounds, Comparison, Mask, Predicate, judge, match
 
 Int64s = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # a constant that is null
 THREADS = 16  # that wait for an object store at once
@@ -60,15 +59,6 @@ class DataFile:
     deleted: Mask | None = None
     # Whether nobody writes a file of this name again, as in tables whose log names their files.
     is_fixed: bool = True
-
-    def find_bounds(self, column: str, like: Any) -> Bounds | None:
-        """What is known of a column without a look into the file. like: a value that it is compared with."""
-        text = self.constants.get(column)
-        if text is None:
-            return None
-        is_text = pa.types.is_string(self.types.get(column, pa.null()))
-        value = None if text == NO_VALUE else parse_constant(text, like, is_text)
-        return Bounds(value, value, may_be_null=False, may_be_nan=False)
 
     def find_mapped_names(self, names: Container[str]) -> dict[str, str]:
         """Column -> its name in a file that has these names and no ids of fields, for the columns that are in it."""
@@ -106,124 +96,59 @@ class FileSchema:
         return dict(self.types).get(column)
 
 
-@dataclass(frozen=True)
-class Footers:
-    """What the footers of some files say."""
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What the footer of a file says, and the columns that `where` compares."""
 
-    # Those that occur, each once.
-    schemas: tuple[FileSchema, ...]
-    # Of each file, its schema's number.
-    schema: Int64s
-    # Of each file, the rows that the table has of it.
-    rows: Int64s
-    # Of each row group with rows, its file's number; they are listed file by file.
-    group_file: Int64s
-    # Of each row group with rows, its number in the file.
-    group_index: Int64s
-    # Of each row group with rows, its rows in the file, deleted ones among them.
-    group_rows: Int64s
-    # Of each row group with rows, its bytes before compression.
-    group_bytes: Int64s
-    # Wanted column -> its nulls in each file.
-    nulls: Mapping[str, Int64s]
-    # Wanted column of arrays -> its numbers in each row group; -1: not known.
+    # What the file has in common with others.
+    schema: FileSchema
+    # The rows that the table has of it.
+    rows: int
+    # (3, n): of each row group with rows, its number in the file, its rows there, deleted ones among them, and its
+    # bytes before compression.
+    groups: Int64s
+    # Wanted column -> its nulls; those that are not in the file are not in here.
+    nulls: Mapping[str, int]
+    # Wanted column of arrays -> its numbers in each row group; columns of which they are not known are not in here.
     values: Mapping[str, Int64s]
-    # File's number -> of each row in it, whether it is not taken, for files of which `where` takes a part.
-    deleted: Mapping[int, Mask]
+    # Of each row in the file, whether it is not taken, where `where` takes a part; None: as the table says.
+    deleted: Mask | None
 
 
-CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], Footers]
+CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], list[FileFacts]]
 
 
 def collect_footers(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
-) -> Footers:
+) -> list[FileFacts]:
     """Read the footers in the calling thread, and the columns that `where` compares.
 
     Raises:
         InvalidInput: where compares a column that a file does not have.
         StoreError: a file is not there, or is no Parquet file, or has other rows than its table says.
     """
-    schemas: dict[FileSchema, int] = {}
-    schema, rows = np.zeros((2, len(files)), np.int64)
-    nulls = {name: np.zeros(len(files), np.int64) for name in columns}
-    groups: list[Int64s] = []
-    values: dict[str, list[Int64s]] = {name: [] for name in columns}
-    deleted: dict[int, Mask] = {}
-    for place, data in enumerate(files):
-        file = FileFooter(store, data)
-        found = FileSchema(
-            tuple(file.schema.names),
-            tuple(file.find_types(columns)),
-            tuple(file.columns.stored_names.items()),
-        )
-        if where is not None:
-            file.keep_matching(where)
-        if file.data.deleted is not None and file.data is not data:
-            deleted[place] = file.data.deleted
-        schema[place] = schemas.setdefault(found, len(schemas))
-        rows[place] = file.rows
-        if not file.rows:
-            continue
-        part = file.describe_groups()
-        groups.append(np.concatenate([np.full((1, part.shape[1]), place), part]))
-        for name, _ in found.types:
-            nulls[name][place] = file.count_nulls(name)
-        for name in columns:
-            values[name].append(file.count_values(name, part[0]))
-    number, index, count, size = np.concatenate([np.zeros((4, 0), np.int64), *groups], axis=1)
-    counted = {
-        name: np.concatenate(parts) if parts else np.zeros(0, np.int64) for name, parts in values.items()
-    }
-    return Footers(tuple(schemas), schema, rows, number, index, count, size, nulls, counted, deleted)
+    schemas: dict[FileSchema, FileSchema] = {}
+    found = (FileFooter(store, data).describe(columns, where) for data in files)
+    return [replace(each, schema=schemas.setdefault(each.schema, each.schema)) for each in found]
 
 
 def collect_footers_in_threads(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
-) -> Footers:
+) -> list[FileFacts]:
     """As `collect_footers`, with threads if there are many files, and a folder that makes readers wait."""
-    parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
-    if len(parts) < 2:
-        return collect_footers(store, files, columns, where)
-    done: list[Footers] = []
-    if store.is_local:  # which may be a network drive
+    first, rest = files[:FILES_PER_THREAD], files[FILES_PER_THREAD:]
+    done: list[FileFacts] = []
+    if store.is_local or not rest:  # a local folder may be a network drive
         clock = SystemClock()
         began, busy = clock.now(), read_thread_seconds()
-        done.append(collect_footers(store, parts.pop(0), columns, where))
+        done, files = collect_footers(store, first, columns, where), rest
         if 2 * (read_thread_seconds() - busy) > clock.now() - began:
             # Threads would only wait for the interpreter's lock, and take twice as long.
-            rest = [each for part in parts for each in part]
-            return join_footers([*done, collect_footers(store, rest, columns, where)])
+            return [*done, *collect_footers(store, rest, columns, where)]
+    parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
     with ThreadPoolExecutor(THREADS, "footers") as threads:
         found = threads.map(lambda part: collect_footers(store, part, columns, where), parts)
-        return join_footers([*done, *found])
-
-
-def join_footers(parts: Sequence[Footers]) -> Footers:
-    """One over the files of all (one at least), in their order."""
-    numbers: dict[FileSchema, int] = {}
-    for part in parts:
-        for each in part.schemas:
-            numbers.setdefault(each, len(numbers))
-    first = np.cumsum([0, *(len(part.rows) for part in parts)])
-    return Footers(
-        tuple(numbers),
-        np.concatenate(
-            [np.array([numbers[s] for s in part.schemas], np.int64)[part.schema] for part in parts]
-        ),
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.group_file + begin for part, begin in zip(parts, first, strict=False)]),
-        np.concatenate([part.group_index for part in parts]),
-        np.concatenate([part.group_rows for part in parts]),
-        np.concatenate([part.group_bytes for part in parts]),
-        {name: np.concatenate([part.nulls[name] for part in parts]) for name in parts[0].nulls},
-        {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
-        {
-            int(begin) + place: mask
-            for part, begin in zip(parts, first, strict=False)
-            for place, mask in part.deleted.items()
-        },
-    )
+        return [*done, *chain.from_iterable(found)]
 
 
 class FileFooter:
@@ -244,6 +169,22 @@ class FileFooter:
                 f"deleted some among {len(data.deleted)}: the table is damaged."
             )
         self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
+
+    def describe(self, columns: Sequence[str], where: Predicate | None) -> FileFacts:
+        """Raises InvalidInput as `collect_footers`."""
+        types = dict(self.find_types(columns))
+        schema = FileSchema(
+            tuple(self.schema.names), tuple(types.items()), tuple(self.columns.stored_names.items())
+        )
+        given = self.data.deleted
+        if where is not None:
+            self.keep_matching(where)
+        groups = self.describe_groups()
+        nulls = {name: self.count_nulls(name) for name in types}
+        known = [name for name in types if is_list(types[name]) and self.data.deleted is None]
+        values = {name: self.count_values(name, groups[0]) for name in known}
+        deleted = None if self.data.deleted is given else self.data.deleted
+        return FileFacts(schema, self.rows, groups, nulls, values, deleted)
 
     def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
         """Column -> its name in the file, by the ids in the file's schema, or else by the table's mapping of names."""
@@ -278,56 +219,60 @@ class FileFooter:
 
     def keep_matching(self, where: Predicate) -> None:
         """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
-        for name in where.columns:
-            found = self.find_type(name)
-            known = {*self.data.constants, *self.data.types}
-            if (found is None and name not in known) or (found and pa.types.is_nested(found)):
-                single = [each.name for each in self.schema if not pa.types.is_nested(each.type)]
-                names = [*single, *self.data.constants]
-                raise InvalidInput(
-                    f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: compare one of "
-                    f"{format_columns(name, names)}{suggest_name(name, names)}."
-                )
+        rows = [self.footer.row_group(index).num_rows for index in range(self.footer.num_row_groups)]
+        bounds = {name: self._find_bounds(name) for name in where.columns}
+        judged = where.combine(lambda comparison: judge(bounds[comparison[0]], comparison))
+        masks = []
         with self._open() as file:
-            masks = [self._match(where, file, index) for index in range(self.footer.num_row_groups)]
+            for index, (count, may_match, match_all) in enumerate(zip(rows, *judged, strict=True)):
+                if count and may_match and not match_all:
+                    known = {name: each.slice(index) for name, each in bounds.items()}
+                    masks.append(self._match(where, file, index, known))
+                else:
+                    masks.append(np.full(count, match_all))
         left_out = ~np.concatenate([np.ones(0, np.bool_), *masks])
         if left_out.any():
             before = self.data.deleted
             deleted = left_out if before is None else left_out | before
             self.data, self.rows = replace(self.data, deleted=deleted), int(np.sum(~deleted))
 
-    def _match(self, where: Predicate, file: pq.ParquetFile, index: int) -> Mask:
-        """Of each row of a row group, whether it matches; looks at values only where statistics do not tell."""
-        group = self.footer.row_group(index)
-        find_bounds = partial(self._find_bounds, group)
-        judged = where.judge(find_bounds) if group.num_rows else True
-        if judged is not None:
-            return np.full(group.num_rows, judged)
+    def _match(
+        self, where: Predicate, file: pq.ParquetFile, index: int, bounds: Mapping[str, Bounds]
+    ) -> Mask:
+        """Of each row of a row group, whether it matches; looks at values only where bounds do not tell."""
 
-        def read(column: str) -> pa.Array:
-            name = self.find_stored_name(column)
-            found = file.read_row_group(index, columns=[name], use_threads=False)
-            return drop_views(pa.concat_arrays(found[name].chunks))
+        def decide(comparison: Comparison) -> Mask:
+            name = comparison[0]
+            may_match, match_all = judge(bounds[name], comparison)
+            if may_match == match_all:
+                return np.asarray(match_all)
+            stored = self.find_stored_name(name)
+            found = file.read_row_group(index, columns=[stored], use_threads=False)
+            return match(drop_views(pa.concat_arrays(found[stored].chunks)), comparison)
 
-        return where.match(find_bounds, read, group.num_rows)
+        return where.combine(decide)
 
-    def _find_bounds(self, group: pq.RowGroupMetaData, column: str, like: Any) -> Bounds | None:
-        """What a row group's statistics say of a column."""
-        arrow = self.find_type(column)
-        if arrow is None and column not in self.data.constants:  # the table got the column after this file
-            return Bounds(None, None, may_be_null=True, may_be_nan=False)
-        if arrow is None:
-            return self.data.find_bounds(column, like)
-        statistics = group.column(self.find_leaf(column)).statistics
-        if statistics is None:
-            return None
-        nulls = statistics.null_count if statistics.has_null_count else None
-        if nulls == group.num_rows:
-            return Bounds(None, None, may_be_null=True, may_be_nan=False)
-        # Writers that count NaN among the values leave no bounds of the others.
-        if not statistics.has_min_max or statistics.min != statistics.min or statistics.max != statistics.max:
-            return None
-        return Bounds(statistics.min, statistics.max, nulls != 0, pa.types.is_floating(arrow))
+    def _find_bounds(self, column: str) -> Bounds:
+        """What is known of a column in each row group."""
+        groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
+        kind = self.find_type(column)
+        if kind is None and column not in self.data.types:
+            raise InvalidInput(
+                f"where compares column {column!r}, which is missing in {self.name!r}: compare one that all files have."
+            )
+        if kind is None:
+            text = self.data.constants.get(column)
+            if text is None:  # the table got the column after this file
+                return _bound_constants([NO_VALUE] * len(groups), pa.string())
+            return _bound_constants([text] * len(groups), self.data.types[column])
+        stored, leaf = self.schema.field(self.find_stored_name(column)).type, self.find_leaf(column)
+        kind = stored if pa.types.is_timestamp(stored) else kind
+        found = [group.column(leaf).statistics for group in groups]
+        ranges = [_read_range(each, kind) for each in found]
+        nulls = [each.null_count if each is not None and each.has_null_count else -1 for each in found]
+        low, high = (pa.array([each[end] for each in ranges], kind) for end in (0, 1))
+        is_null = (np.array(nulls) == [group.num_rows for group in groups]) | pa.types.is_null(kind)
+        return Bounds(low, high, is_null, np.array(nulls) != 0, pa.types.is_floating(kind))
 
     def describe_groups(self) -> Int64s:
         """(3, n): the number, rows and bytes of each row group that has rows."""
@@ -350,11 +295,7 @@ class FileFooter:
         return next(batch for batch in self._read(column, 1, 1 << 16) if len(batch))
 
     def count_values(self, column: str, groups: Int64s) -> Int64s:
-        """The numbers of an array column in each of these row groups; -1 where they are not known or do not count."""
-        name = self.find_stored_name(column)
-        known = self.data.deleted is None and name in self.schema.names
-        if not known or not is_list(self.schema.field(name).type):
-            return np.full(len(groups), -1, np.int64)
+        """The numbers of an array column in each of these row groups."""
         leaf = self.find_leaf(column)
         return np.array([self.footer.row_group(g).column(leaf).num_values for g in groups.tolist()], np.int64)
 
@@ -403,6 +344,48 @@ class FileFooter:
                 values = values.flatten()
                 total += values.null_count
         return total
+
+
+def drop_excluded(files: Sequence[DataFile], where: Predicate) -> list[DataFile]:
+    """The files without those of which no row matches, by what is known without a look into them. Raises InvalidInput
+    as `collect_footers`."""
+
+    def decide(comparison: Comparison) -> Mask:
+        column = comparison[0]
+        kind, texts = files[0].types.get(column), [file.constants.get(column) for file in files]
+        if kind is None or texts.count(None) == len(texts):
+            return np.array([[True], [False]])
+        return judge(_bound_constants(texts, kind), comparison)
+
+    may_match = np.broadcast_to(where.combine(decide)[0], len(files)) if files else ()
+    return [file for file, is_kept in zip(files, may_match, strict=True) if is_kept]
+
+
+def _bound_constants(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
+    """The bounds of parts in which a column has one value. texts: as in `DataFile.constants`; None: not known."""
+    if pa.types.is_binary(kind):
+        raise InvalidInput(
+            "where compares a partition column of bytes, which the table has as texts, whose form depends on who wrote "
+            "them: compare another column."
+        )
+    values = pa.array([None if text == NO_VALUE else text for text in texts], pa.string()).cast(kind)
+    is_null = np.array([text == NO_VALUE for text in texts], np.bool_)
+    return Bounds(values, values, is_null, is_null, may_be_nan=False)
+
+
+def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
+    """The least and the greatest value of a row group, as its statistics have them; (None, None): not known."""
+    # Of times and float16 Arrow gives other values than it reads.
+    tests = pa.types.is_nested, pa.types.is_time, pa.types.is_float16
+    is_unclear = any(test(kind) for test in tests) or isinstance(kind, pa.BaseExtensionType)
+    if statistics is None or is_unclear:
+        return None, None
+    try:
+        low, high = statistics.min, statistics.max
+    except (OverflowError, ValueError):  # times that Python does not have
+        return None, None
+    # Writers that count NaN among the values leave no bounds of the others.
+    return (low, high) if low == low and high == high else (None, None)
 
 
 def _count_leaves(arrow: pa.DataType) -> int:

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from spark_elastic.data.reading.decoding import open_parquet
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile, Int64s, Mask
+from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile, Int64s
+from spark_elastic.tables.predicate import Mask
 
 _FIELD_ID = b"PARQUET:field_id"
 T = TypeVar("T")

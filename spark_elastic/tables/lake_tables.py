@@ -6,11 +6,9 @@ packages `deltalake` and `pyiceberg`. Knows nothing of Spark. Runs in the caller
 
 from __future__ import annotations
 
-import json
 import operator
 import posixpath
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
@@ -21,34 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from spark_elastic.data.reading.decoding import is_list, to_plain_type
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.tables.existing_parquet import Place, open_common
+from spark_elastic.errors import InvalidInput
+from spark_elastic.tables.existing_parquet import Place, move_root, open_common
 from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile
 from spark_elastic.tables.iceberg_deletes import DeletedRows
 
 Version = int | str | datetime
 """A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
 
-# By the names that Delta or Iceberg has for them.
-_TYPES: Mapping[str, pa.DataType] = {
-    "boolean": pa.bool_(),
-    "byte": pa.int8(),
-    "short": pa.int16(),
-    "int": pa.int32(),
-    "integer": pa.int32(),
-    "long": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "date": pa.date32(),
-    **dict.fromkeys(("timestamp", "timestamptz", "timestamp_ntz"), pa.timestamp("us")),
-}
-
-
-# Matches the name of a version's log, or of a checkpoint, which stays when older logs are removed.
-_DELTA_LOG = re.compile(r"(?:^|/)(\d{20})\.(?:json|checkpoint\..*)$")
+# Types whose values Python writes as the constants of partitions are read.
+_WRITTEN_ALIKE = [pa.bool_(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string(), pa.date32()]
+_PHYSICAL_NAME = "delta.columnMapping.physicalName"
 
 
 @dataclass(frozen=True)
@@ -119,39 +102,25 @@ def _parse_version(version: Any) -> int | datetime | None:
     )
 
 
-def _find_types(fields: Iterable[tuple[str, Any]]) -> dict[str, pa.DataType]:
-    """Column -> its type, for those of single values and, in Iceberg, arrays of them. fields: names and types, as the
-    table's schema has them."""
-    found = ((name, _find_type(str(kind))) for name, kind in fields)
-    return {name: kind for name, kind in found if kind is not None}
-
-
-def _find_type(kind: str) -> pa.DataType | None:
-    if decimal := re.fullmatch(r"decimal\((\d+), ?(\d+)\)", kind):
-        return pa.decimal128(int(decimal[1]), int(decimal[2]))
-    if elements := re.fullmatch(r"list<(.*)>", kind):
-        inner = _find_type(elements[1])
-        return None if inner is None else pa.list_(inner)
-    return _TYPES.get(kind)
+def _find_types(schema: pa.Schema) -> dict[str, pa.DataType]:
+    """Column -> its type, for those of single values and arrays of them."""
+    found = {field.name: to_plain_type(field.type) for field in schema}
+    return {name: kind for name, kind in found.items() if is_list(kind) or not pa.types.is_nested(kind)}
 
 
 def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
     """One store that holds the files of all snapshots, and their files by their names in it."""
-    first = snapshots[0].store
-    if any(each.store.filesystem != first.filesystem for each in snapshots):
+    if any(each.store.filesystem != snapshots[0].store.filesystem for each in snapshots):
         raise InvalidInput("The tables lie in different file systems, and a fit reads from one.")
     common = posixpath.commonpath([each.store.root for each in snapshots])
-    joined = replace(first, url=first.url[: len(first.url) - len(first.root) + len(common)], root=common)
-    parts = []
-    for each in snapshots:
-        folder = each.store.root[len(common) :].strip("/")
-        parts.append(
-            tuple(
-                replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
-                for file in each.files
-            )
+    return move_root(snapshots[0].store, common), [
+        tuple(
+            replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
+            for file in each.files
         )
-    return joined, parts
+        for each in snapshots
+        for folder in [each.store.root[len(common) :].strip("/")]
+    ]
 
 
 # ---- Delta
@@ -166,8 +135,10 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         raise InvalidInput(
             "fit_on_table reads Delta tables by the package deltalake: pip install deltalake."
         ) from error
+    newest = None
     try:
         table = DeltaTable(uri, storage_options=delta_options)
+        newest = table.version()
         if version is not None:
             table.load_as_version(version)
         actions = pa.table(table.get_add_actions()).to_pylist()
@@ -175,13 +146,17 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         vectors = _read_deletion_vectors(table, set(paths.values()))
     except (DeltaError, ValueError, OSError, OverflowError) as error:
         which = "" if version is None else f" of version {version}"
-        reason = _find_missing_version(version, store) or str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
+        if newest is not None and isinstance(version, int) and not 0 <= version <= newest:
+            reason = f"its newest version is {newest}."
         raise InvalidInput(f"The Delta table {uri} cannot be read{which}: {reason}") from error
     if isinstance(version, datetime):
         _check_not_before(table.version(), version, store)
-    schema = json.loads(table.schema().to_json())
-    stored_names = _find_physical_names(schema)
-    types = _find_types((field["name"], field["type"]) for field in schema["fields"])
+    schema = table.schema()
+    # Of a table with column mapping.
+    mapped = ((each.name, each.metadata.get(_PHYSICAL_NAME)) for each in schema.fields)
+    stored_names = {name: str(stored) for name, stored in mapped if stored is not None}
+    types = _find_types(pa.schema(schema))
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
         path = paths[action["path"]]
@@ -198,25 +173,11 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         }
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
-    number, columns = table.version(), tuple(field["name"] for field in schema["fields"])
-    single = tuple(field["name"] for field in schema["fields"] if isinstance(field["type"], str))
+    number, columns = table.version(), tuple(each.name for each in schema.fields)
+    single = tuple(name for name, kind in types.items() if not is_list(kind))
     return TableSnapshot(
         f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns, single
     )
-
-
-def _find_missing_version(version: int | datetime | None, store: Store) -> str | None:
-    """Which versions there are if a number is none of them, else None."""
-    if not isinstance(version, int):
-        return None
-    try:
-        found = filter(None, map(_DELTA_LOG.search, store.list("_delta_log")))
-    except StoreError:  # the reader's own error says more
-        return None
-    logged = [int(each[1]) for each in found]
-    if not logged or min(logged) <= version <= max(logged):
-        return None
-    return f"it has the versions {min(logged)} to {max(logged)}."
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
@@ -255,15 +216,6 @@ def _find_path(url: str, paths: Collection[str]) -> str:
         if path in paths:
             return path
     raise ValueError(f"it has a deletion vector for {url}, which is none of its files")
-
-
-def _find_physical_names(schema: Mapping[str, Any]) -> dict[str, str]:
-    """Column -> its name in the files, of a table with column mapping."""
-    pairs = (
-        (field["name"], field["metadata"].get("delta.columnMapping.physicalName"))
-        for field in schema["fields"]
-    )
-    return {name: stored for name, stored in pairs if stored is not None}
 
 
 def _format_constant(value: Any) -> str:
@@ -313,12 +265,16 @@ def _read_iceberg(
     names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
-    fields = [each for each in schema.fields if getattr(each, "initial_default", None) is None]
-    types = _find_types((field.name, str(field.field_type)) for field in fields)
+    defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
+    with_types = [
+        each for each in schema.fields if "uuid" not in str(each.field_type)
+    ]  # pyarrow 14 has no such type
+    declared = _find_types(type(schema)(*with_types).as_arrow())
+    types = {name: kind for name, kind in declared.items() if name not in defaults}
     files = [
         DataFile(
             ObjectInfo(name, each.data_file.file_size_in_bytes, None),
-            _find_partition_values(table, schema, each.data_file),
+            _find_partition_values(table, schema, declared, each.data_file),
             field_ids=ids,
             mapped_names=mapped,
             types=types,
@@ -345,26 +301,16 @@ def _list_entries(table: Any, snapshot: Any) -> list[Any]:
         raise InvalidInput(f"{_name_iceberg(table, snapshot)} cannot be read: {error}") from error
 
 
-def _find_partition_values(table: Any, schema: Any, file: Any) -> dict[str, str]:
+def _find_partition_values(
+    table: Any, schema: Any, types: Mapping[str, pa.DataType], file: Any
+) -> dict[str, str]:
     """Columns that a file is partitioned by as they are: files that came from Hive have them in their paths alone."""
-    from pyiceberg.types import (
-        BooleanType,
-        DateType,
-        DoubleType,
-        FloatType,
-        IntegerType,
-        LongType,
-        StringType,
-    )
-
-    known = BooleanType, DateType, DoubleType, FloatType, IntegerType, LongType, StringType
-    names = {field.field_id: (field.name, field.field_type) for field in schema.fields}
+    names = {field.field_id: field.name for field in schema.fields}
     found = {}
     for number, field in enumerate(table.specs()[file.spec_id].fields):
-        value = file.partition[number]
-        name, kind = names.get(field.source_id, ("", None))
-        if str(field.transform) == "identity" and isinstance(kind, known):
-            is_days = isinstance(kind, DateType) and isinstance(value, int)
+        name, value = names.get(field.source_id, ""), file.partition[number]
+        if str(field.transform) == "identity" and types.get(name) in _WRITTEN_ALIKE:
+            is_days = types[name] == pa.date32() and isinstance(value, int)
             found[name] = _format_constant(date(1970, 1, 1) + timedelta(value) if is_days else value)
     return found
 

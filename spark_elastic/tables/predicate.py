@@ -1,17 +1,20 @@
 """Which rows of a table `where` keeps: comparisons of columns with values, as the `filters` of pyarrow and pandas.
 
-Null matches no comparison, and NaN only != and "not in". `judge` answers from bounds of a column, as statistics and
-partitions have them, and `match` from the values. Values; any thread.
+Null matches no comparison, and NaN only != and "not in". The same kernels of Arrow compare values (`match`) and, of
+the parts of a file, the bounds of their values (`judge`). With bounds `pyarrow.dataset.Expression` would lose rows:
+where 1 is the only number beside NaN, it excludes them for k != 1. Values; any thread.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import math
+import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date, datetime
-from decimal import Decimal
+from decimal import Context, Decimal
+from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -26,32 +29,33 @@ Comparison = tuple[str, str, Any]
 """Name of a column, operator, value; for "in" and "not in" a list of values."""
 Mask = npt.NDArray[np.bool_]
 
-_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "<": pc.less,
-    "<=": pc.less_equal,
-    ">": pc.greater,
-    ">=": pc.greater_equal,
-}
+_ORDERS = ("<", "<=", ">", ">=")
 _OPPOSITES = {"!=": "==", "not in": "in"}
-_OPERATORS = ("==", *_COMPARE, *_OPPOSITES, "in")
+_OPERATORS = ("==", *_ORDERS, *_OPPOSITES, "in")
+_NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "day": 86_400 * 10**9}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known of the values of a column in some rows."""
+    """What is known of the values of a column in each part of a file."""
 
-    # No value is less, nulls and NaN aside; None: all are null, NaN: all are NaN.
-    low: Any
-    # No value is greater; None and NaN as for `low`.
-    high: Any
-    # Whether there may be nulls.
-    may_be_null: bool
-    # Whether there may be NaN.
+    # Of each part, a value that no other is less than, nulls and NaN aside; null: not known.
+    low: pa.Array
+    # Of each part, a value that no other is greater than; null: not known.
+    high: pa.Array
+    # Of each part, whether it has nulls alone.
+    is_null: Mask
+    # Of each part, whether it may have nulls.
+    may_be_null: Mask
+    # Whether there may be NaN beside what the bounds tell of.
     may_be_nan: bool
 
-
-FindBounds = Callable[[str, Any], Bounds | None]
-"""What is known of a column, as values of the kind that the given one is; None: nothing."""
+    def slice(self, part: int) -> Bounds:
+        """Of this part alone."""
+        mine = slice(part, part + 1)
+        return Bounds(
+            self.low[mine], self.high[mine], self.is_null[mine], self.may_be_null[mine], self.may_be_nan
+        )
 
 
 @dataclass(frozen=True)
@@ -88,24 +92,10 @@ class Predicate:
         """The columns that are compared."""
         return list(dict.fromkeys(name for group in self.groups for name, _, _ in group))
 
-    def judge(self, find_bounds: FindBounds) -> bool | None:
-        """Whether all rows match, or none does; None: the values must be looked at."""
-        return _combine_any(_all(_judge(each, find_bounds) for each in group) for group in self.groups)
-
-    def match(self, find_bounds: FindBounds, read: Callable[[str], pa.Array], rows: int) -> Mask:
-        """Of each row, whether it matches. read: gives a column, of which the bounds do not tell.
-
-        Raises:
-            InvalidInput: a column cannot be compared with a value.
-        """
-        found = np.zeros(rows, np.bool_)
-        for group in self.groups:
-            matching = np.ones(rows, np.bool_)
-            for comparison in group:
-                judged = _judge(comparison, find_bounds)
-                matching &= _match(read(comparison[0]), comparison) if judged is None else judged
-            found |= matching
-        return found
+    def combine(self, decide: Callable[[Comparison], Mask]) -> Mask:
+        """Of each row, whether it matches. decide: of each row, whether one comparison holds; for all rows at once if
+        it has one value."""
+        return reduce(np.logical_or, (reduce(np.logical_and, map(decide, group)) for group in self.groups))
 
 
 def _sort_members(value: Any) -> Any:
@@ -128,172 +118,136 @@ def _is_comparison(found: Any) -> bool:
     return isinstance(name, str) and operator in _OPERATORS and is_list == (operator in ("in", "not in"))
 
 
-def _all(judged: Any) -> bool | None:
-    found = list(judged)
-    return False if False in found else None if None in found else True
-
-
-def _combine_any(judged: Any) -> bool | None:
-    found = list(judged)
-    return True if True in found else None if None in found else False
-
-
-def _judge(comparison: Comparison, find_bounds: FindBounds) -> bool | None:
-    name, operator, value = comparison
-    positive = _OPPOSITES.get(operator, operator)
-    given = value if positive == "in" else [value]
-    found: bool | None = False
-    bounds = None
-    for each in given or [""]:  # whatever is compared, no null matches: also where the list is empty
-        bounds = find_bounds(name, each)
-        if bounds is None:
-            return None
-        if bounds.low is None:
-            return False
-        if given:
-            found = _combine_any([found, _judge_value("==" if positive == "in" else positive, each, bounds)])
-    if bounds is None or found is None:
-        return None
-    matches_nan = operator in _OPPOSITES
-    found = found is not matches_nan
-    is_certain = not bounds.may_be_nan or found is matches_nan
-    return found if is_certain and not (found and bounds.may_be_null) else None
-
-
-def _judge_value(operator: str, value: Any, bounds: Bounds) -> bool | None:
-    low, high = bounds.low, bounds.high
-    if value != value or low != low:  # NaN, which no comparison but the opposite ones matches
-        return False
-    if isinstance(value, np.floating):
-        value = value.item()  # as numpy compares, the bounds would get its precision
-    if {type(value), type(low)} == {Decimal, float}:
-        return None  # Arrow compares these inexactly
+def match(values: pa.Array, comparison: Comparison) -> Mask:
+    """Of each value, whether the comparison holds. Raises InvalidInput: they cannot be compared."""
+    (name, operator, value), values = comparison, _simplify(values)
+    found = pa.array(np.zeros(len(values), np.bool_))
     try:
-        if operator == "==":
-            return False if value < low or value > high else True if low == high else None
-        if operator in ("<", "<="):
-            below, above = (high < value, low >= value) if operator == "<" else (high <= value, low > value)
-        else:
-            below, above = (low > value, high <= value) if operator == ">" else (low >= value, high < value)
-        return True if below else False if above else None
-    except TypeError:  # such as times with and without a zone: Arrow decides
-        return None
-
-
-def _match(values: pa.Array, comparison: Comparison) -> Mask:
-    name, operator, value = comparison
-    try:
-        if types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        if types.is_float16(values.type):  # of which Arrow compares none
-            values = values.cast(pa.float32())
-        positive = _OPPOSITES.get(operator, operator)
-        if positive in ("==", "in"):
-            found = _find_equal(values, [value] if positive == "==" else value)
-        else:
-            found = _compare(positive, values, _to_python(value))
-        if operator in _OPPOSITES:
-            found = pc.invert(found)
-        return np.asarray(
-            pc.and_(pc.fill_null(found, False), values.is_valid()).to_numpy(zero_copy_only=False)
-        )
-    except (pa.ArrowException, TypeError, OverflowError) as error:
+        limits, side = _fit_all(comparison, values.type)
+        if operator in _ORDERS and len(limits):
+            found = _choose_kernel(operator, side)(values, limits[0])
+        elif len(limits):
+            found = pc.is_in(values, value_set=limits)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(
             f"where compares column {name!r}, which is {values.type}, with {value!r} ({type(value).__name__}), which "
             "cannot be: give a value of the column's type."
         ) from error
+    return (_to_mask(found) ^ (operator in _OPPOSITES)) & _to_mask(values.is_valid())
 
 
-def _to_python(value: Any) -> Any:
-    """A number of numpy as Python has it, without a loss."""
-    return value.item() if isinstance(value, np.number) else value
-
-
-def _compare(operator: str, values: pa.Array, value: Any) -> Any:
-    """By the order of values."""
-    if types.is_integer(values.type) and type(value) is int:  # Arrow takes it for int64
-        low, high = _find_range(values.type)
-        judged = _judge_value(operator, value, Bounds(low, high, may_be_null=False, may_be_nan=False))
-        if judged is not None:
-            return pa.array(np.full(len(values), judged))
-        value = pa.scalar(value, values.type)
-    return _COMPARE[operator](values, value)
-
-
-def _find_equal(values: pa.Array, given: Iterable[Any]) -> Any:
-    """Of each row, whether it equals one of the given values."""
-    of_type: dict[type, list[Any]] = defaultdict(list)
-    for each in map(_to_python, given):
-        if each == each:  # in Arrow's lists NaN equals itself
-            of_type[type(each)].append(each)
-    found = pa.array(np.zeros(len(values), np.bool_))
-    if values.null_count == len(values):
-        return found
-    if types.is_fixed_size_binary(values.type):  # to which Arrow casts no bytes of another length
-        values = values.cast(pa.binary())
-    for kind, members in of_type.items():
-        found = pc.or_(found, _find_members(values, members, kind))
-    return found
-
-
-def _find_members(values: pa.Array, given: list[Any], given_type: type) -> Any:
-    """As `_find_equal`, of values of one type: looks up those that the column's type has, since no row is another."""
-    kind = values.type
-    if types.is_integer(kind) and given_type in (int, float, Decimal):
-        low, high = _find_range(kind)
-        among = pa.array([int(each) for each in given if low <= each <= high and each == int(each)], kind)
-    elif types.is_decimal(kind) and given_type in (int, Decimal):
-        among = pa.array(_choose_decimals(given, kind), kind)
-    elif (types.is_decimal(kind) or types.is_floating(kind)) and given_type in (int, float):
-        values = values.cast(pa.float64())  # a cast of 0.1 to float32 would change it
-        among = pa.array([float(each) for each in given if float(each) == each], pa.float64())
+def judge(bounds: Bounds, comparison: Comparison) -> Mask:
+    """Of each part, whether the comparison may hold for a row, and whether it holds for all: an array of two rows.
+    Raises InvalidInput as `match`."""
+    if bounds.is_null.all():
+        return np.zeros((2, len(bounds.low)), np.bool_)
+    name, operator, value = comparison
+    positive, is_opposite = (name, _OPPOSITES.get(operator, operator), value), operator in _OPPOSITES
+    low, high = _simplify(bounds.low), _simplify(bounds.high)
+    first, last = match(low, positive), match(high, positive)
+    if operator in _ORDERS:
+        some, every = first | last, first & last
     else:
-        there = pa.array(given)
-        among = there.cast(kind, safe=False)
-        among = among.filter(pc.equal(among, there))
-    if types.is_floating(values.type):  # in Arrow's lists 0.0 and -0.0 differ
-        values, among = pc.add(values, 0.0), pc.add(among, 0.0)
-    return pc.is_in(values, value_set=among)
+        members, _ = _fit_all(positive, low.type)
+        is_single = _to_mask(pc.equal(low, high))
+        some, every = first | last, first & is_single
+        for part in np.flatnonzero(~is_single).tolist():
+            inside = pc.and_(pc.greater_equal(members, low[part]), pc.less_equal(members, high[part]))
+            some[part] = bool(pc.any(inside).as_py())
+    is_known = _to_mask(low.is_valid()) & _to_mask(high.is_valid())
+    some, every = some | ~is_known, every & is_known
+    if is_opposite:
+        some, every = ~every, ~some
+    if bounds.may_be_nan:
+        some, every = some | is_opposite, every & is_opposite
+    return np.array([some & ~bounds.is_null, every & ~bounds.may_be_null])
 
 
-def _find_range(kind: pa.DataType) -> tuple[int, int]:
-    """The least and the greatest number of a type of whole numbers."""
-    found = np.iinfo(kind.to_pandas_dtype())
-    return int(found.min), int(found.max)
+def _to_mask(found: pa.Array) -> Mask:
+    return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False))
 
 
-def _choose_decimals(given: list[Any], kind: pa.DataType) -> list[Any]:
-    """Those that the type of a decimal column has. Arrow refuses the others, which no row has, and casts int64 only to
-    19 digits."""
-    found = []
-    for each in given:
-        with suppress(pa.ArrowInvalid):
-            found.append(pa.scalar(Decimal(each), kind))
-    return found
+def _simplify(values: pa.Array) -> pa.Array:
+    """The values in a type whose comparisons Arrow has, and has exactly."""
+    kind = values.type
+    if types.is_dictionary(kind):
+        return _simplify(values.dictionary_decode())
+    if types.is_float16(kind):
+        return _simplify(values.cast(pa.float32()))
+    if types.is_floating(kind):  # 0.1 is no value of float32; to add 0.0 makes one zero of two
+        return pc.add(values.cast(pa.float64()), 0.0)
+    # Bytes of another length are no value of a type of fixed length.
+    return values.cast(pa.binary()) if types.is_fixed_size_binary(kind) else values
 
 
-def parse_constant(text: str, like: Any, is_text: bool = False) -> Any:
-    """A value from the text of a partition, of the kind that another value is. Raises InvalidInput if it is no such.
-
-    is_text: the column's values are texts, whatever they look like.
-    """
-    try:
-        if is_text and not isinstance(like, str):
-            raise TypeError(type(like))
-        value = _parse_as(text, like)
-        value < like  # noqa: B015 - times with and without a zone cannot be compared
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise InvalidInput(
-            f"where compares a partition column, which has the value {text!r}, with {like!r}: give values of one kind."
-        ) from error
-    return value
+def _choose_kernel(operator: str, side: int) -> Any:
+    """Arrow's function of two values that compares with what `_fit` gives, which lies on this side of the given one."""
+    if operator in ("<", "<="):
+        return pc.less_equal if side > 0 or (side == 0 and operator == "<=") else pc.less
+    return pc.greater_equal if side < 0 or (side == 0 and operator == ">=") else pc.greater
 
 
-def _parse_as(text: str, like: Any) -> Any:
-    if isinstance(like, bool | np.bool_):
-        return {"true": True, "false": False}[text.lower()]
-    if isinstance(like, int | float):
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    if isinstance(like, datetime):
-        return datetime.fromisoformat(text)
-    return date.fromisoformat(text) if isinstance(like, date) else type(like)(text)
+def _fit_all(comparison: Comparison, kind: pa.DataType) -> tuple[pa.Array, int]:
+    """What values of the type are compared with: one at most, and its side, as `_fit` has them; or those members of a
+    list that the type has. Null and NaN equal nothing."""
+    _, operator, value = comparison
+    given = [each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None]
+    fitted = [_fit(each, kind) for each in given if each == each]
+    limits = [limit for limit, side in fitted if side == 0 or operator in _ORDERS]
+    return pa.array(limits, kind), fitted[0][1] if fitted else 0
+
+
+def _fit(value: Any, kind: pa.DataType) -> tuple[pa.Scalar, int]:
+    """The greatest value of the type that is not above the given one, and 0 if they are equal, else 1; where all are
+    above it, the least and -1."""
+    value = value.item() if isinstance(value, np.number) else value
+    if types.is_temporal(kind):
+        most = 2 ** (kind.bit_width - 1) - 1
+        units, side = _round_down(_count_units(value, kind), -most - 1, most)
+        return pa.scalar(units, pa.int32() if kind.bit_width == 32 else pa.int64()).cast(kind), side
+    if not (types.is_integer(kind) or types.is_decimal(kind) or types.is_floating(kind)):
+        return pa.scalar(value, kind), 0
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise TypeError(type(value))
+    if types.is_floating(kind):
+        value = float(value) if isinstance(value, Decimal) else value
+        most_float = sys.float_info.max
+        near = float(max(-most_float, min(most_float, value))) if isinstance(value, int) else value + 0.0
+        return pa.scalar(near if near <= value else math.nextafter(near, -math.inf)), int(near != value)
+    if types.is_integer(kind):
+        limits = np.iinfo(kind.to_pandas_dtype())
+        units, side = _round_down(value, int(limits.min), int(limits.max))
+        return pa.scalar(units, kind), side
+    if math.inf != abs(value):  # a float is the decimal that it is written as
+        value = Fraction(repr(value) if isinstance(value, float) else value) * Fraction(10) ** kind.scale
+    units, side = _round_down(value, 1 - 10**kind.precision, 10**kind.precision - 1)
+    return pa.scalar(Decimal(units).scaleb(-kind.scale, Context(prec=80)), kind), side
+
+
+def _round_down(exact: Any, least: int, most: int) -> tuple[int, int]:
+    """The greatest whole number in a range that is not above the given one, and its side, as `_fit`."""
+    if exact < least:
+        return least, -1
+    if exact > most:
+        return most, 1
+    units = math.floor(exact)
+    return units, int(units != exact)
+
+
+def _count_units(value: Any, kind: pa.DataType) -> Fraction:
+    """A date, time or duration in units of the type. A date is its midnight, in UTC where times have a zone."""
+    given = pa.scalar(value)
+    (family, unit), (own, own_unit) = _split_type(given.type), _split_type(kind)
+    has_zone, own_has_zone = (getattr(each, "tz", None) is not None for each in (given.type, kind))
+    are_moments = {family, own} <= {"date", "timestamp"}
+    if not (are_moments or family == own) or (has_zone != own_has_zone and "date" not in (family, own)):
+        raise TypeError(type(value))
+    return Fraction(given.value * _NANOSECONDS[unit], _NANOSECONDS[own_unit])
+
+
+def _split_type(kind: pa.DataType) -> tuple[str, str]:
+    """Such as ("timestamp", "us")."""
+    found = re.match(r"(date|timestamp|time|duration)(?:32|64)?\[(\w+)", str(kind))
+    if found is None:
+        raise TypeError(str(kind))
+    return found[1], found[2]

@@ -16,10 +16,9 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.tables.footers import (
     CollectFooters,
     DataFile,
-    Footers,
+    FileFacts,
     collect_footers,
     collect_footers_in_threads,
-    join_footers,
 )
 from spark_elastic.tables.predicate import Predicate
 
@@ -37,41 +36,32 @@ def make_footer_collector(session: SparkSession) -> CollectFooters:
 
     def collect(
         store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None
-    ) -> Footers:
+    ) -> list[FileFacts]:
         if len(files) < MANY_FILES or not has_context(session):
             return collect_footers_in_threads(store, files, columns, where)
+        parts = [files[start : start + FILES_PER_TASK] for start in range(0, len(files), FILES_PER_TASK)]
+        task = partial(_read_part, store, list(columns), where)
         try:
-            return collect_on_executors(session, store, files, columns, where)
+            with describe_jobs(session, "reads footers"):
+                answers = session.sparkContext.parallelize(parts, len(parts)).map(task).collect()
         except Exception as error:
             if "No module named" not in str(error):
                 raise
             log.info("executors do not have this package yet: the driver reads %d footers", len(files))
             return collect_footers_in_threads(store, files, columns, where)
+        found: list[FileFacts] = []
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+            found.extend(answer)
+        return found
 
     return collect
 
 
-def collect_on_executors(
-    session: SparkSession,
-    store: Store,
-    files: Sequence[DataFile],
-    columns: Sequence[str],
-    where: Predicate | None = None,
-) -> Footers:
-    """Raises what `collect_footers` raises."""
-    parts = [files[start : start + FILES_PER_TASK] for start in range(0, len(files), FILES_PER_TASK)]
-    with describe_jobs(session, "reads footers"):
-        task = partial(_read_part, store, list(columns), where)
-        answers = session.sparkContext.parallelize(parts, len(parts)).map(task).collect()
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return join_footers([answer for answer in answers if isinstance(answer, Footers)])
-
-
 def _read_part(
     store: Store, columns: Sequence[str], where: Predicate | None, files: Sequence[DataFile]
-) -> Footers | StoreError | InvalidInput:
+) -> list[FileFacts] | StoreError | InvalidInput:
     """Runs in a task. Spark would try an error again, and hide it in a trace."""
     try:
         return collect_footers(store, files, columns, where)

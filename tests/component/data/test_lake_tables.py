@@ -191,16 +191,6 @@ def test_bytes_that_a_table_is_partitioned_by_are_refused(tmp_path: Path) -> Non
     assert len(read_rows(tmp_path, ["x"])) == 2
 
 
-def test_numbers_are_refused_in_where_for_partitions_of_texts_and_texts_are_compared(tmp_path: Path) -> None:
-    write_deltalake(str(tmp_path), make_rows(0, 3, month=["01", "1", "12"]), partition_by=["month"])
-    for comparison, rows in ((">=", "1"), 2), (("==", "01"), 1), (("in", ["1", "12"]), 2):
-        where = Predicate.parse([("month", *comparison)])
-        snapshot = read_snapshot(tmp_path, None, {})
-        assert describe_files(snapshot.store, snapshot.files, ["x"], where=where).rows == rows
-    with pytest.raises(InvalidInput, match=r"compares a partition column, which has the value '.*', with 1"):
-        read_rows(tmp_path, ["x"], where=Predicate.parse([("month", "==", 1)]))
-
-
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 1000])
 def test_rows_that_a_deletion_vector_names_are_left_out(tmp_path: Path, piece_bytes: int) -> None:
     """Also where a row group is cut into pieces, of which some lose all their rows."""
@@ -643,7 +633,7 @@ def test_what_is_no_version_gets_a_sentence(catalog: Any, tmp_path: Path, versio
 def test_a_version_or_a_metadata_file_that_is_not_there_gets_a_sentence(tmp_path: Path) -> None:
     write_deltalake(str(tmp_path), make_rows(0, 1))
     for version in (-1, 1 << 64, 5):
-        with pytest.raises(InvalidInput, match=f"of version {version}: it has the versions 0 to 0[.]$"):
+        with pytest.raises(InvalidInput, match=f"of version {version}: its newest version is 0[.]$"):
             read_snapshot(tmp_path, version, {})
     with pytest.raises(InvalidInput, match=r"table of .*none\.metadata\.json cannot be read: "):
         read_snapshot(tmp_path / "none.metadata.json", None, {})

@@ -15,7 +15,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.estimators.fit_rows import FileRows
+from spark_elastic.estimators.fit_rows import FileRows, materialize_rows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.runs.owned_run import OwnedRun
@@ -48,7 +48,7 @@ def test_what_is_no_path_is_refused(given: Any) -> None:
 def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
-        with locate(train, seen).materialize_rows(request(), store, OwnedRun.acquire(store, "mine")) as (
+        with materialize_rows(locate(train, seen), request(), store, OwnedRun.acquire(store, "mine")) as (
             record,
             data,
         ):
@@ -62,7 +62,7 @@ def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
     write(tmp_path / "t", 10)
     with (
         pytest.raises(InvalidInput, match="began with other files than those now in file:"),
-        locate(train, seen).materialize_rows(request(), store, OwnedRun.acquire(store, "mine")),
+        materialize_rows(locate(train, seen), request(), store, OwnedRun.acquire(store, "mine")),
     ):
         pass
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -71,7 +71,7 @@ def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
 def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     with pytest.raises(ZeroDivisionError):
-        with locate(train).materialize_rows(request(), store, OwnedRun.acquire(store, "mine")):
+        with materialize_rows(locate(train), request(), store, OwnedRun.acquire(store, "mine")):
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -82,13 +82,13 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
     late, lost = OwnedRun.acquire(store, "mine"), OwnedRun.acquire(store, "mine")
     with (
         pytest.raises(JobCancelled, match="was taken over"),
-        locate(train).materialize_rows(request(), store, late),
+        materialize_rows(locate(train), request(), store, late),
     ):
         pass
     assert RunRecord.load(store, "mine") is None
 
     def lose_run() -> None:
-        with locate(train).materialize_rows(request(), store, lost):
+        with materialize_rows(locate(train), request(), store, lost):
             OwnedRun.acquire(store, "mine")
             lost.check()
 
@@ -101,10 +101,10 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
     ("values", "says"),
     [
         ({"validation": 0.2}, "give validation_paths instead"),
-        ({"missing": MissingValues("drop")}, "missing leaves out rows while a table is written"),
-        ({"missing": MissingValues(nans="drop")}, "missing leaves out rows while a table is written"),
-        ({"row_order": "hash"}, "row_order='hash' sorts a table while it is written"),
-        ({"terminate_on_nan": False}, "missing='refuse' looks for NaN while a table is written"),
+        ({"missing": MissingValues("drop")}, "missing leaves out rows while they are written"),
+        ({"missing": MissingValues(nans="drop")}, "missing leaves out rows while they are written"),
+        ({"row_order": "hash"}, "the order of their hash sorts the rows while"),
+        ({"terminate_on_nan": False}, "NaN is looked for while rows are written"),
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )

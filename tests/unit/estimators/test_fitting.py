@@ -23,7 +23,6 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
-from spark_elastic.estimators.fit_rows import delete_rows_after_run
 from spark_elastic.estimators.fitting import (
     Training,
     _ledger_folder,
@@ -164,16 +163,16 @@ class Rows:
 
     order: list[str]
 
-    @contextmanager
-    def materialize_rows(
-        self, wanted: FitRequest, store: Store, run: OwnedRun
-    ) -> Iterator[tuple[Any, Store]]:
+    def begin_run(self, wanted: FitRequest, store: Store, run: OwnedRun) -> Any:
         for name in ("rows/a", "run.json", "checkpoints/c"):
             store.write_bytes(f"runs/r/{name}", b"{}")
         remove = store.filesystem.rm_file
         store.filesystem.rm_file = lambda path: (self.note("remove ", path), remove(path))
-        with delete_rows_after_run(wanted, store, run, "runs/r/rows"):
-            yield SimpleNamespace(load_manifest=lambda: SimpleNamespace(rows=9)), store
+        manifest = SimpleNamespace(rows=9)
+        return SimpleNamespace(load_manifest=lambda: manifest, is_on_files=False, data="runs/r/rows")
+
+    def open_data(self, store: Store, record: Any) -> Store:
+        return store
 
     def note(self, what: str, path: str) -> None:
         self.order.append(what + path.split("/")[3])

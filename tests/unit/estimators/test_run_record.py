@@ -16,7 +16,7 @@ from spark_elastic.estimators import fit_rows
 from spark_elastic.estimators.dataframes.materialize import compare_digests
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.elastic_estimator import check_run_ids
-from spark_elastic.estimators.fit_rows import TableRows, build_record
+from spark_elastic.estimators.fit_rows import TableRows
 from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
@@ -36,7 +36,7 @@ def request(identity: dict[str, str] | None = None, **values: Any) -> FitRequest
 
 
 def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
-    store, made = make_memory_store(), build_record(request(input_shapes=((2, 2),)), "rows", ROWS, None)
+    store, made = make_memory_store(), RunRecord.create(request(input_shapes=((2, 2),)), "rows", ROWS, None)
     made.save(store, "r")
     loaded = RunRecord.load(store, "r")
     assert loaded is not None
@@ -58,13 +58,13 @@ def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
     ],
 )
 def test_another_setting_is_named(name: str, value: Any) -> None:
-    record = build_record(request(), "rows", ROWS, None)
+    record = RunRecord.create(request(), "rows", ROWS, None)
     with pytest.raises(InvalidInput, match=f"run_id 'r' began with {name}=.*use another run_id"):
         record.check(request(**{name: value}), "r")
 
 
 def test_another_model_and_other_initial_weights_are_refused_with_different_reasons(caplog: Any) -> None:
-    record = build_record(request(), "rows", ROWS, None)
+    record = RunRecord.create(request(), "rows", ROWS, None)
     with pytest.raises(InvalidInput, match="run_id 'r' began with another model than this fit's"):
         record.check(request({"model": "n", WEIGHTS: "v"}), "r")
     assert caplog.messages == []
@@ -105,7 +105,7 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
 
     monkeypatch.setattr(fit_rows, "find_difference", difference)
     wanted: Any = request(missing=MissingValues())
-    build_record(wanted, "rows", ROWS, None).save(store, "r")
+    RunRecord.create(wanted, "rows", ROWS, None).save(store, "r")
     if ended:
         RunResult("model.pt", "s", "d", 2, [], 48).save(store, "r")
     mine: Any = TableRows("mine")  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
 
 def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_memory_store()
-    build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
+    RunRecord.create(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):
         _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
 
@@ -128,7 +128,7 @@ def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> 
 def test_r19_a_run_refuses_fewer_epochs_than_it_has_trained() -> None:
     """It would end with steps of an epoch that the fit did not ask for."""
     store = make_memory_store()
-    build_record(request(), "rows", ROWS, None).save(store, "r")
+    RunRecord.create(request(), "rows", ROWS, None).save(store, "r")
     rows: Any = SimpleNamespace(check_same_rows=lambda *given: None)
     checkpoints = CheckpointStore(store, "r")
     checkpoints.publish(1, [checkpoints.write(Fence(1, 1), Position(2, Phase.TRAIN, 0), {})])
