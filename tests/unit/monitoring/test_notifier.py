@@ -15,7 +15,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring import listener as module
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, ProgressListener
-from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
+from spark_elastic.monitoring.listener import AsyncNotifier, JobListener, close_within_deadline
 
 
 def test_notifications_come_in_order_and_closing_delivers_the_rest() -> None:
@@ -133,7 +133,7 @@ def test_a_terminal_that_blocks_does_not_hold_up_the_end_of_a_job(
 
 
 def test_a_listener_whose_close_fails_does_not_fail_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    class ClosedStream:
+    class ClosedStream(JobListener):
         def close(self) -> None:
             raise ValueError("I/O operation on closed file")
 

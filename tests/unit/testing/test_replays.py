@@ -20,7 +20,7 @@ from tests.simulator.simulation import simulate
 
 
 def _journal_of(seed: int, path: Path, has_ids: bool = True) -> None:
-    """A simulated job of one driver, journalled as the driver loop does it, or, without ids, as an older release did."""
+    """A simulated job of one driver, journalled as the driver loop does it, or as an older release, without ids."""
     plan = random_plan(seed)
     others = (FaultKind.KILL_DRIVER, FaultKind.TAKE_OVER)
     plan = replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind not in others))
