@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -268,7 +268,7 @@ class JobReport:
         sizes += [(max(self.seconds, at), size) for at, size in sizes[-1:]]
         losses = [(point.at, point.loss) for point in self.curve if point.loss is not None]
         rates = [(point.at, point.rows_per_second) for point in self.curve]
-        curves = [
+        curves: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
             ("loss", "tab:blue", losses),
             ("rows/s", "tab:green", rates),
             ("workers", "tab:orange", sizes),
