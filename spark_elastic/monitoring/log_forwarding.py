@@ -81,7 +81,7 @@ def _pass_records(on_message: Callable[[str], None]) -> Iterator[None]:
         if not getattr(record, "announced", False):
             on_message(f"{record.levelname.lower()}: {record.getMessage()}")
 
-    with _start_handler(deliver) as handler, _attach(handler):
+    with _start_handler(deliver) as handler, _info_level, _attach(handler, "spark_elastic"):
         yield
 
 
@@ -92,16 +92,12 @@ def log_to_stream(stream: IO[str], announced: bool = True) -> Iterator[None]:
     Args:
         announced: also those that the job's listener gets as messages.
     """
-    writer, root = logging.StreamHandler(stream), logging.getLogger()
+    writer = logging.StreamHandler(stream)
     writer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     if not announced:
         writer.addFilter(lambda record: not getattr(record, "announced", False))
-    with _start_handler(writer.handle) as handler:
-        root.addHandler(handler)
-        try:
-            yield
-        finally:
-            root.removeHandler(handler)
+    with _start_handler(writer.handle) as handler, _attach(handler, ""):
+        yield
 
 
 @contextmanager
@@ -117,7 +113,7 @@ def forward_log(post: Callable[[LogEntry], None]) -> Iterator[None]:
             announced = getattr(record, "announced", False)
             post(LogEntry(record.levelno, record.name, logging.Formatter().format(record), announced))
 
-    with _attach(Poster()):
+    with _info_level, _attach(Poster(), "spark_elastic"):
         yield
 
 
@@ -220,11 +216,11 @@ _info_level = _InfoLevel()  # of all jobs of this process
 
 
 @contextmanager
-def _attach(handler: logging.Handler) -> Iterator[None]:
-    logger = logging.getLogger("spark_elastic")
-    with _info_level:
-        logger.addHandler(handler)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
+def _attach(handler: logging.Handler, name: str) -> Iterator[None]:
+    """name: of the logger; "": the root logger."""
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
