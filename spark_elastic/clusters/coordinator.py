@@ -33,7 +33,7 @@ from spark_elastic.monitoring.log_forwarding import (
     forward_log,
     isolate_log_handlers,
 )
-from spark_elastic.monitoring.report import JobReport, WorldSpan
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits
@@ -117,8 +117,6 @@ class RecordLogged:
 class JobSucceeded:
     # What the workers returned, JSON text in rank order.
     results: tuple[str, ...]
-    # In the order in which they were formed.
-    worlds: tuple[WorldSpan, ...]
     # JSON text of a `JobReport`.
     report: str
 
@@ -185,7 +183,7 @@ class Coordinator:
                 done = supervise(
                     launcher, CombinedDiscovery(), options, self.limits, self.config, self.name, listener
                 )
-            channel.send(JobSucceeded(done.results, done.worlds, done.report.to_json()))
+            channel.send(JobSucceeded(done.results, done.report.to_json()))
         except errors.ElasticError as error:
             has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None
             report = error.report.to_json() if has_report else None  # type: ignore[attr-defined]
@@ -389,4 +387,4 @@ def _unpack_end(end: JobEnd) -> LaunchResult:
         if end.report is not None:
             error.report = JobReport.from_json(end.report)
         raise error
-    return LaunchResult(end.results, end.worlds, JobReport.from_json(end.report))
+    return LaunchResult(end.results, JobReport.from_json(end.report))

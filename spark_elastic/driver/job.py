@@ -34,7 +34,7 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.log_files import StoreLog, save_status
 from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
 from spark_elastic.monitoring.page import save_page
-from spark_elastic.monitoring.report import JobReport, WorldSpan
+from spark_elastic.monitoring.report import JobReport, WorldChange
 from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
@@ -60,10 +60,13 @@ class LaunchResult:
 
     # What the workers returned, JSON text in rank order.
     results: tuple[str, ...]
-    # All worlds, in their order.
-    worlds: tuple[WorldSpan, ...]
     # Where the time went.
     report: JobReport = field(default_factory=JobReport)
+
+    @property
+    def worlds(self) -> tuple[WorldChange, ...]:
+        """All worlds, in their order."""
+        return self.report.world_changes
 
 
 class SlotScheduler(Protocol):
@@ -202,7 +205,7 @@ def supervise(
         raise
     if run is not None:
         run.mark_ended()
-    return LaunchResult(results, tuple(monitor.worlds), report)
+    return LaunchResult(results, report)
 
 
 def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from spark_elastic.clock import Clock
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.log_forwarding import ANNOUNCED
-from spark_elastic.monitoring.report import WorldChange, WorldSpan
+from spark_elastic.monitoring.report import WorldChange
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.stall import find_stalls
-from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.protocol.types import SlotId, WorkerId, World
+from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 
 log = logging.getLogger("spark_elastic")
@@ -44,9 +45,6 @@ class StallDetector(JobListener):
         self._post = post
         self._stall_after = stall_after
         self._heartbeat_interval = heartbeat_interval
-        self._world: World | None = None
-        self._world_since = 0.0
-        self._world_ended_at: float | None = None  # while its members are to come back for the next world
         # The newest of each slot, and when the driver received it.
         self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
         self._named: set[tuple[int, WorkerId]] = set()  # generations and members
@@ -55,24 +53,24 @@ class StallDetector(JobListener):
     def on_transition(
         self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
     ) -> None:
-        for command in commands:
-            if isinstance(command, PublishWorld):
-                self._world, self._world_since, self._world_ended_at = command.world, event.now, None
-            elif isinstance(command, AbortWorld):
-                self._world_ended_at = event.now
-        if isinstance(event, Received) and isinstance(event.message, Heartbeat):
-            self._heartbeats[event.message.slot] = event.now, event.message
-            if self._world is not None and event.now >= self._next_check:
-                self._next_check = event.now + STALL_CHECK_INTERVAL
-                self._check(self._world, event.now)
+        if not isinstance(event, Received) or not isinstance(event.message, Heartbeat):
+            return
+        self._heartbeats[event.message.slot] = event.now, event.message
+        has_members = state is not None and state.stage in (JobStage.RUNNING, JobStage.REGROUPING)
+        if state is not None and has_members and event.now >= self._next_check:
+            self._next_check = event.now + STALL_CHECK_INTERVAL
+            self._check(state, event.now)
 
-    def _check(self, world: World, now: float) -> None:
+    def _check(self, state: DriverState, now: float) -> None:
+        world, timers = state.world, state.timers
+        assert world is not None
         # Slots come and go for as long as a job lasts.
         if len(self._heartbeats) > 2 * world.size + MAX_OTHER_HEARTBEATS:
             slots = {member.slot for member in world.members}
             self._heartbeats = {slot: seen for slot, seen in self._heartbeats.items() if slot in slots}
         interval = self._heartbeat_interval(len(self._heartbeats))
-        since, ended_at = self._world_since, self._world_ended_at
+        # While its members are to come back for the next world.
+        since, ended_at = timers.published_at, timers.leaving_since if state.current.break_reason else None
         for stall in find_stalls(world, self._heartbeats, now, self._stall_after, since, interval, ended_at):
             key = world.fence.generation, stall.member.worker
             if key not in self._named:
@@ -104,8 +102,6 @@ class JobMonitor:
         on_slots_missing: Callable[[bool], None] = lambda missing: None,
     ) -> None:
         self._listener = listener
-        self._clock = clock
-        self._started = clock.now()
         self._on_gathered = on_gathered
         self._on_slots_missing = on_slots_missing
         self._slots_missing = False  # the newest value that `on_slots_missing` got
@@ -113,7 +109,6 @@ class JobMonitor:
         self._output_failed = False  # the listener has failed at the last line of output
         self.notifier = AsyncNotifier()
         self.history = JobHistory(clock, self._announce_world_change)
-        self.worlds: list[WorldSpan] = []
         self._observers = (self.history, *observers)
         self._failed: set[JobListener] = set()  # observers that have failed
 
@@ -127,19 +122,19 @@ class JobMonitor:
         self._observe(lambda observer: observer.on_transition(event, commands, state))
         for command in commands:
             match command:
-                case PublishWorld(_, world):
-                    self._record_world(world)
+                case PublishWorld(reason, world):
+                    self._call_scheduler(self._on_gathered)
+                    self._ranks = {member.worker: member.rank for member in world.members}
+                    self._announce(reason, partial(self._listener.on_world, world.size))
                 case AbortWorld(reason):
                     log.info("%s", reason)
-                    self.notifier.submit(lambda reason=reason: self._listener.on_world_broken(reason))  # type: ignore[misc]
+                    self.notifier.submit(partial(self._listener.on_world_broken, reason))
                 case NotifyUser(reason):
-                    log.info("%s", reason, extra=ANNOUNCED)
-                    self.notifier.submit(lambda reason=reason: self._listener.on_notice(reason))  # type: ignore[misc]
+                    self._announce(reason, self._listener.on_notice)
 
     def announce(self, text: str) -> None:
         """Pass a sentence to the log and to the listener."""
-        log.info("%s", text, extra=ANNOUNCED)
-        self.notifier.submit(lambda: self._listener.on_message(text))
+        self._announce(text, self._listener.on_message)
 
     def on_lines(self, message: LogLines) -> None:
         """What a worker printed. Called on a thread that may block."""
@@ -158,12 +153,9 @@ class JobMonitor:
             self._observe(lambda observer: observer.on_progress(report.numbers))
             self.notifier.submit_latest(lambda: self._listener.on_progress(report.numbers))
 
-    def _record_world(self, world: World) -> None:
-        log.info("%s", world.reason, extra=ANNOUNCED)  # the listener gets it with the world
-        self._call_scheduler(self._on_gathered)
-        self._ranks = {member.worker: member.rank for member in world.members}
-        self.worlds.append(WorldSpan(self._clock.now() - self._started, world.size, world.reason))
-        self.notifier.submit(lambda: self._listener.on_world(world.size, world.reason))
+    def _announce(self, text: str, hook: Callable[[str], object]) -> None:
+        log.info("%s", text, extra=ANNOUNCED)
+        self.notifier.submit(partial(hook, text))
 
     def _announce_world_change(self, change: WorldChange) -> None:
         self.notifier.submit(lambda: self._listener.on_message(str(change)))

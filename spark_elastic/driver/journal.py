@@ -130,7 +130,8 @@ def encode_event(event: DriverEvent) -> dict[str, Any]:
     """A received message is encoded as if its fields were those of the event."""
     if isinstance(event, Received):
         message = event.message
-        return {"type": type(message).__name__, "now": event.now, **codec.to_plain(message)}
+        stamp = {"now": event.now, "id": event.id}
+        return {"type": type(message).__name__, **stamp, **codec.to_plain(message)}
     return {"type": type(event).__name__, **codec.to_plain(event)}
 
 
@@ -140,7 +141,8 @@ def decode_event(value: dict[str, Any]) -> DriverEvent:
         return typing.cast("DriverEvent", _decode(EVENTS, value))
     fields = dict(value)
     now = typing.cast("float", codec.read_as(float, fields.pop("now", None), "now"))
-    return Received(now, typing.cast("DriverMessage", _decode(MESSAGES, fields)))
+    name = typing.cast("str", codec.read_as(str, fields.pop("id", ""), "id"))  # older journals have none
+    return Received(now, typing.cast("DriverMessage", _decode(MESSAGES, fields)), id=name)
 
 
 def encode_commands(commands: Sequence[DriverCommand]) -> list[dict[str, Any]]:

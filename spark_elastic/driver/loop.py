@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from spark_elastic.clock import Clock
@@ -77,6 +78,7 @@ class DriverLoop:
         self._journal = journal
         self._events = events
         self._next_tick = 0.0
+        self._count = 0  # of the events so far
         self._ended = threading.Event()
         self._outcome: End | None = None
         self._thread = threading.Thread(target=self._run, name="spark-elastic-driver", daemon=True)
@@ -104,10 +106,12 @@ class DriverLoop:
     def _run(self) -> None:
         try:
             for command in self._first:
-                self._execute(command)
+                self._execute(command, "start")
             while (event := self._next()) is not None:
+                self._count += 1
+                event = replace(event, id=f"e{self._count}")
                 for command in self._step(event):
-                    self._execute(command)
+                    self._execute(command, event.id)
         except Exception as error:  # the machine's own defect must end the job, not hang it
             log.exception("the driver loop failed")
             self._finish(End(f"the driver loop failed: {error!r}", JobOutcome.DEFECT))
@@ -132,8 +136,8 @@ class DriverLoop:
         self._next_tick = now + TICK_SECONDS
         return Tick(now)
 
-    def _execute(self, command: DriverCommand) -> None:
-        log.debug("%s", command)
+    def _execute(self, command: DriverCommand, cause: str) -> None:
+        log.debug("%s: %s", cause, command)
         self._execute_command(command)
         if isinstance(command, End):
             self._finish(command)

@@ -33,7 +33,7 @@ from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_forwarding import announce_phase, log_to_listener
-from spark_elastic.monitoring.report import JobReport, WorldSpan
+from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
@@ -88,7 +88,6 @@ class FinishedRun:
 
     record: RunRecord  # what it is bound to
     result: RunResult  # what it trained
-    worlds: tuple[WorldSpan, ...] = ()  # in order; (): another fit trained it
     report: JobReport = field(default_factory=JobReport)  # empty if another fit trained it
     sample: list[Any] | None = None  # as in `FitResult`; None if another fit trained it
 
@@ -163,7 +162,7 @@ def _summarize(run: FinishedRun, run_id: str, seconds: float, data: str) -> FitS
     return FitSummary(
         run_id=run_id,
         epochs=tuple(result.history),
-        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in run.worlds),
+        worlds=tuple(WorldRecord(world.at, world.size, world.reason) for world in run.report.world_changes),
         seconds=seconds,
         data_rows=result.data_rows,
         digest=result.digest,
@@ -256,7 +255,7 @@ class Training(Generic[O]):
             sample = _read_sample(self.request, data, manifest)
         run.remove_partial()  # of a worker that was lost while it wrote the model
         run.delete_objects(f"runs/{self.run_id}/checkpoints")
-        return FinishedRun(record, result, launched.worlds, launched.report, sample)
+        return FinishedRun(record, result, launched.report, sample)
 
     def build_spec(self, record: RunRecord, data: Store, run: OwnedRun) -> TrainSpec:
         """Everything that the workers need to know, except the user's objects."""

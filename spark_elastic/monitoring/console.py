@@ -80,7 +80,95 @@ class LineRateLimiter:
                 yield f"[{who}] {allowance.dropped} lines were dropped"
 
 
-class ProgressListener(JobListener):
+class OutputListener(JobListener):
+    """Writes what the workers of a function or script print to one stream, with their ranks as prefixes.
+
+    Args:
+        timestamps: prefix each line with the time of day.
+        show_messages: show messages and reported metrics.
+        show_output: show what workers print.
+        limiter: of workers' lines; None for no limit.
+        as_spark: messages and metrics have the form of Spark's log.
+    """
+
+    def __init__(
+        self,
+        stream: IO[str],
+        clock: Clock,
+        timestamps: bool,
+        show_messages: bool,
+        show_output: bool,
+        limiter: LineRateLimiter | None = None,
+        as_spark: bool = False,
+    ) -> None:
+        self._stream = stream
+        self._as_spark = as_spark and not timestamps
+        self._clock = clock
+        self._timestamps = timestamps
+        self._show_messages = show_messages
+        self._show_output = show_output
+        self._limiter = limiter
+        self._pending: Metrics | None = None  # the newest, not shown yet
+        self._next_progress = 0.0  # when metrics may be shown again
+        self._stream_closed = False  # the reader of a pipe has closed it, as `head` does
+        self._lock = threading.RLock()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        if not self._show_output:
+            return
+        who = "-" if rank is None else str(rank)
+        with self._lock:
+            lines = (line,) if self._limiter is None else self._limiter.limit(self._clock.now(), who, line)
+            for shown in lines:
+                self._write(f"[{who}] {shown}")
+
+    def on_message(self, text: str) -> None:
+        if self._show_messages:
+            with self._lock:
+                self._write_own(text)
+
+    def on_progress(self, metrics: Metrics) -> None:
+        """Shows what the program reports; mere commits are not shown."""
+        if not self._show_messages or not (metrics.keys() - COMMIT_METRICS):
+            return
+        with self._lock:
+            self._pending = metrics
+            if self._clock.now() >= self._next_progress:
+                self._next_progress = self._clock.now() + PROGRESS_INTERVAL
+                self._show_pending()
+
+    def close(self) -> None:
+        with self._lock:
+            self._show_pending()
+            if self._limiter is not None:
+                for note in self._limiter.final_notes():
+                    self._write(note)
+
+    def _show_pending(self) -> None:
+        metrics, self._pending = self._pending, None
+        if metrics is not None:
+            step = f"step {metrics['step']} " if "step" in metrics else ""
+            self._write_own(f"{step}{format_metrics(metrics, Throughput())}")
+
+    def _write_own(self, text: str) -> None:
+        """What no worker printed."""
+        self._write(format_as_spark(self._clock.wall(), logging.INFO, text) if self._as_spark else text)
+
+    def _write(self, text: str) -> None:
+        if self._stream_closed:
+            return
+        if self._timestamps:
+            now = datetime.fromtimestamp(self._clock.wall()).astimezone()
+            text = f"{now.isoformat(timespec='seconds')} {text}"
+        try:
+            self._stream.write(_escape_unencodable(text, self._stream) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            self._stream_closed = True
+            log.warning("the stream that shows workers' output has been closed; the job continues")
+
+
+class ProgressListener(OutputListener):
     """Shows the progress of an estimator's fit: one live line, or now and then a line in the form of Spark's log.
 
     Args:
@@ -103,34 +191,27 @@ class ProgressListener(JobListener):
         quiet: bool = False,
         show_output: bool = True,
     ) -> None:
+        stream = sys.stderr if stream is None else stream
+        self._live = supports_live_line(stream) if live is None else live
+        super().__init__(
+            stream,
+            clock or SystemClock(),
+            timestamps=False,
+            show_messages=not quiet,
+            show_output=show_output and not quiet,
+            limiter=LineRateLimiter(),
+            as_spark=not self._live,
+        )
         self._epochs = epochs
-        self._stream = sys.stderr if stream is None else stream
-        self._live = supports_live_line(self._stream) if live is None else live
         self._callback = callback
-        self._clock = clock or SystemClock()
-        self._quiet = quiet
-        self._show_output = show_output
-        self._lock = threading.RLock()
         self._bar: Any = None  # tqdm's
         self._last_line: tuple[float, int] | None = None  # time and epoch of the last plain progress line
         self._throughput = Throughput()
-        self._limiter = LineRateLimiter()
-
-    def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        if not self._show_output:
-            return
-        with self._lock:
-            who = _format_rank(rank)
-            for shown in self._limiter.limit(self._clock.now(), who, line):
-                self._write(f"[{who}] {shown}")
-
-    def on_message(self, text: str) -> None:
-        self._write(text if self._live else format_as_spark(self._clock.wall(), logging.INFO, text))
 
     def on_progress(self, metrics: Metrics) -> None:
         if self._callback is not None:
             self._callback(metrics)
-        if self._quiet or "step" not in metrics or "steps" not in metrics:
+        if not self._show_messages or "step" not in metrics or "steps" not in metrics:
             return
         with self._lock:
             self._throughput.add(self._clock.now(), {"epochs": self._epochs, **metrics})
@@ -142,21 +223,16 @@ class ProgressListener(JobListener):
     def close(self) -> None:
         """Leaves the last state of the live line on the screen."""
         with self._lock:
-            for note in self._limiter.final_notes():
-                self._write(note)
+            super().close()
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
 
     def _write(self, text: str) -> None:
-        if self._quiet:
-            return
-        with self._lock:
-            if self._bar is not None:
-                self._bar.write(text, file=self._stream)
-            else:
-                self._stream.write(text + "\n")
-                self._stream.flush()
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            super()._write(text)
 
     def _redraw_live_line(self, metrics: Metrics) -> None:
         epoch, steps = int(metrics.get("epoch", 0)), int(metrics["steps"])
@@ -212,94 +288,6 @@ def _make_notebook_display() -> Callable[..., None]:
     return show
 
 
-class OutputListener(JobListener):
-    """Writes what the workers of a function or script print to one stream, with their ranks as prefixes.
-
-    Args:
-        timestamps: prefix each line with the time of day.
-        show_messages: show messages and reported metrics.
-        show_output: show what workers print.
-        limiter: of workers' lines; None for no limit.
-        as_spark: messages and metrics have the form of Spark's log.
-    """
-
-    def __init__(
-        self,
-        stream: IO[str],
-        clock: Clock,
-        timestamps: bool,
-        show_messages: bool,
-        show_output: bool,
-        limiter: LineRateLimiter | None = None,
-        as_spark: bool = False,
-    ) -> None:
-        self._stream = stream
-        self._as_spark = as_spark and not timestamps
-        self._clock = clock
-        self._timestamps = timestamps
-        self._show_messages = show_messages
-        self._show_output = show_output
-        self._limiter = limiter
-        self._pending: Metrics | None = None  # the newest, not shown yet
-        self._next_progress = 0.0  # when metrics may be shown again
-        self._stream_closed = False  # the reader of a pipe has closed it, as `head` does
-        self._lock = threading.Lock()
-
-    def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        if not self._show_output:
-            return
-        who = _format_rank(rank)
-        with self._lock:
-            lines = (line,) if self._limiter is None else self._limiter.limit(self._clock.now(), who, line)
-            for shown in lines:
-                self._write(f"[{who}] {shown}")
-
-    def on_message(self, text: str) -> None:
-        if self._show_messages:
-            with self._lock:
-                self._write_own(text)
-
-    def on_progress(self, metrics: Metrics) -> None:
-        """Shows what the program reports; mere commits are not shown."""
-        if not self._show_messages or not (metrics.keys() - COMMIT_METRICS):
-            return
-        with self._lock:
-            self._pending = metrics
-            if self._clock.now() >= self._next_progress:
-                self._next_progress = self._clock.now() + PROGRESS_INTERVAL
-                self._show_pending()
-
-    def close(self) -> None:
-        with self._lock:
-            self._show_pending()
-            if self._limiter is not None:
-                for note in self._limiter.final_notes():
-                    self._write(note)
-
-    def _show_pending(self) -> None:
-        metrics, self._pending = self._pending, None
-        if metrics is not None:
-            step = f"step {metrics['step']} " if "step" in metrics else ""
-            self._write_own(f"{step}{format_metrics(metrics, Throughput())}")
-
-    def _write_own(self, text: str) -> None:
-        """What no worker printed."""
-        self._write(format_as_spark(self._clock.wall(), logging.INFO, text) if self._as_spark else text)
-
-    def _write(self, text: str) -> None:
-        if self._stream_closed:
-            return
-        if self._timestamps:
-            now = datetime.fromtimestamp(self._clock.wall()).astimezone()
-            text = f"{now.isoformat(timespec='seconds')} {text}"
-        try:
-            self._stream.write(_escape_unencodable(text, self._stream) + "\n")
-            self._stream.flush()
-        except BrokenPipeError:
-            self._stream_closed = True
-            log.warning("the stream that shows workers' output has been closed; the job continues")
-
-
 def format_metrics(metrics: Metrics, throughput: Throughput, width: int | None = None) -> str:
     """Loss, throughput, world size, time left, and other floats that the program reports, as far as they are known.
 
@@ -318,10 +306,6 @@ def format_metrics(metrics: Metrics, throughput: Throughput, width: int | None =
     while width is not None and len(shown) > 1 and len(" ".join(shown)) > width:
         shown.pop()
     return " ".join(shown)
-
-
-def _format_rank(rank: int | None) -> str:
-    return "-" if rank is None else str(rank)
 
 
 def supports_live_line(stream: IO[str]) -> bool:

@@ -1,7 +1,7 @@
-"""The history of a running job in bounded memory: world changes, time per phase, metrics, and the decisions made.
+"""The history of a running job in bounded memory: its worlds, time per phase, metrics, and the decisions made.
 
-Observes the driver's thread (`on_transition`) and the server's (`on_progress`); any thread may read. One lock guards
-everything.
+Report, status page and progress messages are views of it. The driver's thread calls `on_transition`, the server's
+`on_progress`; any thread may read. One lock guards everything.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from spark_elastic.monitoring.report import (
 )
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone, WorldFormed
-from spark_elastic.protocol.types import Checkpoint, Phase, Position, World
+from spark_elastic.protocol.driver.state import DriverState, JobStage
+from spark_elastic.protocol.types import Phase, Position, World
 
 MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
@@ -67,6 +66,7 @@ class HistoryView(NamedTuple):
 
     now: float  # on the driver's clock
     state: DriverState | None  # of the driver machine; None before its first event
+    report: JobReport  # of the job so far
     metrics: Metrics  # newest report of rank 0
     throughput: Throughput  # from those reports
     entries: tuple[HistoryEntry, ...]  # what happened, oldest first
@@ -87,56 +87,44 @@ class JobHistory(JobListener):
         self._started = clock.now()
         self._on_world_change = on_world_change
         self._lock = threading.Lock()
-        self._changes: deque[WorldChange] = deque(maxlen=MAX_WORLD_CHANGES)
-        self._entries: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
-        self._series, self._throughput = MetricSeries(), Throughput()
-        self._metrics: Metrics = {}
-        self._steps_done = 0  # reported ones, without those that the present world repeats
-        self._phases = dict.fromkeys(PHASES, 0.0)  # seconds, without the current phase
+        # What the driver decided.
+        self._state: DriverState | None = None  # the newest
+        self._worlds: deque[WorldChange] = deque(maxlen=MAX_WORLD_CHANGES)
         self._phase, self._phase_since = "start", 0.0
-        self._reserved = self._useful = 0.0  # worker-seconds
-        self._slots = 0
-        self._lost: deque[LostSlot] = deque(maxlen=MAX_LOST_SLOTS)
+        self._phases = dict.fromkeys(PHASES, 0.0)  # seconds, without the current phase
+        self._useful = self._reserved = 0.0  # worker-seconds, those reserved until `_last_event`
         self._last_event = 0.0
-        self._state: DriverState | None = None
-        self._world: World | None = None
+        self._ended_at: float | None = None
         self._checkpoints = 0
-        self._newest_checkpoint: Checkpoint | None = None
-        self._checkpoint_seconds = 0.0  # as reported by the current process of rank 0
+        self._entries: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
+        self._lost: deque[LostSlot] = deque(maxlen=MAX_LOST_SLOTS)
+        # What rank 0 reported.
+        self._metrics: Metrics = {}  # the newest
+        self._series, self._throughput = MetricSeries(), Throughput()
+        self._steps_done = 0  # without those that the present world repeats
         self._earlier_checkpoint_seconds = 0.0  # of the processes that were rank 0 before
-        self._ended = False
 
     def on_transition(
         self, event: on.DriverEvent, commands: Sequence[do.DriverCommand], state: DriverState | None
     ) -> None:
-        at, change = event.now - self._started, None
+        at, completed = event.now - self._started, None
         with self._lock:
-            self._reserved += self._slots * max(0.0, at - self._last_event)
-            self._last_event = max(at, self._last_event)
-            if state is not None:
-                if len(state.slots) < self._slots and not self._ended:
-                    self._add_lost_slots(at, state)
-                self._state, self._slots = state, len(state.slots)
+            if state is not None and self._ended_at is None:
+                completed = self._follow(at, commands, state)
             for command in commands:
-                self._add_command(at, command)
-            match event:
-                case on.Received(_, WorldFormed() as message):
-                    change = self._complete_world(at, message, state)
-                case on.Received(_, RequestNextWorld() | WorkerDone() as message):
-                    self._leave_world(at, message)
-                case on.WorkerStalled():
-                    self._add_entry(at, "stall", event.text)
-        if change is not None:
-            self._on_world_change(change)
+                self._add_entry(at, _split_words(type(command).__name__), command.reason)
+            if isinstance(event, on.WorkerStalled):
+                self._add_entry(at, "stall", event.text)
+        if completed is not None:
+            self._on_world_change(completed)
 
     def on_progress(self, metrics: Metrics) -> None:
         at = self._clock.now() - self._started
-        checkpoint_seconds = float(metrics.get("checkpoint_seconds", 0.0))
         loss = float(metrics["loss"]) if metrics.get("loss") is not None else None
         with self._lock:
-            if checkpoint_seconds < self._checkpoint_seconds:  # another process is rank 0 now
-                self._earlier_checkpoint_seconds += self._checkpoint_seconds
-            self._checkpoint_seconds = checkpoint_seconds
+            before = _get_checkpoint_seconds(self._metrics)
+            if _get_checkpoint_seconds(metrics) < before:  # another process is rank 0 now
+                self._earlier_checkpoint_seconds += before
             self._add_bulk_seconds(metrics)
             self._metrics = dict(metrics)
             self._steps_done = count_steps(metrics)
@@ -146,140 +134,126 @@ class JobHistory(JobListener):
 
     def build_report(self) -> JobReport:
         """The report of the job so far."""
-        at = self._clock.now() - self._started
-        with self._lock:
-            phases = dict(self._phases)
-            if not self._ended:
-                phases[self._phase] += max(0.0, at - self._phase_since)
-            return JobReport(
-                seconds=at,
-                phases=phases,
-                world_changes=tuple(self._changes),
-                curve=self._series.points,
-                checkpoints=self._checkpoints,
-                checkpoint_seconds=self._earlier_checkpoint_seconds + self._checkpoint_seconds,
-                reserved_hours=self._reserved / 3600,
-                useful_hours=(self._useful + self._sum_useful_seconds(at)) / 3600,
-            )
+        return self.view().report
 
     def view(self) -> HistoryView:
         now = self._clock.now()
+        at = now - self._started
         with self._lock:
-            lost = tuple(s for s in reversed(self._lost) if now - self._started - s.at <= LOST_SECONDS)
-            return HistoryView(now, self._state, self._metrics, self._throughput, tuple(self._entries), lost)
+            phases, useful = self._sum_up(at if self._ended_at is None else self._ended_at)
+            report = JobReport(
+                seconds=at,
+                phases=phases,
+                world_changes=tuple(self._worlds),
+                curve=self._series.points,
+                checkpoints=self._checkpoints,
+                checkpoint_seconds=self._earlier_checkpoint_seconds + _get_checkpoint_seconds(self._metrics),
+                reserved_hours=self._reserved / 3600,
+                useful_hours=useful / 3600,
+            )
+            lost = tuple(slot for slot in reversed(self._lost) if at - slot.at <= LOST_SECONDS)
+            return HistoryView(
+                now, self._state, report, self._metrics, self._throughput, tuple(self._entries), lost
+            )
 
     # ---- under the lock
 
-    def _add_bulk_seconds(self, metrics: Metrics) -> None:
-        """Metrics may arrive when the next world has begun."""
-        if metrics.get("bulk_seconds") is None:
-            return
-        for number, change in enumerate(self._changes):
-            if change.generation == metrics.get("bulk_generation"):
-                seconds = float(metrics["bulk_seconds"])
-                self._changes[number] = dataclasses.replace(change, bulk_seconds=seconds)
+    def _follow(
+        self, at: float, commands: Sequence[do.DriverCommand], state: DriverState
+    ) -> WorldChange | None:
+        """Take over what a transition changed. Returns the world that is complete with it, if any."""
+        before, self._state = self._state, state
+        if before is not None:
+            self._reserved += len(before.slots) * max(0.0, at - self._last_event)
+            self._checkpoints += before.checkpoints[:1] != state.checkpoints[:1]
+            if len(state.slots) < len(before.slots):
+                self._add_lost_slots(at, before, state)
+        self._last_event = max(at, self._last_event)
+        completed = self._enter_phase(at, self._find_phase(commands, state))
+        for command in commands:
+            if isinstance(command, do.PublishWorld):
+                self._add_world(at, command.world, None if before is None else before.world)
+        if state.stage is JobStage.ENDED:
+            self._ended_at = at
+        return completed
 
-    def _add_command(self, at: float, command: do.DriverCommand) -> None:
-        match command:
-            case do.PublishWorld(_, world):
-                self._add_world(at, world)
-            case do.AbortWorld():
-                # No world was complete yet, or some workers had finished.
-                if self._phase in ("start", "closing"):
-                    self._switch_phase(at, "recovery")
-                self._stop_training(at, "recovery")
-            case do.PublishCheckpoint(_, kept) if kept[0] != self._newest_checkpoint:
-                self._checkpoints += 1
-                self._newest_checkpoint = kept[0]
-            case do.End():
-                self._stop_training(at, "closing")
-                self._switch_phase(at, "closing")
-                self._ended = True
-        self._add_entry(at, _split_words(type(command).__name__), command.reason)
+    def _find_phase(self, commands: Sequence[do.DriverCommand], state: DriverState) -> str:
+        """A pause lasts until every member has built the next world."""
+        if state.stage is JobStage.ENDED or state.timers.done_since is not None:
+            return "closing"
+        if state.current.break_reason or any(isinstance(command, do.AbortWorld) for command in commands):
+            return "recovery"
+        if state.current.results:
+            return "closing"
+        leaves = state.timers.leaving_since is not None
+        if state.stage is JobStage.RUNNING and not state.workers.unformed and not leaves:
+            return "training"
+        return "planned" if self._phase == "training" else self._phase
 
-    def _add_lost_slots(self, at: float, state: DriverState) -> None:
-        before = self._state
-        assert before is not None
-        for name, slot in before.slots.items():
-            if name not in state.slots:
-                worker = None if slot.worker is None else before.workers.get(slot.worker)
-                rank = None if worker is None else worker.rank
-                reason = state.slots.departed.get(name, "")
-                self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
+    def _enter_phase(self, at: float, phase: str) -> WorldChange | None:
+        """Returns the newest world if its training begins."""
+        if phase == self._phase:
+            return None
+        if (self._phase, phase) == ("planned", "recovery"):  # a loss during a planned change
+            self._phase = phase
+            return None
+        passed = max(0.0, at - self._phase_since)
+        self._phases, self._useful = self._sum_up(at)
+        self._phase, self._phase_since = phase, at
+        if phase != "training":
+            return None
+        self._worlds[-1] = dataclasses.replace(self._worlds[-1], seconds=passed)
+        return self._worlds[-1]
 
-    def _add_world(self, at: float, world: World) -> None:
-        before, now = _find_worker_ids(self._world), _find_worker_ids(world)
-        # At a planned boundary the previous world may end without any event.
-        self._stop_training(at, "planned")
-        kind = self._classify_change() if before & now or not before else WorldChangeKind.RESTART
-        self._changes.append(
+    def _sum_up(self, at: float) -> tuple[dict[str, float], float]:
+        """Seconds of each phase, and useful worker-seconds, up to a time."""
+        passed = max(0.0, at - self._phase_since)
+        size = self._worlds[-1].size if self._phase == "training" else 0
+        phases = {**self._phases, self._phase: self._phases[self._phase] + passed}
+        return phases, self._useful + size * passed
+
+    def _add_world(self, at: float, world: World, previous: World | None) -> None:
+        before, now = _find_worker_ids(previous), _find_worker_ids(world)
+        if previous is None:
+            kind = WorldChangeKind.START
+        elif not before & now:
+            kind = WorldChangeKind.RESTART
+        else:
+            kind = WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
+        lost = 0 if previous is None else self._count_steps_lost(world)
+        self._worlds.append(
             WorldChange(
                 world.fence.generation, at, kind, len(before), len(now), len(now - before),
-                len(before - now), world.reason, steps_lost=self._count_steps_lost(world),
+                len(before - now), world.reason, steps_lost=lost,
             )
         )  # fmt: skip
-        self._world = world
-
-    def _classify_change(self) -> WorldChangeKind:
-        if self._world is None:
-            return WorldChangeKind.START
-        return WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
-
-    def _complete_world(
-        self, at: float, message: WorldFormed, state: DriverState | None
-    ) -> WorldChange | None:
-        """The change of the world, once its last member has built it; None before."""
-        world = self._world
-        if (
-            world is None
-            or state is None
-            or state.workers.unformed
-            or message.fence != world.fence
-            or self._phase == "training"
-        ):
-            return None
-        change = dataclasses.replace(self._changes[-1], seconds=at - self._phase_since)
-        self._changes[-1] = change
-        self._switch_phase(at, "training")
-        return change
-
-    def _leave_world(self, at: float, message: RequestNextWorld | WorkerDone) -> None:
-        """The world stops training as soon as its first member leaves it."""
-        if self._world is None or message.fence != self._world.fence:
-            return
-        if isinstance(message, WorkerDone):
-            self._stop_training(at, "closing")
-        else:
-            self._stop_training(at, "planned" if message.planned else "recovery")
-
-    def _stop_training(self, at: float, phase: str) -> None:
-        """End the training phase. A loss during a planned change turns that into a recovery."""
-        if self._phase == "training":
-            self._switch_phase(at, phase)
-        elif self._phase == "planned" and phase == "recovery":
-            self._phase = phase
-
-    def _switch_phase(self, at: float, phase: str) -> None:
-        self._useful += self._sum_useful_seconds(at)
-        self._phases[self._phase] += max(0.0, at - self._phase_since)
-        self._phase, self._phase_since = phase, at
-
-    def _sum_useful_seconds(self, at: float) -> float:
-        if self._phase != "training" or self._world is None:
-            return 0.0
-        return self._world.size * max(0.0, at - self._phase_since)
 
     def _count_steps_lost(self, world: World) -> int | None:
         """Reported steps that the new world has to repeat; None if the program reports no steps. Call it once for each
         world: if the next one comes before a new report, it does not lose the same steps again."""
-        if self._world is None:
-            return 0
         if "step" not in self._metrics:
             return None
         resumed_from = _count_steps_before(world.start_position, int(self._metrics.get("steps", 0)))
         lost = max(0, self._steps_done - resumed_from)
         self._steps_done -= lost
         return lost
+
+    def _add_bulk_seconds(self, metrics: Metrics) -> None:
+        """Metrics may arrive when the next world has begun."""
+        if metrics.get("bulk_seconds") is None:
+            return
+        for number, change in enumerate(self._worlds):
+            if change.generation == metrics.get("bulk_generation"):
+                seconds = float(metrics["bulk_seconds"])
+                self._worlds[number] = dataclasses.replace(change, bulk_seconds=seconds)
+
+    def _add_lost_slots(self, at: float, before: DriverState, state: DriverState) -> None:
+        for name, slot in before.slots.items():
+            if name not in state.slots:
+                worker = None if slot.worker is None else before.workers.get(slot.worker)
+                rank = None if worker is None else worker.rank
+                reason = state.slots.departed.get(name, "")
+                self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
 
     def _add_entry(self, at: float, kind: str, text: str) -> None:
         times = 1
@@ -290,6 +264,11 @@ class JobHistory(JobListener):
 
 def _find_worker_ids(world: World | None) -> set[str]:
     return set() if world is None else {member.worker for member in world.members}
+
+
+def _get_checkpoint_seconds(metrics: Metrics) -> float:
+    """For how long checkpoints held up the process that reported this."""
+    return float(metrics.get("checkpoint_seconds", 0.0))
 
 
 def _count_steps_before(position: Position | None, steps: int) -> int:

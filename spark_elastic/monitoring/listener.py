@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
@@ -24,6 +24,7 @@ CLOSE_SECONDS = 2.0  # how long the end of a job waits for a listener that block
 
 Metrics: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = Callable[[], object]
+L = TypeVar("L", bound="JobListener")
 
 
 class JobListener:
@@ -73,14 +74,22 @@ class AsyncNotifier:
 
     If the listeners are too slow, the newest calls are dropped and counted. A call that fails is logged. As a context
     manager it starts and ends the thread.
+
+    Args:
+        overflow: what the log says of dropped calls.
     """
 
-    def __init__(self, max_pending: int = MAX_PENDING) -> None:
+    def __init__(
+        self,
+        max_pending: int = MAX_PENDING,
+        overflow: str = "%d notifications were dropped: the job listener is too slow",
+    ) -> None:
         self._max_pending = max_pending
+        self._overflow = overflow
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
-        self._lock = threading.Lock()  # guards the next two
+        self._dropped = 0  # calls since the last one that was made
+        self._lock = threading.Lock()  # guards the next one
         self._latest: Call | None = None  # of `submit_latest`; its place is already in `_calls`
-        self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="spark-elastic-notifier", daemon=True)
 
     def __enter__(self) -> AsyncNotifier:
@@ -96,12 +105,11 @@ class AsyncNotifier:
         return self._thread.is_alive()
 
     def submit(self, call: Call) -> None:
-        """Make this call after all earlier ones, or drop it."""
-        with self._lock:
-            if self._calls.qsize() >= self._max_pending:
-                self._dropped += 1
-            else:
-                self._calls.put(call)
+        """Make this call after all earlier ones, or drop it. It takes no lock, since destructors log, too."""
+        if self._calls.qsize() >= self._max_pending:
+            self._dropped += 1
+        else:
+            self._calls.put(call)
 
     def submit_latest(self, call: Call) -> None:
         """The same, but it replaces an earlier one of its kind that still waits. It is never dropped."""
@@ -124,25 +132,17 @@ class AsyncNotifier:
 
     def _run(self) -> None:
         for call in iter(self._calls.get, None):
-            with self._lock:
-                dropped, self._dropped = self._dropped, 0
+            dropped, self._dropped = self._dropped, 0
             if dropped:
-                log.warning("%d notifications were dropped: the job listener is too slow", dropped)
+                log.warning(self._overflow, dropped)
             try:
                 call()
             except Exception:
                 log.exception("the job listener failed")
 
 
-class Closeable(Protocol):
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=Closeable)
-
-
 @contextmanager
-def close_within_deadline(listener: C) -> Iterator[C]:
+def close_within_deadline(listener: L) -> Iterator[L]:
     """Like `contextlib.closing`, but `close` may block or fail without any effect on the job."""
     try:
         yield listener

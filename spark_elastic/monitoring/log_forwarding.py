@@ -1,13 +1,12 @@
 """Where the log of spark_elastic goes while a job runs: to its listener, to a stream, or to a driver's client.
 
-A thread that logs never waits for a handler: a `QueueHandler` puts records into a queue, from which a `QueueListener`
-delivers them. The root logger and its level stay as they are.
+A thread that logs never waits for a handler: an `AsyncNotifier` delivers the records. The root logger and its level
+stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,11 +14,9 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from logging.handlers import QueueHandler, QueueListener
-from types import TracebackType
 from typing import IO
 
-from spark_elastic.monitoring.listener import CLOSE_SECONDS, MAX_PENDING, AsyncNotifier
+from spark_elastic.monitoring.listener import AsyncNotifier
 
 log = logging.getLogger("spark_elastic")
 
@@ -84,7 +81,7 @@ def _pass_records(on_message: Callable[[str], None]) -> Iterator[None]:
         if not getattr(record, "announced", False):
             on_message(f"{record.levelname.lower()}: {record.getMessage()}")
 
-    with _LogQueue(deliver) as records, _attach(records.handler):
+    with _start_handler(deliver) as handler, _info_level, _attach(handler, "spark_elastic"):
         yield
 
 
@@ -95,16 +92,12 @@ def log_to_stream(stream: IO[str], announced: bool = True) -> Iterator[None]:
     Args:
         announced: also those that the job's listener gets as messages.
     """
-    writer, root = logging.StreamHandler(stream), logging.getLogger()
+    writer = logging.StreamHandler(stream)
     writer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     if not announced:
         writer.addFilter(lambda record: not getattr(record, "announced", False))
-    with _LogQueue(writer.handle) as records:
-        root.addHandler(records.handler)
-        try:
-            yield
-        finally:
-            root.removeHandler(records.handler)
+    with _start_handler(writer.handle) as handler, _attach(handler, ""):
+        yield
 
 
 @contextmanager
@@ -120,7 +113,7 @@ def forward_log(post: Callable[[LogEntry], None]) -> Iterator[None]:
             announced = getattr(record, "announced", False)
             post(LogEntry(record.levelno, record.name, logging.Formatter().format(record), announced))
 
-    with _attach(Poster()):
+    with _info_level, _attach(Poster(), "spark_elastic"):
         yield
 
 
@@ -137,17 +130,24 @@ def isolate_log_handlers() -> Iterator[None]:
     So a handler that blocks or fails holds up neither the driver nor its server. Where nobody has configured logging,
     warnings go to standard error in the form of Spark's log, which then is around them.
     """
-    with _LogQueue(_call_handlers) as records:
-        diversion = _Diversion(records)
+    with _start_handler(_call_handlers) as handler:
+
+        def divert(record: logging.LogRecord) -> bool:
+            """The last filter of a logger: puts each record into the queue instead of letting it through."""
+            if not handler.notifier.is_alive():  # in a fork of this process
+                return True
+            handler.emit(record)
+            return False
+
         names = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] in JOB_LOGGERS]
         loggers = [logging.getLogger(name) for name in names]
         for logger in loggers:
-            logger.addFilter(diversion)
+            logger.addFilter(divert)
         try:
             yield
         finally:
             for logger in loggers:
-                logger.removeFilter(diversion)
+                logger.removeFilter(divert)
 
 
 def _call_handlers(record: logging.LogRecord) -> None:
@@ -159,77 +159,33 @@ def _call_handlers(record: logging.LogRecord) -> None:
         sys.stderr.write(format_as_spark(record.created, record.levelno, text) + "\n")
 
 
-class _Enqueuer(QueueHandler):
-    """Puts records into the queue as they are; drops and counts them while it is full."""
-
-    def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None]) -> None:
-        super().__init__(records)
-        self._records = records
-        self.dropped = 0
-
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        return record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        if self._records.qsize() >= MAX_PENDING:
-            self.dropped += 1
-        else:
-            self._records.put_nowait(record)
-
-
-class _LogQueue(QueueListener):
-    """A `QueueListener` whose end has a deadline, so that a handler that blocks is abandoned.
+class _AsyncHandler(logging.Handler):
+    """Lets a notifier's thread deliver the records.
 
     Args:
-        deliver: runs on the listener's thread; what it raises is reported like a failing handler, never logged, since
-            that would come here again.
+        deliver: what it raises is reported like a failing handler, never logged, since that would come here again.
     """
 
-    def __init__(self, deliver: Callable[[logging.LogRecord], object]) -> None:
-        records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-        super().__init__(records)
-        self.handler = _Enqueuer(records)
+    def __init__(self, deliver: Callable[[logging.LogRecord], object], notifier: AsyncNotifier) -> None:
+        super().__init__()
         self._deliver = deliver
+        self.notifier = notifier
 
-    def __enter__(self) -> _LogQueue:
-        self.start()
-        return self
+    def emit(self, record: logging.LogRecord) -> None:
+        self.notifier.submit(lambda: self._try(record))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def handle(self, record: logging.LogRecord) -> None:
-        dropped, self.handler.dropped = self.handler.dropped, 0
-        if dropped:
-            log.warning("%d log records were dropped: their handlers are too slow", dropped)
+    def _try(self, record: logging.LogRecord) -> None:
         try:
             self._deliver(record)
         except Exception:
-            logging.Handler().handleError(record)
-
-    def stop(self) -> None:
-        self.enqueue_sentinel()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+            self.handleError(record)
 
 
-class _Diversion(logging.Filter):
-    """The last filter of a logger: puts each record into the queue instead of letting it through."""
-
-    def __init__(self, records: _LogQueue) -> None:
-        super().__init__()
-        self._records = records
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not self._records.is_alive():  # in a fork of this process
-            return True
-        self._records.handler.handle(record)
-        return False
+@contextmanager
+def _start_handler(deliver: Callable[[logging.LogRecord], object]) -> Iterator[_AsyncHandler]:
+    """A handler that blocks no thread that logs, and at the end is abandoned if `deliver` blocks."""
+    with AsyncNotifier(overflow="%d log records were dropped: their handlers are too slow") as notifier:
+        yield _AsyncHandler(deliver, notifier)
 
 
 class _InfoLevel:
@@ -260,11 +216,11 @@ _info_level = _InfoLevel()  # of all jobs of this process
 
 
 @contextmanager
-def _attach(handler: logging.Handler) -> Iterator[None]:
-    logger = logging.getLogger("spark_elastic")
-    with _info_level:
-        logger.addHandler(handler)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
+def _attach(handler: logging.Handler, name: str) -> Iterator[None]:
+    """name: of the logger; "": the root logger."""
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

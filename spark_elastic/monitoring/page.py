@@ -11,12 +11,8 @@ import json
 import math
 import re
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from spark_elastic.monitoring.report import JobReport
-
-MAX_WORLD_CHANGES = 200
 MAX_TEXT = 4000  # characters of a message or a stack
 _SCRIPT = "<script>"  # the only one of the page
 
@@ -30,59 +26,6 @@ def save_page(status: dict[str, Any]) -> str:
     data = encode_json({**status, "saved": True}).decode().replace("<", "\\u003c")
     holder = f'<script type="application/json" id="saved">{data}</script>\n'
     return read_page().decode().replace(_SCRIPT, holder + _SCRIPT, 1)
-
-
-def report_to_html(report: JobReport, name: str) -> str:
-    """The page of a report: what it knows of a job, without slots and without the driver's events."""
-    last = report.curve[-1] if report.curve else None
-    size = report.world_changes[-1].size if report.world_changes else 0
-    return save_page(
-        {
-            "name": name, "stage": "finished", "size": size, "limits": [size, size, size],
-            "metrics": {} if last is None else {"loss": last.loss, "step": last.step},
-            "rows_per_second": None if last is None else last.rows_per_second, "seconds_left": None,
-            "slots": [], "lost_slots": [], "more_slots": 0, "stalled": [],
-            "events": list_world_changes(report),
-            **describe_report(report),
-        }
-    )  # fmt: skip
-
-
-def describe_report(report: JobReport) -> dict[str, Any]:
-    """What a status holds of a report. Times are seconds since the launch."""
-    return {
-        "seconds": round(report.seconds, 3),
-        "report": {
-            "goodput": report.goodput,
-            "phases": dict(report.phases),
-            "recoveries": len(report.recoveries),
-            "recovery_p50": report.recovery_seconds(50),
-            "recovery_p99": report.recovery_seconds(99),
-            "recovery_total": sum(change.seconds or 0.0 for change in report.recoveries),
-            "steps_lost": report.steps_lost,
-            "checkpoints": report.checkpoints,
-            "checkpoint_seconds": report.checkpoint_seconds,
-            "reserved_hours": report.reserved_hours,
-            "useful_hours": report.useful_hours,
-        },
-        "world_changes": [
-            {"at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds}
-            for change in report.world_changes[-MAX_WORLD_CHANGES:]
-        ],
-        "curve": {
-            "at": [round(point.at, 2) for point in report.curve],
-            "loss": [point.loss for point in report.curve],
-            "rows": [round(point.rows_per_second, 2) for point in report.curve],
-        },
-    }
-
-
-def list_world_changes(report: JobReport) -> list[dict[str, Any]]:
-    """The changes of the world as events of the page."""
-    return [
-        {"at": change.at, "kind": change.kind.value, "text": str(change)[:MAX_TEXT], "times": 1}
-        for change in report.world_changes[-MAX_WORLD_CHANGES:]
-    ]
 
 
 def encode_json(status: dict[str, Any]) -> bytes:

@@ -10,13 +10,13 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.monitoring.page import report_to_html
+from spark_elastic.monitoring.page import MAX_TEXT, save_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 MAX_POINTS = 600  # of a metric series
 THROUGHPUT_WINDOW = 5.0  # seconds
 PHASES = ("start", "training", "recovery", "planned", "closing")
-
-
-@dataclass(frozen=True)
-class WorldSpan:
-    """A world and when it began."""
-
-    seconds: float  # since the launch
-    size: int  # number of workers
-    reason: str  # why it was formed, in words
 
 
 # ---- what rank 0 reports over time
@@ -207,6 +198,7 @@ class EpochRows:
 
 
 GOODPUT_SECONDS = 60.0  # a report of a shorter job prints no goodput
+MAX_SHOWN_CHANGES = 200  # world changes that a status page has
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,19 +246,43 @@ class JobReport:
                 `planned`, the rows planned for the steps that were taken.
             data_rows: planned rows of entries without `planned`.
         """
-        epochs = tuple(
-            _count_epoch_rows(int(entry["epoch"]), int(entry["rows"]), int(entry.get("planned", data_rows)))
-            for entry in history
-        )
-        return dataclasses.replace(self, epochs=epochs)
+        epochs = []
+        for entry in history:
+            seen, planned = int(entry["rows"]), int(entry.get("planned", data_rows))
+            epochs.append(
+                EpochRows(int(entry["epoch"]), seen, max(0, planned - seen), max(0, seen - planned))
+            )
+        return dataclasses.replace(self, epochs=tuple(epochs))
 
     def plot(self) -> Figure:
-        """Loss, throughput and world size over time. Needs matplotlib.
+        """Loss, throughput and world size over the seconds since the launch; losses are marked. Opens no window.
 
         Raises:
             InvalidInput: matplotlib is not installed.
         """
-        return draw_report(self)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise InvalidInput("plot() needs matplotlib: pip install matplotlib.") from error
+        sizes = [(change.at, change.size) for change in self.world_changes]
+        sizes += [(max(self.seconds, at), size) for at, size in sizes[-1:]]
+        losses = [(point.at, point.loss) for point in self.curve if point.loss is not None]
+        rates = [(point.at, point.rows_per_second) for point in self.curve]
+        curves: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
+            ("loss", "tab:blue", losses),
+            ("rows/s", "tab:green", rates),
+            ("workers", "tab:orange", sizes),
+        ]
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        for axes, (label, color, points) in zip(figure.subplots(3, 1, sharex=True), curves, strict=True):
+            style = "steps-post" if label == "workers" else "default"
+            axes.plot([at for at, _ in points], [value for _, value in points], color=color, drawstyle=style)
+            axes.set_ylabel(label)
+            for change in self.recoveries:
+                axes.axvline(change.at, color="tab:red", alpha=0.4, linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds since the launch")
+        return figure
 
     def to_html(self, name: str = "spark_elastic") -> str:
         """The status page of the job as it ended, in one document that needs no server.
@@ -274,7 +290,53 @@ class JobReport:
         Args:
             name: the page's title.
         """
-        return report_to_html(self, name)
+        last = self.curve[-1] if self.curve else None
+        size = self.world_changes[-1].size if self.world_changes else 0
+        return save_page(
+            {
+                "name": name, "stage": "finished", "size": size, "limits": [size, size, size],
+                "metrics": {} if last is None else {"loss": last.loss, "step": last.step},
+                "rows_per_second": None if last is None else last.rows_per_second, "seconds_left": None,
+                "slots": [], "lost_slots": [], "more_slots": 0, "stalled": [],
+                "events": self.list_events(),
+                **self.describe(),
+            }
+        )  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        """What the data of a status page hold of a report. Times are seconds since the launch."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "report": {
+                "goodput": self.goodput,
+                "phases": dict(self.phases),
+                "recoveries": len(self.recoveries),
+                "recovery_p50": self.recovery_seconds(50),
+                "recovery_p99": self.recovery_seconds(99),
+                "recovery_total": sum(change.seconds or 0.0 for change in self.recoveries),
+                "steps_lost": self.steps_lost,
+                "checkpoints": self.checkpoints,
+                "checkpoint_seconds": self.checkpoint_seconds,
+                "reserved_hours": self.reserved_hours,
+                "useful_hours": self.useful_hours,
+            },
+            "world_changes": [
+                {"at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds}
+                for change in self.world_changes[-MAX_SHOWN_CHANGES:]
+            ],
+            "curve": {
+                "at": [round(point.at, 2) for point in self.curve],
+                "loss": [point.loss for point in self.curve],
+                "rows": [round(point.rows_per_second, 2) for point in self.curve],
+            },
+        }
+
+    def list_events(self) -> list[dict[str, Any]]:
+        """The changes of the world as events of a status page."""
+        return [
+            {"at": change.at, "kind": change.kind.value, "text": str(change)[:MAX_TEXT], "times": 1}
+            for change in self.world_changes[-MAX_SHOWN_CHANGES:]
+        ]
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
@@ -320,47 +382,3 @@ class JobReport:
             for rows in self.epochs
         ]
         return "\n".join(lines)
-
-
-def _count_epoch_rows(epoch: int, seen: int, planned: int) -> EpochRows:
-    return EpochRows(epoch, seen, max(0, planned - seen), max(0, seen - planned))
-
-
-def draw_report(report: JobReport) -> Figure:
-    """Plot loss, throughput and world size over the seconds since the launch; losses are marked. Opens no window.
-
-    Raises:
-        InvalidInput: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidInput("plot() needs matplotlib: pip install matplotlib.") from error
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    loss, rate, world = figure.subplots(3, 1, sharex=True)
-    known = [point for point in report.curve if point.loss is not None]
-    loss.plot([point.at for point in known], [point.loss for point in known], color="tab:blue")
-    loss.set_ylabel("loss")
-    rate.plot(
-        [point.at for point in report.curve],
-        [point.rows_per_second for point in report.curve],
-        color="tab:green",
-    )
-    rate.set_ylabel("rows/s")
-    _plot_world_size(world, report)
-    for axes in (loss, rate, world):
-        for change in report.recoveries:
-            axes.axvline(change.at, color="tab:red", alpha=0.4, linewidth=1)
-    return figure
-
-
-def _plot_world_size(axes: Any, report: JobReport) -> None:
-    times = [change.at for change in report.world_changes]
-    sizes = [change.size for change in report.world_changes]
-    if times:
-        axes.step(
-            [*times, max(report.seconds, times[-1])], [*sizes, sizes[-1]], where="post", color="tab:orange"
-        )
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("workers")
-    axes.set_xlabel("seconds since the launch")

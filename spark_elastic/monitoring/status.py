@@ -18,9 +18,7 @@ from spark_elastic.monitoring.job_history import HistoryEntry, JobHistory
 from spark_elastic.monitoring.page import (
     MAX_TEXT,
     build_content_security_policy,
-    describe_report,
     encode_json,
-    list_world_changes,
     read_page,
 )
 from spark_elastic.monitoring.report import JobReport
@@ -31,6 +29,11 @@ MAX_SLOTS = 400
 MAX_STALLED = 16
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PROMETHEUS_PREFIX = "spark_elastic_"
+# What a status has before the driver's first event.
+STARTING = {
+    "stage": "starting", "generation": 0, "attempt": 0, "size": 0, "limits": [0, 0, 0], "slots": [], "more_slots": 0,
+    "slot_counts": {}, "stalled": [], "stalled_count": 0,
+}  # fmt: skip
 # What the page calls the driver's decisions. It leaves out those that a change of the world shows anyway.
 EVENT_WORDS = {
     "launch slot": "slot requested: ",
@@ -59,19 +62,13 @@ def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
 
 def build_status(history: JobHistory, name: str) -> dict[str, Any]:
     """A value that JSON can hold. Times are seconds since the launch."""
-    now, state, metrics, throughput, entries, lost_slots = history.view()
-    report = history.build_report()
+    now, state, report, metrics, throughput, entries, lost_slots = history.view()
     stale = throughput.is_stale(report.seconds)
     return {
         "name": name,
-        **describe_report(report),
-        **_describe_stage(state),
-        "slots": _describe_slots(state, now),
-        "more_slots": max(0, len(state.slots) - MAX_SLOTS) if state is not None else 0,
+        **report.describe(),
+        **(STARTING if state is None else _describe_state(state, now)),
         "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
-        "slot_counts": _count_slots(state),
-        "stalled": _describe_stalled_workers(state),
-        "stalled_count": 0 if state is None else len(state.current.stalled),
         "metrics": {
             key: value
             for key, value in metrics.items()
@@ -97,34 +94,30 @@ def _list_events(report: JobReport, entries: Sequence[HistoryEntry]) -> list[dic
         # The world after a broken one names the loss and its cost.
         if entry.kind in EVENT_WORDS and (entry.kind != "abort world" or entry.at > last_world)
     ]
-    return sorted([*list_world_changes(report), *decisions], key=lambda event: event["at"])
+    return sorted([*report.list_events(), *decisions], key=lambda event: event["at"])
 
 
-def _describe_stage(state: DriverState | None) -> dict[str, Any]:
-    if state is None:
-        return {"stage": "starting", "generation": 0, "attempt": 0, "size": 0, "limits": [0, 0, 0]}
-    limits = state.limits
+def _describe_state(state: DriverState, now: float) -> dict[str, Any]:
+    """What the driver machine knows. Slots with a rank come first, by rank."""
+    limits, stalled = state.limits, state.current.stalled
+    slots = [_describe_slot(state, slot, now) for slot in islice(state.slots.values(), 4 * MAX_SLOTS)]
+    slots.sort(key=lambda slot: (slot["rank"] is None, slot["rank"] or 0, slot["host"], slot["slot"]))
     return {
         "stage": state.stage.value,
         "generation": state.generation,
         "attempt": state.attempt,
         "size": 0 if state.world is None else state.world.size,
         "limits": [limits.min_workers, limits.num_workers, limits.max_workers],
+        "slots": slots[:MAX_SLOTS],
+        "more_slots": max(0, len(state.slots) - MAX_SLOTS),
+        # All slots, also those that the page leaves out, by the status of their worker.
+        "slot_counts": dict(Counter(_get_status(state, slot) for slot in state.slots.values())),
+        "stalled": [
+            {"worker": name, "rank": getattr(state.workers.get(name), "rank", None), "text": text[:MAX_TEXT]}
+            for name, text in islice(stalled.items(), MAX_STALLED)
+        ],
+        "stalled_count": len(stalled),
     }
-
-
-def _describe_slots(state: DriverState | None, now: float) -> list[dict[str, Any]]:
-    """Slots with a rank first, by rank."""
-    if state is None:
-        return []
-    slots = [_describe_slot(state, slot, now) for slot in islice(state.slots.values(), 4 * MAX_SLOTS)]
-    slots.sort(key=lambda slot: (slot["rank"] is None, slot["rank"] or 0, slot["host"], slot["slot"]))
-    return slots[:MAX_SLOTS]
-
-
-def _count_slots(state: DriverState | None) -> dict[str, int]:
-    """All slots, also those that the page leaves out, by the status of their worker."""
-    return {} if state is None else dict(Counter(_get_status(state, slot) for slot in state.slots.values()))
 
 
 def _get_status(state: DriverState, slot: SlotRecord) -> str:
@@ -147,17 +140,6 @@ def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str
         "cooling_down": cooldown_end is not None,
         "stalled": worker is not None and worker.worker in state.current.stalled,
     }
-
-
-def _describe_stalled_workers(state: DriverState | None) -> list[dict[str, Any]]:
-    if state is None:
-        return []
-    stalled = []
-    for name, text in islice(state.current.stalled.items(), MAX_STALLED):
-        worker = state.workers.get(name)
-        rank = None if worker is None else worker.rank
-        stalled.append({"worker": name, "rank": rank, "text": text[:MAX_TEXT]})
-    return stalled
 
 
 # ---- metrics in Prometheus' text format

@@ -38,7 +38,7 @@ def initial(
 
 def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[DriverCommand, ...]]:
     """What follows from an event. `state` itself is never changed."""
-    tx = Transition(state, event.now)
+    tx = Transition(state, event.now, event.id)
     if state.stage is JobStage.ENDED:
         _answer_after_end(tx, event)
         return state, tuple(tx.commands)

@@ -6,7 +6,7 @@ worker's loop and its thread that polls the driver.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat
@@ -16,6 +16,9 @@ from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, Worker
 @dataclass(frozen=True)
 class Event:
     now: float  # monotonic seconds of the process that posts it
+    # The name under which the driver loop took it, such as e1734, which journal, reasons, log lines and the status page
+    # show; "": it has none, like a worker's events.
+    id: str = field(default="", kw_only=True)
 
 
 # ---- at the driver

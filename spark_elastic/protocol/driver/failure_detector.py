@@ -39,6 +39,7 @@ def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> Non
     state = tx.state
     if state.stage is not JobStage.RUNNING or state.timers.done_since is not None:
         return
+    state.current.broken_by, reason = tx.event_id, tx.cite(reason)
     for stall in state.current.stalled.values():
         reason = reason if stall in reason else f"{reason}; {stall}"
     state.stage = JobStage.REGROUPING
@@ -62,15 +63,16 @@ def evict(
         reason = f"{reason}; {state.current.stalled[worker.worker]}"
     if kill:
         _note_possibly_alive(tx, worker)
-    remove_worker(tx, worker, DepartedWorker(reason, exit_unreported, worker.took_part))
+    cited = tx.cite(reason, state.current.broken_by if worker.is_member else "")
+    remove_worker(tx, worker, DepartedWorker(cited, tx.event_id, exit_unreported, worker.took_part))
     state.launches.relaunch |= worker.is_member and not worker.draining
     if kill:
-        tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
+        tx.emit(StopWorker(f"{title} is evicted: {cited}", worker.worker, kill=True))
     if worker.is_member and worker.worker not in state.current.results:
-        loss, current = f"{title} is lost: {reason}", state.current
+        loss, current = f"{title} is lost: ", state.current
         if current.cause_unknown and worker.worker in current.suspected - current.late:
-            current.break_reason, current.cause_unknown = loss, False
-        break_world(tx, loss)
+            current.break_reason, current.cause_unknown = loss + cited, False
+        break_world(tx, loss + reason)
 
 
 def evict_externally_lost(
@@ -105,8 +107,9 @@ def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> 
         for name, departed in state.workers.departed.items():
             if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
                 # The world's break reason was announced before this was known.
-                tx.emit(NotifyUser(f"worker {name} was lost with its slot: {reason}"))
-    state.slots.record_departure(slot, reason)
+                told = f"worker {name} was lost with its slot: {reason}"
+                tx.emit(NotifyUser(tx.cite(told, departed.event_id)))
+    state.slots.record_departure(slot, tx.cite(reason))
     state.possibly_alive.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)

@@ -491,7 +491,8 @@ def _explain_world(
     why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
     point = resume_point(state, position)
     size = f"{len(chosen)} worker{'' if len(chosen) == 1 else 's'}"
-    return f"world {state.generation}, of {size}, continues from {point}: {why}"
+    sentence = f"world {state.generation}, of {size}, continues from {point}: {why}"
+    return sentence if state.current.break_reason else tx.cite(sentence)
 
 
 def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:

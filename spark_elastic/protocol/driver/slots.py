@@ -510,7 +510,7 @@ def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:
 def _drain(tx: Transition, worker: WorkerRecord, reason: str, cause: DrainCause) -> None:
     """Make a member leave at the next boundary. A lasting cause replaces one that can be undone."""
     if not worker.draining or worker.drain_cause is DrainCause.NOT_DISCOVERED:
-        tx.state.workers.put(replace(worker, draining=reason, drain_cause=cause))
+        tx.state.workers.put(replace(worker, draining=tx.cite(reason), drain_cause=cause))
 
 
 def carry_out_waiting_drains(tx: Transition) -> None:

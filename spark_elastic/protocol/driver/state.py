@@ -308,6 +308,7 @@ class DepartedWorker:
     """A worker that left or ended, was evicted, or was removed with its slot."""
 
     reason: str  # a sentence, with which later messages of the worker are answered
+    event_id: str = ""  # of the event with which it departed
     # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
     exit_unreported: bool = False
     took_part: bool = False  # it had been in a world
@@ -561,6 +562,7 @@ class CurrentWorld(Part):
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
+    broken_by: str = ""  # the id of the event that broke it, "" if none did
     # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
     cause_unknown: bool = False
     suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
@@ -574,7 +576,7 @@ class CurrentWorld(Part):
         """A new world was published."""
         self.world = world
         self.announced = self.end_announced = self.cause_unknown = False
-        self.break_reason = ""
+        self.break_reason = self.broken_by = ""
         self.suspected = self.late = frozenset()
         self.broken_links = ()
         self.stalled, self.results = Table(), Table()
@@ -667,24 +669,31 @@ PARTS = tuple(each.name for each in fields(DriverState) if each.name not in VALU
 
 
 class Transition:
-    """The answer to one event: a private copy of the state, the time, and the commands so far."""
+    """The answer to one event: a private copy of the state, the event's time and id, and the commands so far."""
 
-    __slots__ = ("commands", "now", "state")
+    __slots__ = ("commands", "event_id", "now", "state")
 
-    def __init__(self, state: DriverState, now: float) -> None:
+    def __init__(self, state: DriverState, now: float, event_id: str = "") -> None:
         self.state = state.copy()
         self.now = now
+        self.event_id = event_id
         self.commands: list[DriverCommand] = []
 
     def emit(self, command: DriverCommand) -> None:
         self.commands.append(command)
+
+    def cite(self, sentence: str, earlier: str = "") -> str:
+        """The sentence with the id of this event, and of an earlier one of the same story: one search for an id then
+        finds all that followed."""
+        ids = ", ".join(dict.fromkeys(filter(None, (earlier, self.event_id))))
+        return f"{sentence} ({ids})" if ids else sentence
 
     def end(self, outcome: JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
         """The job is over: tell all workers and slots, then the caller."""
         state = self.state
         if state.stage is JobStage.ENDED:
             return
-        state.stage = JobStage.ENDED
+        state.stage, reason = JobStage.ENDED, self.cite(reason)
         for worker in state.workers.values():
             self.emit(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
         for slot in state.slots.values():

@@ -209,5 +209,6 @@ def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
         state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
         detail = f"the process of worker {event.worker} ended: {how}"
         if departed.took_part:
-            tx.emit(NotifyUser(detail))  # the world's break reason was announced before this was known
+            told = tx.cite(detail, departed.event_id)
+            tx.emit(NotifyUser(told))  # the world's break reason was announced before this was known
         record_exit(tx, event, departed.took_part, False, detail)

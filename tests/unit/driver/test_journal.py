@@ -36,7 +36,7 @@ def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(str(path))
     journal.begin(*driver_machine.initial(Limits(2, 1, 3, lease=1.5), 7))
-    journal.record(LaunchEnded(5.0, 3, "lost"), ())
+    journal.record(LaunchEnded(5.0, 3, "lost", id="e9"), ())
     journal.record(CancelRequested(7.5, "enough"), (End("enough", JobOutcome.CANCELLED),))
     journal.close()
     head, first, second = _lines(path)
@@ -44,7 +44,8 @@ def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
     assert head["initial"]["limits"]["lease"] == 1.5
     assert [command["launch"] for command in head["commands"]] == [1, 2, 3]
     assert first["event"] == {
-        "type": "LaunchEnded", "now": 5.0, "launch": 3, "reason": "lost", "cancelled": False, "executor_lost": False
+        "type": "LaunchEnded", "now": 5.0, "id": "e9", "launch": 3, "reason": "lost",
+        "cancelled": False, "executor_lost": False,
     }  # fmt: skip
     assert (first["at"], second["at"]) == (0.0, 2.5)
     assert second["commands"][0]["outcome"] == "cancelled"

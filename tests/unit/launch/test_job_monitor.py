@@ -158,7 +158,7 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
             stamped = stamp_event(event, bench.now)
             journal.record(stamped, bench.on(stamped), bench.state)
     assert called == ["gathered", "missing: True"]
-    assert [span.size for span in monitor.worlds] == [1]
+    assert [change.size for change in monitor.history.build_report().world_changes] == [1]
     assert len(caplog.records) == 2
 
 
@@ -167,5 +167,5 @@ def test_the_log_has_the_reason_of_each_world_once(caplog: pytest.LogCaptureFixt
     bench = Bench(FOUR)
     bench.start(1, 2)
     monitor = JobMonitor(JobListener(), FakeClock())
-    monitor.on_transition(on.Tick(1.0), bench.find_commands(PublishWorld), bench.state)
+    monitor.on_transition(on.Tick(1.0), bench.find_commands(PublishWorld), None)
     assert caplog.messages == [bench.world.reason]

@@ -44,21 +44,6 @@ def test_the_listener_gets_the_log_inside_the_block_only() -> None:
     assert len(messages) == 2
 
 
-def test_logging_does_not_wait_for_a_listener_that_blocks() -> None:
-    read = threading.Event()
-    messages: list[str] = []
-
-    def blocks(text: str) -> None:
-        read.wait(20)
-        messages.append(text)
-
-    with log_to_listener(blocks):
-        logging.getLogger("spark_elastic").warning("a worry")
-        assert messages == []
-        read.set()
-    assert messages == ["warning: a worry"]
-
-
 def test_the_end_of_one_job_leaves_the_log_to_the_other() -> None:
     logger = logging.getLogger("spark_elastic")
     before, messages = logger.level, list[str]()
@@ -89,15 +74,6 @@ def test_lines_that_a_listener_shows_are_not_logged_twice() -> None:
         logging.getLogger("spark_elastic").warning("shown", extra=ANNOUNCED)
         logging.getLogger("spark_elastic").warning("not shown")
     assert stream.getvalue() == "WARNING:spark_elastic:not shown\n"
-
-
-def test_a_stream_that_fails_does_not_fail_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    def write_closed(text: str) -> None:
-        raise ValueError("I/O operation on closed file")
-
-    with log_to_listener(write_closed):
-        logging.getLogger("spark_elastic").warning("a worry")
-    assert "closed file" in capsys.readouterr().err
 
 
 def test_the_log_of_a_driver_in_another_process_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,16 +6,13 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import IO
 
 import pytest
 
-from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring import listener as module
-from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, ProgressListener
-from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
+from spark_elastic.monitoring.console import ProgressListener
+from spark_elastic.monitoring.listener import AsyncNotifier, JobListener, close_within_deadline
 
 
 def test_notifications_come_in_order_and_closing_delivers_the_rest() -> None:
@@ -95,32 +92,14 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def output(stream: IO[str]) -> OutputListener:
-    return OutputListener(
-        stream,
-        SystemClock(),
-        timestamps=False,
-        show_messages=True,
-        show_output=True,
-        limiter=LineRateLimiter(),
-    )
-
-
-def progress(stream: IO[str]) -> ProgressListener:
-    return ProgressListener(1, stream=stream, live=False)
-
-
-@pytest.mark.parametrize("create", [output, progress])
 @pytest.mark.parametrize("in_the_middle", [True, False], ids=["a line is held up", "the last words are"])
 def test_a_terminal_that_blocks_does_not_hold_up_the_end_of_a_job(
-    create: Callable[[IO[str]], OutputListener | ProgressListener],
-    in_the_middle: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    in_the_middle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     terminal = Terminal()
     before = time.monotonic()
-    with close_within_deadline(create(terminal)) as shown:
+    with close_within_deadline(ProgressListener(1, stream=terminal, live=False)) as shown:
         for number in range(600):  # more than are shown of a worker at once
             shown.on_output("", 0, str(number))
         terminal.goes_on.clear()
@@ -133,7 +112,7 @@ def test_a_terminal_that_blocks_does_not_hold_up_the_end_of_a_job(
 
 
 def test_a_listener_whose_close_fails_does_not_fail_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    class ClosedStream:
+    class ClosedStream(JobListener):
         def close(self) -> None:
             raise ValueError("I/O operation on closed file")
 

@@ -48,17 +48,6 @@ def test_the_progress_of_a_new_epoch_is_shown_at_once() -> None:
     ]
 
 
-def test_messages_and_output_are_shown_with_their_origin() -> None:
-    stream = io.StringIO()
-    progress = ProgressListener(1, stream=stream)
-    progress.on_message("world of 2: slot 1-0 was lost")
-    progress.on_output("", 1, "hello")
-    progress.on_output("", None, "not yet ranked")
-    lines = stream.getvalue().splitlines()
-    assert re.fullmatch(r"../../.. ..:..:.. INFO spark_elastic: world of 2: slot 1-0 was lost", lines[0])
-    assert lines[1:] == ["[1] hello", "[-] not yet ranked"]
-
-
 def test_the_live_line_needs_no_optional_package() -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     required = project.partition("\ndependencies = [")[2].partition("]")[0]
@@ -181,15 +170,3 @@ def test_throughput_metrics_and_time_left_are_shown_once_known() -> None:
         "epoch 1/2 step 2/10 loss 0.2500 world 3",
         "epoch 1/2 step 6/10 loss 0.2500 128 rows/s world 3 7 s left auc 0.75",
     ]
-
-
-def test_dropped_lines_of_a_worker_are_counted() -> None:
-    stream = io.StringIO()
-    progress = ProgressListener(1, stream=stream, clock=FakeClock())
-    for number in range(1000):
-        progress.on_output("", 2, str(number))
-    progress.close()
-    lines = stream.getvalue().splitlines()
-    assert lines[:2] == ["[2] 0", "[2] 1"]
-    assert lines[-1] == f"[2] {1000 - len(lines) + 1} lines were dropped"
-    assert len(lines) < 600

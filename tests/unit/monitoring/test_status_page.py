@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,19 +18,8 @@ from spark_elastic.monitoring.job_history import LOST_SECONDS, JobHistory
 from spark_elastic.monitoring.page import MAX_TEXT, encode_json, read_page, save_page
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.monitoring.status import MAX_SLOTS, build_status, build_status_pages, format_prometheus
-from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import PublishWorld
-from spark_elastic.protocol.messages import (
-    DriverMessage,
-    RegisterSlot,
-    RequestNextWorld,
-    WorkerStarted,
-    WorldFormed,
-)
-from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp_event
 from tests.unit.monitoring.played_job import SimulatedJob
 
 # As much of a browser as the page's script uses.
@@ -48,40 +38,28 @@ const document = {
 """
 
 
-def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
+def create_job(workers: int) -> SimulatedJob:
     """A job whose first world stands, and whose rank 1 is stuck."""
-    clock = FakeClock()
-    history = JobHistory(clock)
-    state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
-    world = None
-
-    def play(played: on.DriverEvent | DriverMessage) -> None:
-        nonlocal state, world
-        event = stamp_event(played, 1.0)
-        state, commands = driver_machine.step(state, event)
-        history.on_transition(event, commands, state)
-        world = next((c.world for c in commands if isinstance(c, PublishWorld)), world)
-
-    for number in range(1, workers + 1):
-        play(RegisterSlot(SlotId(f"{number}-0"), f"host-{number % 7}", number, "node"))
-        play(WorkerStarted(SlotId(f"{number}-0"), WorkerId(f"{number}-0.1")))
-        play(RequestNextWorld(WorkerId(f"{number}-0.1"), None, None))
-    assert world is not None
-    for member in world.members:
-        play(WorldFormed(member.worker, world.fence))
+    job = SimulatedJob(workers)
+    job.start(range(1, workers + 1))
+    assert job.world is not None
     stack = "rank 1 keeps others waiting\n" + "  File x\n" * MAX_TEXT
-    play(on.WorkerStalled(0, world.members[1].worker, world.fence, stack))
-    return history, clock
+    job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, stack))
+    return job
+
+
+def read_status(job: SimulatedJob) -> dict[str, Any]:
+    return build_status(job.history, "job")
 
 
 def test_the_status_of_a_training_without_reports_has_no_throughput() -> None:
-    history, clock = create_job(2)
+    job = create_job(2)
     for second in range(10):
-        clock.advance(1.0 if second else 0.0)
-        history.on_progress({"epoch": 0, "epochs": 1, "step": 10 * second, "steps": 1000, "rows": 64})
-    seen = [build_status(history, "job")]
-    clock.advance(51.0)
-    seen.append(build_status(history, "job"))
+        job.now += 1.0
+        job.report(10 * second, steps=1000, rows=64)
+    seen = [read_status(job)]
+    job.now += 51.0
+    seen.append(read_status(job))
     assert [one["rows_per_second"] for one in seen] == [640.0, 0.0]
     assert seen[0]["seconds_left"] is not None
     assert seen[1]["seconds_left"] is None
@@ -89,35 +67,31 @@ def test_the_status_of_a_training_without_reports_has_no_throughput() -> None:
 
 
 def test_a_loop_that_counts_no_rows_has_no_rows_per_second() -> None:
-    history, _ = create_job(2)
-    history.on_progress({"step": 10, "loss": 0.5})
-    found = format_prometheus(build_status(history, "job"))
+    job = create_job(2)
+    job.history.on_progress({"step": 10, "loss": 0.5})
+    found = format_prometheus(read_status(job))
     assert b"spark_elastic_step{" in found
     assert b"spark_elastic_rows_per_second{" not in found
 
 
 def test_a_slot_that_is_gone_stays_on_the_page_for_a_while_with_the_reason() -> None:
-    history, clock = create_job(3)
-    state = history.view().state
-    assert state is not None
-    event = on.LaunchEnded(1.0, 2, "executor 7 was lost: SIGKILL", executor_lost=True)
-    after, commands = driver_machine.step(state, event)
-    history.on_transition(event, commands, after)
-    (gone,) = build_status(history, "job")["lost_slots"]
+    job = create_job(3)
+    job.on(on.LaunchEnded(0, 2, "executor 7 was lost: SIGKILL", executor_lost=True))
+    (gone,) = read_status(job)["lost_slots"]
     assert (gone["host"], gone["worker"], gone["rank"]) == ("host-2", "2-0.1", 1)
     assert "executor 7 was lost: SIGKILL" in gone["reason"]
-    clock.advance(LOST_SECONDS + 2.0)
-    assert not build_status(history, "job")["lost_slots"]
+    job.now += LOST_SECONDS + 1.0
+    assert not read_status(job)["lost_slots"]
 
 
 def test_the_status_describes_stage_slots_and_metrics() -> None:
-    history, clock = create_job(3)
-    clock.advance(2.0)
-    history.on_progress(
+    job = create_job(3)
+    job.now = 2.0
+    job.history.on_progress(
         {"epoch": 0, "step": 4, "steps": 9, "loss": 0.5, "rows": 8, "auc": 0.9, "note": "x", "done": True}
     )
-    clock.advance(1.0)
-    seen = json.loads(encode_json(build_status(history, "job")))
+    job.now = 3.0
+    seen = json.loads(encode_json(read_status(job)))
     assert (seen["stage"], seen["size"], seen["generation"]) == ("running", 3, 1)
     assert [slot["rank"] for slot in seen["slots"]] == [0, 1, 2]
     assert [slot["stalled"] for slot in seen["slots"]] == [False, True, False]
@@ -133,10 +107,10 @@ def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
     job = SimulatedJob(3)
     job.start([1, 2, 3])
     job.lose_host(2, step=4, regroup=0.4)
-    broken = [event["text"] for event in build_status(job.history, "job")["events"]]
+    broken = [event["text"] for event in read_status(job)["events"]]
     assert [text for text in broken if "world" in text][-1].startswith("world of 2: 1 of 3 lost")
     job.form()
-    texts = [event["text"] for event in build_status(job.history, "job")["events"]]
+    texts = [event["text"] for event in read_status(job)["events"]]
     assert len([text for text in texts if "lost" in text and "world" in text]) == 1
     assert [text for text in texts if text.startswith(("publish world", "abort world", "world broken"))] == []
     assert "1 of 3 lost, recovered in 0.40 s" in "".join(texts)
@@ -195,7 +169,7 @@ def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
 
 
 def test_the_status_of_a_large_job_is_bounded() -> None:
-    seen = build_status(create_job(MAX_SLOTS + 50)[0], "job")
+    seen = read_status(create_job(MAX_SLOTS + 50))
     assert len(seen["slots"]) == MAX_SLOTS
     assert seen["more_slots"] == 50
     assert len(encode_json(seen)) < 400_000
@@ -209,18 +183,16 @@ def test_a_job_that_has_not_begun_has_a_status() -> None:
 
 
 def test_infinities_and_nan_are_null_in_the_status() -> None:
-    history, clock = create_job(2)
-    clock.advance(2.0)
-    history.on_progress({"step": 1, "loss": math.nan, "lr": math.inf})
-    seen = json.loads(encode_json(build_status(history, "job")), parse_constant=lambda name: 1 / 0)
+    job = create_job(2)
+    job.history.on_progress({"step": 1, "loss": math.nan, "lr": math.inf})
+    seen = json.loads(encode_json(read_status(job)), parse_constant=lambda name: 1 / 0)
     assert (seen["metrics"]["loss"], seen["metrics"]["lr"], seen["curve"]["loss"]) == (None, None, [None])
 
 
 def test_metrics_have_the_prometheus_text_format() -> None:
-    history, clock = create_job(3)
-    clock.advance(2.0)
-    history.on_progress({"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
-    lines = format_prometheus(build_status(history, 'a "job"\\')).decode().splitlines()
+    job = create_job(3)
+    job.history.on_progress({"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
+    lines = format_prometheus(build_status(job.history, 'a "job"\\')).decode().splitlines()
     sample = re.compile(
         r'spark_elastic_\w+\{job_name="a \\"job\\"\\\\"(,\w+="[\w ]+")?\} (-?[\d.e+-]+|Inf|NaN)'
     )

@@ -43,7 +43,7 @@ def test_the_log_of_the_preflight_is_shown_like_that_of_the_job(monkeypatch: pyt
 
 def test_results_are_a_list_with_the_jobs_report() -> None:
     report = JobReport(seconds=2.0, phases={"training": 1.5})
-    returned = decode_results(LaunchResult((encode_result("first", 0), encode_result(None, 1)), (), report))
+    returned = decode_results(LaunchResult((encode_result("first", 0), encode_result(None, 1)), report))
     assert returned == ["first", None]
     for same in (returned, pickle.loads(pickle.dumps(returned))):
         assert isinstance(same, list)
