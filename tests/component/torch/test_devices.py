@@ -455,14 +455,14 @@ def test_each_bucket_is_summed_where_it_is(
         allocate = group.buffer
         group.buffer = lambda nbytes: allocated.append(nbytes) or allocate(nbytes)  # type: ignore[method-assign,func-returns-value]
         with GradientExchange(torch.nn.Sequential(first, second).named_parameters()) as exchange:
-            exchange.begin(group, 1)
+            exchange.clear_and_begin(group, 1)
             second(first(torch.ones(1, 16)).to(device)).sum().backward()
             exchange.finish()
-            plane: Any = exchange._plane
+            mode: Any = exchange.mode
             gradients = [parameter.grad for parameter in exchange.parameters]
             assert [grad.device for grad in gradients if grad is not None] == [torch.device("cpu"), device]
             values = [grad.flatten().tolist() for grad in gradients[:1] if grad is not None]
-        return sum(allocated), plane.summed if has_plane else [], values
+        return sum(allocated), mode.plane.summed if has_plane else [], values
 
     for allocated, summed, values in run_in_world(2, work):
         assert allocated == 4 * (64 if device.type != "cpu" else 64 + 16)

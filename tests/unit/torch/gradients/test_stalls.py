@@ -22,7 +22,7 @@ def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0,
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     with GradientExchange(model.named_parameters(), terms) as exchange:
         for delay in delays:
-            exchange.begin(group, 1)
+            exchange.clear_and_begin(group, 1)
             model(torch.ones(1, 2)).sum().backward()
             if group.rank == 1:
                 CLOCK.sleep(delay)

@@ -1,14 +1,16 @@
-"""Tensors and reductions of torch.distributed as the arrays and arguments that the engine takes.
+"""What collectives take of tensors: their memory on the host as numpy arrays, and torch.distributed's reductions.
 
-A contiguous tensor on the CPU is its own array; any other goes through a copy, one on a GPU through the host.
-Collectives that only move data take any dtype, reductions the engine's. No function communicates; any thread may call
-them.
+A contiguous tensor on the CPU is its own array. Any other goes through a host copy, which for CUDA is pinned memory:
+GPUs of one host exchange through the host as well. Collectives that only move data take any dtype, reductions the
+engine's. Any thread.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,129 @@ from elastic_collectives import Group
 from elastic_collectives.group import Array
 from elastic_collectives.operands import DTYPES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.tensors import get_dtype_name, view_memory
+from spark_elastic.worker.context import get_process_context
+
+log = logging.getLogger(__name__)
+
+
+def get_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that numpy and the engine use: float32, bfloat16, bool ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if it is contiguous on the CPU, else a copy that is."""
+    _check(tensor)
+    dense = tensor.detach()
+    return dense if dense.device.type == "cpu" and dense.is_contiguous() else copy_to_host(tensor)
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the CPU."""
+    _check(tensor)
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(f"this takes dense tensors; got {tensor.layout}: see sparse_allreduce_async.")
+    dense = tensor.detach()
+    on_gpu = dense.device.type == "cuda"
+    if on_gpu:
+        warn_about_gpus()
+    return torch.empty(dense.shape, dtype=dense.dtype, pin_memory=on_gpu).copy_(dense)
+
+
+def _check(tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"this takes tensors; got a {type(tensor).__name__}: use torch.as_tensor(...).")
+
+
+class _GpuWarning:
+    """Logged when it is created, which a process does once."""
+
+    def __init__(self) -> None:
+        log.warning(
+            "tensors of GPUs are exchanged through the host, also among GPUs of one host; gradients only until NCCL's "
+            "communicator is there, if each worker has a GPU of its own."
+        )
+
+
+def warn_about_gpus() -> None:
+    """Warn once per process that tensors on GPUs are exchanged through the host."""
+    get_process_context().get_or_create(_GpuWarning)
+
+
+# An integer of the same size stands for a dtype that numpy lacks.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@cache
+def _has_numpy(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
+
+
+@cache
+def _find_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    empty = torch.empty(0, dtype=dtype)
+    return (empty if _has_numpy(dtype) else empty.view(_SAME_SIZE[empty.element_size()])).numpy().dtype
+
+
+class _Memory:
+    """The memory of a tensor, for numpy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # which keeps the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _find_numpy_dtype(tensor.dtype).str,
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def view_memory(tensor: torch.Tensor) -> Array:
+    """Return the memory of a contiguous tensor on the CPU; dtypes that numpy lacks as integers of their size.
+
+    `Tensor.numpy` would do nearly the same, but a storage that it has shown to numpy cannot be resized any more, as
+    FullyShardedDataParallel does with its own.
+    """
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), _find_numpy_dtype(tensor.dtype))
+    return np.asarray(_Memory(tensor))
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return the memory of a contiguous tensor on the CPU for a reduction; bfloat16 as uint16.
+
+    Raises:
+        InvalidInput: neither numpy nor the engine knows the dtype.
+    """
+    if tensor.dtype is torch.bfloat16:
+        return view_memory(tensor).view(np.uint16)
+    if not _has_numpy(tensor.dtype):
+        raise InvalidInput(
+            f"tensors of {tensor.dtype} cannot be exchanged: convert them to torch.float32 first."
+        )
+    return view_memory(tensor.resolve_conj().resolve_neg())
+
+
+def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return the memory of an array as a tensor with the dtype and the device of `like`; a copy if that is a GPU."""
+    if like.dtype is torch.bfloat16:
+        tensor = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor.to(like.device)
+
+
+def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copy `result` into `tensor`, unless it is the same memory."""
+    if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
+        with torch.no_grad():
+            tensor.copy_(result)
+    return tensor
+
 
 # torch's name of a reduction -> the engine's.
 ENGINE_OPS = {
@@ -71,7 +195,7 @@ class Operand:
     @property
     def numbers(self) -> Array:
         """The elements for a reduction; bfloat16 as uint16."""
-        return self.array.view(np.uint16) if self.dtype is torch.bfloat16 else self.array
+        return array_of(self.flat)
 
     def rows(self, count: int) -> Array:
         """`array` with that many rows of equal length."""
