@@ -76,7 +76,7 @@ class BulkPlane:
         self.is_active = False  # all ranks have agreed to use it
         self.is_settled = False  # nothing is left to agree on
         self.seconds: float | None = None  # from its construction until it became active
-        self._group = group
+        self.group = group
         self._backend = backend
         self._get_stores = get_stores
         self._clock = SystemClock()
@@ -124,7 +124,7 @@ class BulkPlane:
         if self._built.is_set():
             own = Progress.FAILED if self._problem else Progress.READY
         expired = self._clock.now() > deadline
-        told = self._group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
+        told = self.group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
         states: list[int] = told[:, 0].tolist()
         if Progress.FAILED in states:
             self._settle(False)
@@ -149,7 +149,7 @@ class BulkPlane:
         self.is_settled, self.is_active = True, active
         seconds = self._clock.now() - self._began
         self.seconds = seconds if active else None
-        if active and self._group.rank == 0:
+        if active and self.group.rank == 0:
             sys.stderr.write(
                 f"gradients travel by {self._backend} from now on, {seconds:.1f} s after the communicator was begun\n"
             )
@@ -168,8 +168,8 @@ class BulkPlane:
             tensor = torch.ones(1, device=self.device)
             work = process_group.allreduce([tensor])  # communicators are made by their first collective
             _await_work(work, self._clock, BUILD_TIMEOUT)
-            if float(tensor.cpu()) != self._group.size:
-                raise RuntimeError(f"the sum over {self._group.size} ranks was {float(tensor.cpu()):g}")
+            if float(tensor.cpu()) != self.group.size:
+                raise RuntimeError(f"the sum over {self.group.size} ranks was {float(tensor.cpu()):g}")
         except Exception as error:
             self._problem = " ".join(str(error).split())[-400:] or type(error).__name__
         finally:
@@ -179,7 +179,7 @@ class BulkPlane:
         import torch.distributed as dist
 
         self._stores = self._get_stores()
-        store, rank, size = self._stores[0], self._group.rank, self._group.size
+        store, rank, size = self._stores[0], self.group.rank, self.group.size
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         _check_devices(store, rank, size, self.device)
@@ -213,13 +213,13 @@ class BulkPlane:
 class BulkSums:
     """Collectives of the bulk plane that the ranks confirm together: one of torch.distributed, or those of a step."""
 
-    def __init__(self, plane: BulkPlane, group: Group, signature: int = 0) -> None:
+    def __init__(self, plane: BulkPlane, signature: int = 0) -> None:
         """
         Args:
             signature: what the collectives are, as a number of 31 bits; ranks that disagree are refused.
         """
         self._plane = plane
-        self._group = group
+        self._group = plane.group
         self._signature = signature
         self._clock = SystemClock()
         self._works: list[Any] = []
@@ -316,12 +316,13 @@ class BulkSums:
 class BulkStep:
     """The sums of one step's buckets over the bulk plane."""
 
-    def __init__(self, plane: BulkPlane, group: Group, options: ExchangeOptions) -> None:
-        self._sums = BulkSums(plane, group)
-        self._before, self._after = options.factors(group.size)
+    def __init__(self, plane: BulkPlane, options: ExchangeOptions) -> None:
+        self._sums = BulkSums(plane)
+        self._before, self._after = options.factors(plane.group.size)
         self._wire = None if options.wire is None else WIRES[options.wire]
-        # Each bucket, and the tensor that travels for it.
-        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sent: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # each bucket, and the tensor that travels for it
 
     def launch(self, flat: torch.Tensor) -> None:
         """Begin to sum a complete bucket. In the thread that completed it, in the order of the layout."""

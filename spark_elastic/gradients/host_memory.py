@@ -33,26 +33,34 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if it is contiguous on the CPU, else a copy that is."""
-    _check(tensor)
-    dense = tensor.detach()
-    return dense if dense.device.type == "cpu" and dense.is_contiguous() else copy_to_host(tensor)
+    dense = _detach(tensor)
+    return dense if dense.device.type == "cpu" and dense.is_contiguous() else copy_to_host(dense)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy on the CPU."""
-    _check(tensor)
-    if tensor.layout is not torch.strided:
-        raise InvalidInput(f"this takes dense tensors; got {tensor.layout}: see sparse_allreduce_async.")
-    dense = tensor.detach()
+    dense = _detach(tensor)
     on_gpu = dense.device.type == "cuda"
     if on_gpu:
         warn_about_gpus()
     return torch.empty(dense.shape, dtype=dense.dtype, pin_memory=on_gpu).copy_(dense)
 
 
-def _check(tensor: object) -> None:
+def _detach(tensor: object) -> torch.Tensor:
+    """
+    Raises:
+        InvalidInput: it is no tensor, has no values, or is sparse.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"this takes tensors; got a {type(tensor).__name__}: use torch.as_tensor(...).")
+    if tensor.device.type == "meta":
+        raise InvalidInput("this collective got a tensor on meta, which has no values: give it some first.")
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(
+            f"this collective takes dense tensors and got {tensor.layout}: only all_reduce and sparse_allreduce_async "
+            "take sparse ones."
+        )
+    return tensor.detach()
 
 
 class _GpuWarning:
@@ -162,26 +170,12 @@ class Operand:
     """The elements of a tensor in one dimension: its own memory where the layout allows, else a copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """
-        Raises:
-            InvalidInput: the tensor has no values, or is sparse.
-        """
-        if tensor.device.type == "meta":
-            raise InvalidInput(
-                "this collective got a tensor on meta, which has no values: give it some first."
-            )
-        if tensor.layout is not torch.strided:
-            raise InvalidInput(
-                f"this collective takes dense tensors and got {tensor.layout}: only all_reduce takes sparse ones."
-            )
-        self._tensor = tensor.detach()
-        # Whether the elements are pairs of real and imaginary parts.
-        self.is_complex = tensor.is_complex()
+        self._tensor = _detach(tensor)
+        self.is_complex = tensor.is_complex()  # the elements are pairs of real and imaginary parts
         dense = self._tensor.resolve_conj().resolve_neg()
         if dense.is_complex():
             dense = torch.view_as_real(dense)
-        # Waits for the device that computes the tensor.
-        self.flat = dense.cpu().contiguous().view(-1)
+        self.flat = dense.cpu().contiguous().view(-1)  # waits for the device that computes the tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,10 +212,10 @@ class Operand:
 class Reduction:
     """A reduction that torch asked for."""
 
-    # torch's name, such as "SUM".
-    name: str
-    # Factor on each rank's operand (PREMUL_SUM): a number, or a tensor that broadcasts.
-    factor: float | torch.Tensor = 1.0
+    name: str  # torch's, such as "SUM"
+    factor: float | torch.Tensor = (
+        1.0  # on each rank's operand (PREMUL_SUM): a number, or a tensor that broadcasts
+    )
 
     @classmethod
     def of(cls, op: Any) -> Reduction:

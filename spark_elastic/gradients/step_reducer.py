@@ -63,7 +63,7 @@ class StepReducer:
         """
 
         def compare() -> None:
-            with self.watch(range(len(self._layout.names))):
+            with self._watch(range(len(self._layout.names))):
                 check_agreement(self._group, self._layout)
 
         self._submit(compare)
@@ -81,7 +81,7 @@ class StepReducer:
         def reduce() -> None:
             memory.wait_copied(number)
             begin = self._clock.now()
-            with self.watch([part.index for part in memory.buckets[number].slices]):
+            with self._watch([part.index for part in memory.buckets[number].slices]):
                 if compressor is None:
                     group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
                 else:
@@ -109,7 +109,7 @@ class StepReducer:
         factor = float(np.prod(self._options.factors(self._group.size)))
 
         def reduce() -> None:
-            with self.watch([index]):
+            with self._watch([index]):
                 listed = gather_listed_rows(self._group, rows, factor)
                 self.sparse_results[index] = listed.coalesce().to(rows.device)
 
@@ -120,7 +120,7 @@ class StepReducer:
         reduced: list[npt.NDArray[np.bool_]] = []
 
         def reduce() -> None:
-            with self.watch(()):
+            with self._watch(()):
                 reduced.append(np.bitwise_or.reduce(self._group.allgather(flags)))
 
         self._submit(reduce)
@@ -138,13 +138,17 @@ class StepReducer:
         for number in self._launched:
             self._memory.copy_from_host(number)
 
+    def call(self, work: Callable[[], object]) -> None:
+        """Call a collective of all gradients in this thread, after all others."""
+        with self._watch(range(len(self._layout.names))):
+            self._thread.drain_and_call(work)
+
     def drain(self) -> None:
         """Wait until all work is done or has failed."""
         if self._newest is not None:
             self._newest.exception()
 
-    def watch(self, indices: Sequence[int]) -> AbstractContextManager[None]:
-        """Check a collective for stalls, inside. indices: numbers of the parameters whose gradients it sums."""
+    def _watch(self, indices: Sequence[int]) -> AbstractContextManager[None]:
         options, names = self._options, self._layout.names
         return watch_collective(
             self._group, lambda: [names[i] for i in indices], options.warn_after, options.wait_at_most

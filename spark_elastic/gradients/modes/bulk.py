@@ -19,24 +19,17 @@ from spark_elastic.worker.context import CollectiveThread
 class BulkMode(HostMode):
     """Of a world that has a bulk plane."""
 
-    _thread: CollectiveThread  # of the newest step
-
     def __init__(
         self, layout: GradientLayout, group: Group, may_overlap: Callable[[], bool], plane: BulkPlane
     ) -> None:
         super().__init__(layout, group, may_overlap)
         self.plane = plane
-        self._peers = group
         self._sums: BulkStep | None = None  # of the newest step; None: all buckets travel through the host
-
-    @property
-    def bulk_seconds(self) -> float | None:
-        return self.plane.seconds
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
         super().begin(passes, thread, timeline)
-        self._thread = thread
-        self._sums = BulkStep(self.plane, self._peers, self.layout.options) if self.plane.is_active else None
+        self.bulk_seconds = self.plane.seconds
+        self._sums = BulkStep(self.plane, self.layout.options) if self.plane.is_active else None
 
     def _sum_bucket(self, number: int) -> None:
         flat = self._memory.flats[number]
@@ -48,10 +41,9 @@ class BulkMode(HostMode):
     def _complete_buckets(self) -> None:
         super()._complete_buckets()
         if self._sums is not None:
-            with self._reducer.watch(range(len(self.layout.names))):
-                self._thread.drain_and_call(self._sums.finish)
+            self._reducer.call(self._sums.finish)
         if not self.plane.is_settled:
-            self._thread.drain_and_call(self.plane.exchange_readiness)
+            self._reducer.call(self.plane.exchange_readiness)
 
     def _drain(self) -> None:
         super()._drain()

@@ -45,15 +45,13 @@ class HostMode(LocalMode):
         self._group = group
         self._may_overlap = may_overlap
         self._bucket_count = 0 if group is None else len(layout.buckets)  # buckets that a step launches
-        self._launched = 0  # how many of them it has launched
         self._missing: list[int] = []  # by bucket: gradients that it still lacks
         self._versions: list[int | None] = []  # by bucket: its version after the newest gradient
         self._is_compared = False  # the ranks have compared this layout
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
         super().begin(passes, thread, timeline)
-        self._launched = 0
-        self._missing = [len(bucket.slices) * self._count_additions() for bucket in self.layout.buckets]
+        self._missing = [len(bucket.slices) * passes for bucket in self.layout.buckets]
         self._versions = [None] * len(self.layout.buckets)
         if self._group is not None:
             self._reducer = StepReducer(self.layout, self._memory, self._group, thread, timeline)
@@ -75,13 +73,9 @@ class HostMode(LocalMode):
             self.layout.parameters[index].grad = gradient
         self.has_open_step = False
 
-    @property
-    def has_launched_buckets(self) -> bool:
-        return self.has_open_step and self._launched > 0
-
     def abandon(self) -> None:
         if self.has_open_step and self._group is not None:
-            if self._launched:
+            if self.has_launched_buckets:
                 self._group.abort("a step was given up in the middle of its exchange")
             self._drain()
         super().abandon()
@@ -90,10 +84,6 @@ class HostMode(LocalMode):
         for parameter, own, view in zip(self.layout.parameters, self.views, views, strict=True):
             if own is not None and parameter.grad is own:
                 parameter.grad = own.clone() if view is None else view.copy_(own)
-
-    def _count_additions(self) -> int:
-        """How often each gradient is written to its bucket in a step."""
-        return self._passes
 
     def _record_write(self, index: int) -> None:
         """A gradient of a pass or a share lies in its bucket: launch the buckets that are complete by it."""

@@ -34,6 +34,8 @@ class LocalMode:
             len(layout.parameters), np.bool_
         )  # parameters that got a gradient in this step
         self.found_sparse: Flags = self.present.copy()  # parameters that got a sparse one
+        self.bulk_seconds: float | None = None  # until the bulk plane was in use; None: it is not, or not yet
+        self._launched = 0  # buckets that were launched in this step
         self._passes = 0  # backward passes until `finish`
         self._arrivals: list[int] = []  # by parameter: passes that have added a gradient
 
@@ -42,7 +44,7 @@ class LocalMode:
         count = len(self.layout.parameters)
         self._passes, self._arrivals = passes, [0] * count
         self.present, self.found_sparse = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        self.has_open_step = True
+        self.has_open_step, self._launched = True, 0
 
     def on_gradient(self, index: int) -> None:
         """Take a gradient that a backward pass has added. Called in the hook."""
@@ -60,14 +62,9 @@ class LocalMode:
         return any(self.layout.parameters[i].grad is not None for i in np.flatnonzero(self.present).tolist())
 
     @property
-    def bulk_seconds(self) -> float | None:
-        """From the beginning of the bulk plane's communicator until it was in use; None: it is not, or not yet."""
-        return None
-
-    @property
     def has_launched_buckets(self) -> bool:
         """Whether a step is open of which some buckets were launched: the peers wait for the rest."""
-        return False
+        return self.has_open_step and self._launched > 0
 
     def abandon(self) -> None:
         """Give up the open step, if any; nothing of it is in progress when this returns."""

@@ -88,7 +88,12 @@ class ShareBuckets(BucketMemory):
         """Add a parameter's gradient of the share; None: the share has none."""
         below, additions = self._height - 1, self._tree.additions[self._begun - 1]
         if not additions:
-            self._put(self._stack[below + 1][index], gradient)
+            top = self._stack[below + 1][index]
+            assert top is not None
+            if gradient is None:
+                top.zero_()
+            else:
+                torch.add(gradient, 0.0, out=top)  # a copy without -0.0
             return
         into = self._stack[below][index]
         assert into is not None
@@ -105,14 +110,6 @@ class ShareBuckets(BucketMemory):
         slots = self._on_host(number).data.view(self._tree.slot_count, -1)
         for into, source in self._tree.slot_additions:
             slots[into].add_(slots[source])
-
-    @staticmethod
-    def _put(view: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
-        assert view is not None
-        if gradient is None:
-            view.zero_()
-        else:
-            torch.add(gradient, 0.0, out=view)  # a copy without -0.0
 
 
 class ShareMode(HostMode):
@@ -135,7 +132,8 @@ class ShareMode(HostMode):
         self._found_dense: Flags = self.present.copy()  # which parameters had a dense gradient in a share
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
-        super().begin(passes, thread, timeline)
+        super().begin(self._shares.share_count, thread, timeline)  # each adds a gradient to the bucket
+        self._passes = passes
         self.in_share, self._shares_left, self._observe = False, self._shares.share_count, None
         self._listed, self._found_dense = {}, self.present.copy()
         self._shares.begin()
@@ -181,9 +179,6 @@ class ShareMode(HostMode):
 
     def hand_over(self, views: Views) -> None:
         """Gradients do not outlive their step."""
-
-    def _count_additions(self) -> int:
-        return self._shares.share_count
 
     def _add(self, index: int) -> None:
         """Add the parameter's gradient of the share to those of the shares before."""

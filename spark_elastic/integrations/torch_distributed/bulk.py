@@ -82,7 +82,7 @@ class BulkCollectives:
         given = _make_options(name, options)
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         which = (name, _get_reduction(options).name, getattr(given, "rootRank", 0), shapes)
-        sums = BulkSums(plane, self._group, zlib.crc32(repr(which).encode()) >> 1)
+        sums = BulkSums(plane, zlib.crc32(repr(which).encode()) >> 1)
         listed = list(tensors)
         arguments = [listed] if name in ("allreduce", "broadcast") else listed
         sums.launch(lambda process_group: getattr(process_group, name)(*arguments, given))

@@ -424,8 +424,8 @@ class TwofoldPlane:
     is_active = is_settled = True
     seconds = None
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
         self.summed: list[torch.device] = []
 
     @property
@@ -445,7 +445,7 @@ def test_each_bucket_is_summed_where_it_is(
     """One layer of the model is on the host: shared memory holds its gradients, and those of no device."""
     monkeypatch.setattr(
         "spark_elastic.gradients.exchange.get_or_start_bulk_plane",
-        lambda group, device, options: TwofoldPlane(device) if has_plane else None,
+        lambda group, device, options: TwofoldPlane(group, device) if has_plane else None,
     )
 
     def work(group: Group) -> tuple[int, list[torch.device], list[list[float]]]:

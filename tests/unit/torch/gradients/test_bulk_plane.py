@@ -62,7 +62,7 @@ def test_sums_are_divided_and_compressed_where_they_are(
         plane = open_plane(group, store, device, backend)
         assert plane.is_active
         flats = [torch.full((5,), float(group.rank + 1 + number), device=device) for number in range(2)]
-        step = BulkStep(plane, group, options)
+        step = BulkStep(plane, options)
         for flat in flats:
             step.launch(flat)
         step.finish()
@@ -88,7 +88,7 @@ def test_an_aborted_plane_raises_on_every_rank(
         if group.rank == 0:
             plane.abort()
             plane.wait_aborted()
-        step = BulkStep(plane, group, DEFAULT_OPTIONS)
+        step = BulkStep(plane, DEFAULT_OPTIONS)
         step.launch(torch.ones(3, device=device))
         with pytest.raises(CollectiveError, match=r"the bulk sums of ranks \[0\] failed"):
             step.finish()
@@ -174,7 +174,7 @@ def test_every_rank_names_the_ranks_whose_sums_are_late(first: int) -> None:
     def work(group: Group) -> tuple[int, ...]:
         plane = BulkPlane(group, torch.device("cpu"), simulated_nccl.NAME, lambda: (dist.HashStore(),))  # type: ignore[attr-defined,unused-ignore]
         plane.process_group = Alone()
-        sums = BulkSums(plane, group)
+        sums = BulkSums(plane)
         if group.rank == first:
             sums._clock = FastClock()
         if group.rank == 1:
