@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ from spark_elastic.gradients.reduction import Compressor
 from spark_elastic.gradients.stall import watch_collective
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
+
+T = TypeVar("T")
 
 
 class StepReducer:
@@ -53,7 +56,7 @@ class StepReducer:
         self._timeline = timeline
         self._clock = SystemClock()
         self._newest: Future[None] | None = None  # of the newest work, which waits for the one before
-        self._last_bucket: Callable[[], None] | None = None
+        self._last_bucket: tuple[Callable[[], None], list[int]] | None = None  # its sum, and its parameters
         self._launched: list[int] = []  # numbers of buckets
 
     def compare(self) -> None:
@@ -61,12 +64,7 @@ class StepReducer:
 
         What the bulk plane sums meanwhile counts only if the check succeeds.
         """
-
-        def compare() -> None:
-            with self._watch(range(len(self._layout.names))):
-                check_agreement(self._group, self._layout)
-
-        self._submit(compare)
+        self._submit(lambda: check_agreement(self._group, self._layout))
 
     def launch_bucket(self, number: int) -> None:
         """Sum a complete bucket. The last one of the layout waits for `reduce_last_bucket`."""
@@ -81,27 +79,26 @@ class StepReducer:
         def reduce() -> None:
             memory.wait_copied(number)
             begin = self._clock.now()
-            with self._watch([part.index for part in memory.buckets[number].slices]):
-                if compressor is None:
-                    group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
-                else:
-                    allreduce_compressed(compressor, group, memory.gradients(number), scale)
-                memory.combine(number)
+            if compressor is None:
+                group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
+            else:
+                allreduce_compressed(compressor, group, memory.gradients(number), scale)
+            memory.combine(number)
             if self._timeline is not None:
                 self._timeline.write_gradients(
                     f"gradients {number}", array.nbytes, complete, begin, self._clock.now()
                 )
 
+        parameters = [part.index for part in memory.buckets[number].slices]
         if number + 1 < len(memory.buckets):
-            self._submit(reduce)
+            self._submit(reduce, parameters)
         else:
-            self._last_bucket = reduce
+            self._last_bucket = reduce, parameters
 
     def reduce_last_bucket(self) -> None:
         """Sum the last bucket in this thread, after all others."""
         if self._last_bucket is not None:
-            self.wait()
-            self._thread.drain_and_call(self._last_bucket)
+            self.call(*self._last_bucket)
 
     def launch_sparse(self, index: int, rows: torch.Tensor) -> None:
         """Sum a parameter's sparse gradient, which lies in no bucket, into `sparse_results`: in rank order, so that it
@@ -109,23 +106,20 @@ class StepReducer:
         factor = float(np.prod(self._options.factors(self._group.size)))
 
         def reduce() -> None:
-            with self._watch([index]):
-                listed = gather_listed_rows(self._group, rows, factor)
-                self.sparse_results[index] = listed.coalesce().to(rows.device)
+            listed = gather_listed_rows(self._group, rows, factor)
+            self.sparse_results[index] = listed.coalesce().to(rows.device)
 
-        self._submit(reduce)
+        self._submit(reduce, [index])
 
     def reduce_any(self, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return which flags are set on any rank. Waits for this and for all work before it."""
-        reduced: list[npt.NDArray[np.bool_]] = []
+        """Return which flags are set on any rank, after all work."""
+        return np.bitwise_or.reduce(self.call(lambda: self._group.allgather(flags)))
 
-        def reduce() -> None:
-            with self._watch(()):
-                reduced.append(np.bitwise_or.reduce(self._group.allgather(flags)))
-
-        self._submit(reduce)
+    def call(self, collective: Callable[[], T], parameters: Sequence[int] | None = None) -> T:
+        """Call a collective in this thread, after all work. parameters: as for `_submit`."""
         self.wait()
-        return reduced[0]
+        with self._watch(parameters):
+            return self._thread.drain_and_call(collective)
 
     def wait(self) -> None:
         """Wait for all work. Raises the error of the first work that failed."""
@@ -138,31 +132,31 @@ class StepReducer:
         for number in self._launched:
             self._memory.copy_from_host(number)
 
-    def call(self, work: Callable[[], object]) -> None:
-        """Call a collective of all gradients in this thread, after all others."""
-        with self._watch(range(len(self._layout.names))):
-            self._thread.drain_and_call(work)
-
     def drain(self) -> None:
         """Wait until all work is done or has failed."""
         if self._newest is not None:
             self._newest.exception()
 
-    def _watch(self, indices: Sequence[int]) -> AbstractContextManager[None]:
-        options, names = self._options, self._layout.names
-        return watch_collective(
-            self._group, lambda: [names[i] for i in indices], options.warn_after, options.wait_at_most
-        )
-
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _submit(self, work: Callable[[], None], parameters: Sequence[int] | None = None) -> None:
+        """parameters: numbers of those whose gradients the work sums, for the stall check; None: all."""
         before = self._newest
 
         def next_one() -> None:
             if before is not None:
                 before.result()
-            work()
+            with self._watch(parameters):
+                work()
 
         self._newest = self._thread.submit(next_one)
+
+    def _watch(self, parameters: Sequence[int] | None) -> AbstractContextManager[None]:
+        options, names = self._options, self._layout.names
+        return watch_collective(
+            self._group,
+            lambda: names if parameters is None else [names[i] for i in parameters],
+            options.warn_after,
+            options.wait_at_most,
+        )
 
 
 def check_agreement(group: Group, layout: GradientLayout) -> None:
