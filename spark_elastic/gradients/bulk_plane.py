@@ -35,9 +35,7 @@ from spark_elastic.worker.context import WorkerContext, get_context
 NCCL = "nccl"
 BUILD_TIMEOUT = 600.0  # seconds: communicators of many ranks take minutes
 ABORT_TIMEOUT = 10.0  # seconds that the training thread waits for the end of an abort
-COMPUTE_TIMEOUTS = (
-    10  # times a collective's timeout that the devices may compute before the first sum is complete
-)
+COMPUTE_TIMEOUTS = 10  # collectives' timeouts that the devices may compute before the first sum is complete
 REQUIRE_EVERY = 0.02  # seconds between two looks at the ranks whose communicators are awaited
 POLL_EVERY = 5e-5  # seconds between two looks at a sum
 AGREE_EVERY = 5e-3  # seconds of waiting for a sum after which the ranks tell each other that they are alive

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 import numpy as np
 import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.plan import Division
-from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.bulk_plane import get_or_start_bulk_plane
 from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.gradients.hooks import hook_gradients
 from spark_elastic.gradients.layout import ExchangedParameters
 from spark_elastic.gradients.modes.bulk import BulkMode
-from spark_elastic.gradients.modes.host import HostMode, make_change_error
+from spark_elastic.gradients.modes.host import HostMode
 from spark_elastic.gradients.modes.local import Flags, LocalMode
 from spark_elastic.gradients.modes.shares import Observe, ShareMode
 from spark_elastic.gradients.timeline import Timeline
@@ -65,14 +63,6 @@ class GradientExchange:
         self._laid_out_for: object = None  # what the mode was made for: group, sparse parameters, division
         self._hook_lock = threading.RLock()
         self._unhook = hook_gradients(self.parameters, self._on_gradient)
-
-    def __enter__(self) -> GradientExchange:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -198,11 +188,6 @@ class GradientExchange:
         """Give up the open step, if any; nothing of it is in progress when this returns. If buckets were launched, the
         group is aborted, since the peers wait for the rest."""
         self.mode.abandon()
-
-    def abandon_and_make_error(self) -> InvalidInput:
-        """Give up the open step, since gradients were changed after backward. Returns the error to raise."""
-        self.abandon()
-        return make_change_error()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""

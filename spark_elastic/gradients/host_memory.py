@@ -21,7 +21,6 @@ from elastic_collectives import Group
 from elastic_collectives.group import Array
 from elastic_collectives.operands import DTYPES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.context import get_process_context
 
 log = logging.getLogger(__name__)
 
@@ -63,38 +62,22 @@ def _detach(tensor: object) -> torch.Tensor:
     return tensor.detach()
 
 
-class _GpuWarning:
-    """Logged when it is created, which a process does once."""
-
-    def __init__(self) -> None:
-        log.warning(
-            "tensors of GPUs are exchanged through the host, also among GPUs of one host; gradients only until NCCL's "
-            "communicator is there, if each worker has a GPU of its own."
-        )
-
-
+@cache
 def warn_about_gpus() -> None:
     """Warn once per process that tensors on GPUs are exchanged through the host."""
-    get_process_context().get_or_create(_GpuWarning)
-
-
-# An integer of the same size stands for a dtype that numpy lacks.
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@cache
-def _has_numpy(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except TypeError:
-        return False
-    return True
+    log.warning(
+        "tensors of GPUs are exchanged through the host, also among GPUs of one host; gradients only until NCCL's "
+        "communicator is there, if each worker has a GPU of its own."
+    )
 
 
 @cache
 def _find_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    empty = torch.empty(0, dtype=dtype)
-    return (empty if _has_numpy(dtype) else empty.view(_SAME_SIZE[empty.element_size()])).numpy().dtype
+    """An unsigned integer of the same size stands for a dtype that numpy lacks."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return np.dtype(f"u{dtype.itemsize}")
 
 
 class _Memory:
@@ -111,7 +94,7 @@ class _Memory:
 
 
 def view_memory(tensor: torch.Tensor) -> Array:
-    """Return the memory of a contiguous tensor on the CPU; dtypes that numpy lacks as integers of their size.
+    """Return the memory of a contiguous tensor on the CPU; dtypes that numpy lacks as unsigned integers.
 
     `Tensor.numpy` would do nearly the same, but a storage that it has shown to numpy cannot be resized any more, as
     FullyShardedDataParallel does with its own.
@@ -122,18 +105,17 @@ def view_memory(tensor: torch.Tensor) -> Array:
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """Return the memory of a contiguous tensor on the CPU for a reduction; bfloat16 as uint16.
+    """Return the memory of a contiguous tensor on the CPU, as its numbers; bfloat16 as uint16.
 
     Raises:
         InvalidInput: neither numpy nor the engine knows the dtype.
     """
-    if tensor.dtype is torch.bfloat16:
-        return view_memory(tensor).view(np.uint16)
-    if not _has_numpy(tensor.dtype):
+    array = view_memory(tensor.resolve_conj().resolve_neg())
+    if tensor.dtype is not torch.bfloat16 and array.dtype.name != get_dtype_name(tensor.dtype):
         raise InvalidInput(
             f"tensors of {tensor.dtype} cannot be exchanged: convert them to torch.float32 first."
         )
-    return view_memory(tensor.resolve_conj().resolve_neg())
+    return array
 
 
 def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
@@ -154,12 +136,8 @@ def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 # torch's name of a reduction -> the engine's.
-ENGINE_OPS = {
-    "SUM": "sum",
+ENGINE_OPS = {name: name.lower() for name in ("SUM", "PRODUCT", "MIN", "MAX")} | {
     "AVG": "average",
-    "PRODUCT": "product",
-    "MIN": "min",
-    "MAX": "max",
     "PREMUL_SUM": "sum",
 }
 # Those that the engine lacks: numpy reduces what all ranks gathered.
@@ -183,13 +161,8 @@ class Operand:
 
     @property
     def array(self) -> Array:
-        """The elements for a collective that moves them."""
+        """The elements, as collectives take them; bfloat16 as uint16."""
         return view_memory(self.flat)
-
-    @property
-    def numbers(self) -> Array:
-        """The elements for a reduction; bfloat16 as uint16."""
-        return array_of(self.flat)
 
     def rows(self, count: int) -> Array:
         """`array` with that many rows of equal length."""
@@ -213,9 +186,7 @@ class Reduction:
     """A reduction that torch asked for."""
 
     name: str  # torch's, such as "SUM"
-    factor: float | torch.Tensor = (
-        1.0  # on each rank's operand (PREMUL_SUM): a number, or a tensor that broadcasts
-    )
+    factor: float | torch.Tensor = 1.0  # on each rank's operand (PREMUL_SUM); a tensor broadcasts
 
     @classmethod
     def of(cls, op: Any) -> Reduction:
@@ -262,9 +233,9 @@ class Reduction:
                 BITWISE_OPS[self.name].reduce(group.allgather(operand.array), axis=0, out=operand.array)
             return
         self._multiply(operands)
-        by_dtype: dict[str | None, list[Array]] = {}  # the engine sums arrays of one dtype together
+        by_dtype: dict[str, list[Array]] = {}  # the engine sums arrays of one dtype together
         for operand in operands:
-            by_dtype.setdefault(self._dtype(operand), []).append(operand.numbers)
+            by_dtype.setdefault(get_dtype_name(operand.dtype), []).append(operand.array)
         for dtype, arrays in by_dtype.items():
             if len(arrays) == 1:
                 group.allreduce(arrays[0], ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
@@ -281,11 +252,9 @@ class Reduction:
         if isinstance(self.factor, torch.Tensor):
             operand = operand.copy()
             self._multiply([operand])
-        rows = operand.numbers.reshape(group.size, -1)
-        result = out.numbers.reshape(1, -1)
-        group.reducescatter(
-            rows, ENGINE_OPS[self.name], dtype=self._dtype(operand), scale=self._scale, out=result
-        )
+        rows, dtype = operand.array.reshape(group.size, -1), get_dtype_name(operand.dtype)
+        result = out.array.reshape(1, -1)
+        group.reducescatter(rows, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale, out=result)
 
     @property
     def _scale(self) -> tuple[float, float]:
@@ -295,10 +264,6 @@ class Reduction:
         if isinstance(self.factor, torch.Tensor):
             for operand in operands:
                 operand.flat.mul_(self.factor.to("cpu", operand.dtype))
-
-    @staticmethod
-    def _dtype(operand: Operand) -> str | None:
-        return "bfloat16" if operand.dtype is torch.bfloat16 else None
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> tuple[Operand, list[int]]:

@@ -52,6 +52,7 @@ class ShareBuckets(BucketMemory):
         super().__init__(
             parameters, [replace(each, numel=each.numel * tree.slot_count) for each in buckets], group
         )
+        self.share_count = len(tree.additions)  # shares of this rank
         self._numels = [bucket.numel for bucket in buckets]
 
         def find_slot(slot: int) -> list[torch.Tensor]:
@@ -66,11 +67,6 @@ class ShareBuckets(BucketMemory):
         self._others = [slot for slot in range(tree.slot_count) if slot not in tree.slots]
         # Shares of this rank that were begun, and the stack's height below the newest one.
         self._begun, self._height = 0, 0
-
-    @property
-    def share_count(self) -> int:
-        """Shares of this rank."""
-        return len(self._tree.additions)
 
     def begin(self) -> None:
         """Begin a step."""

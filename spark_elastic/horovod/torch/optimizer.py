@@ -20,6 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import divide_into_groups
 from spark_elastic.gradients.compiled_callers import disable_compile
 from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
+from spark_elastic.gradients.modes.host import make_change_error
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import (
     Adasum,
@@ -302,7 +303,8 @@ class _Distributed(DistributedBase):
         """torch's name. A `GradScaler` reads it in its `step`, and changes gradients without another trace."""
         exchange = self._sync.exchange
         if exchange.mode.has_open_step and exchange.group is not None and exchange.group.size > 1:
-            raise exchange.abandon_and_make_error()
+            exchange.abandon()
+            raise make_change_error()
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

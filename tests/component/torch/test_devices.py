@@ -7,7 +7,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -454,7 +454,7 @@ def test_each_bucket_is_summed_where_it_is(
         allocated: list[int] = []
         allocate = group.buffer
         group.buffer = lambda nbytes: allocated.append(nbytes) or allocate(nbytes)  # type: ignore[method-assign,func-returns-value]
-        with GradientExchange(torch.nn.Sequential(first, second).named_parameters()) as exchange:
+        with closing(GradientExchange(torch.nn.Sequential(first, second).named_parameters())) as exchange:
             exchange.clear_and_begin(group, 1)
             second(first(torch.ones(1, 16)).to(device)).sum().backward()
             exchange.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
     def work(group: Group) -> None:
         inputs = 5 if group.rank == 0 else 3
         model = nn.Linear(inputs, 15 // inputs, bias=False)
-        with GradientExchange(model.named_parameters()) as exchange:
+        with closing(GradientExchange(model.named_parameters())) as exchange:
             exchange.clear_and_begin(group, 1)
             backward(model, inputs)
             mine = model.weight.grad
@@ -59,7 +60,7 @@ def test_r07_ranks_agree_on_the_options_of_the_exchange(other: ExchangeOptions, 
     def work(group: Group) -> None:
         model = nn.Linear(5, 3)
         terms = ExchangeOptions() if (group.rank == 0) != other.average else other
-        with GradientExchange(model.named_parameters(), terms) as exchange:
+        with closing(GradientExchange(model.named_parameters(), terms)) as exchange:
             exchange.clear_and_begin(group, 1)
             backward(model, 5)
             with pytest.raises(MismatchError, match=words):
@@ -123,7 +124,9 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second) as exchange:
+        with closing(
+            GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second)
+        ) as exchange:
             exchange.clear_and_begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:
@@ -141,7 +144,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
 def test_a_lone_worker_needs_no_thread() -> None:
     model = nn.Linear(4, 3)
     threads = threading.active_count()
-    with GradientExchange(model.named_parameters()) as exchange:
+    with closing(GradientExchange(model.named_parameters())) as exchange:
         exchange.clear_and_begin(None, 1)
         backward(model, 4)
         exchange.finish()

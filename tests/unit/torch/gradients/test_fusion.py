@@ -12,7 +12,6 @@ from spark_elastic.gradients import bucket_memory, host_memory
 from spark_elastic.gradients.bucket_memory import BucketMemory
 from spark_elastic.gradients.buckets import build_buckets
 from spark_elastic.gradients.layout import build_specs
-from spark_elastic.worker.context import ProcessContext
 
 
 class Memory:
@@ -26,8 +25,8 @@ class Memory:
 def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
     device: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process, group = ProcessContext(), Memory()
-    monkeypatch.setattr(host_memory, "get_process_context", lambda: process)
+    group = Memory()
+    host_memory.warn_about_gpus.cache_clear()
     monkeypatch.setattr(
         bucket_memory, "_Staging", lambda flat: None
     )  # there is no pinned memory without a GPU

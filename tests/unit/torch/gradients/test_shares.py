@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ NET = Net()  # copied by ranks that are threads, which share torch's generator
 def take_steps(group: Group, passes: int = 1) -> list[torch.Tensor | None]:
     """The gradients of the last step; in a world's first step sparse rows have a place in a bucket, too."""
     net, (first, past) = copy.deepcopy(NET), compute_rank_shares(SHARES, group.rank, group.size)
-    with GradientExchange(net.named_parameters(), OPTIONS) as exchange:
+    with closing(GradientExchange(net.named_parameters(), OPTIONS)) as exchange:
         for _ in range(STEPS):
             exchange.clear_and_begin(group, passes)
             for share in range(first, past):
@@ -80,7 +81,7 @@ def test_ranks_that_compute_otherwise_are_refused() -> None:
     def work(group: Group) -> None:
         net = nn.Linear(5, 3)
         options = ExchangeOptions(shares=2, arithmetic=["AVX2", "AVX512"][group.rank])
-        with GradientExchange(net.named_parameters(), options) as exchange:
+        with closing(GradientExchange(net.named_parameters(), options)) as exchange:
             exchange.clear_and_begin(group, 1)
             exchange.begin_share()
             net(torch.ones(2, 5)).sum().backward()
@@ -119,7 +120,7 @@ def pass_twice(net: nn.Linear, exchange: GradientExchange) -> None:
 )
 def test_what_a_loop_must_not_do(work: Callable[[nn.Linear, GradientExchange], None], sentence: str) -> None:
     net = nn.Linear(5, 3)
-    with GradientExchange(net.named_parameters(), ExchangeOptions(shares=1)) as exchange:
+    with closing(GradientExchange(net.named_parameters(), ExchangeOptions(shares=1))) as exchange:
         exchange.clear_and_begin(None, 1)
         with pytest.raises(InvalidInput, match=sentence):
             work(net, exchange)
