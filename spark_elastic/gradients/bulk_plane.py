@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group, MismatchError
 from spark_elastic.clock import SystemClock
@@ -174,8 +175,6 @@ class BulkPlane:
             self._built.set()
 
     def _create(self) -> Any:
-        import torch.distributed as dist
-
         self._stores = self._get_stores()
         store, rank, size = self._stores[0], self.group.rank, self.group.size
         if self.device.type == "cuda":
@@ -413,7 +412,8 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
     """
     backend = options.bulk_backend
     if backend == "auto":
-        backend = NCCL if device.type == "cuda" and _has_nccl() else "host"
+        has_nccl = device.type == "cuda" and dist.is_available() and dist.is_nccl_available()
+        backend = NCCL if has_nccl else "host"
     worker = get_context()
     if backend == "host" or group.size == 1 or options.shares or options.compressor is not None:
         return None
@@ -429,8 +429,6 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
 
 def _get_stores(worker: WorkerContext, group: Group, number: int) -> tuple[Any, ...]:
     """The store of a plane, and what it consists of: C++ does not keep a store alive that is written in Python."""
-    import torch.distributed as dist
-
     from spark_elastic.gradients.store import DriverStore
 
     assert worker.driver is not None
@@ -438,9 +436,3 @@ def _get_stores(worker: WorkerContext, group: Group, number: int) -> tuple[Any, 
     prefix = f"bulk {number} of ranks {' '.join(map(str, group.members))}"
     prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
     return prefixed(prefix, store), store
-
-
-def _has_nccl() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_nccl_available()

@@ -56,7 +56,7 @@ class GradientExchange:
         self._before_gradient, self._may_overlap = before_gradient, may_overlap
         self._get_thread, self._get_timeline = get_thread, timeline
         self._own_thread = CollectiveThread()
-        self._group: Group | None = None  # of the newest step
+        self.group: Group | None = None  # of the newest step; None: the process trained alone
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         # Takes the gradients of the newest step, and knows which of them came.
         self.mode = LocalMode(self._exchanged.lay_out(options, self._sparse))
@@ -67,11 +67,6 @@ class GradientExchange:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return self._exchanged.parameters
-
-    @property
-    def group(self) -> Group | None:
-        """The group of the newest step; None: the process trained alone."""
-        return self._group
 
     def clear_and_begin(self, group: Group | None, passes: int, division: Division | None = None) -> None:
         """Drop all gradients and begin a step.
@@ -89,14 +84,14 @@ class GradientExchange:
     ) -> None:
         """Begin a step that includes the gradients that are there. Arguments as for `clear_and_begin`."""
         self.abandon()
-        begins_world = group is not self._group
+        begins_world = group is not self.group
         if self._exchanged.follow_flags(begins_world):
             self._follow_parameters()
         if begins_world:  # newcomers do not know what the former world agreed on
             self._sparse = frozenset()
         thread = self._get_thread() or self._own_thread
         self._lay_out(group, division, thread)
-        self._group = group
+        self.group = group
         self.mode.begin(passes, thread, self._get_timeline())
 
     def set_parameters(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:

@@ -14,13 +14,13 @@ from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.bucket_memory import BucketMemory
+from spark_elastic.gradients.bucket_memory import BucketMemory, cut_views
+from spark_elastic.gradients.devices import HostCopy
 from spark_elastic.gradients.host_memory import array_of, get_dtype_name, to_host
 from spark_elastic.gradients.layout import GradientLayout
 from spark_elastic.gradients.reduction import Compressor
@@ -57,7 +57,9 @@ class StepReducer:
         self._clock = SystemClock()
         self._newest: Future[None] | None = None  # of the newest work, which waits for the one before
         self._last_bucket: tuple[Callable[[], None], list[int]] | None = None  # its sum, and its parameters
-        self._launched: list[int] = []  # numbers of buckets
+        self._copies: list[
+            tuple[torch.Tensor, HostCopy]
+        ] = []  # buckets that were launched, and where they are summed
 
     def compare(self) -> None:
         """Check that all ranks train the same parameters with the same options, before the engine sums any gradient.
@@ -68,29 +70,28 @@ class StepReducer:
 
     def launch_bucket(self, number: int) -> None:
         """Sum a complete bucket. The last one of the layout waits for `reduce_last_bucket`."""
-        memory, group = self._memory, self._group
-        self._launched.append(number)
-        memory.copy_to_host(number)
-        array, dtype = memory.array(number), memory.buckets[number].dtype
-        wire = self._options.wire if dtype == "float32" else None
+        group, bucket, flat = self._group, self._memory.buckets[number], self._memory.flats[number]
+        copy = HostCopy([flat])
+        self._copies.append((flat, copy))
+        wire = self._options.wire if bucket.dtype == "float32" else None
         compressor, scale = self._options.compressor, self._options.factors(group.size)
         complete = self._clock.now()
 
         def reduce() -> None:
-            memory.wait_copied(number)
+            host = copy.wait()[0].data  # so that no change counts as one of the user's
             begin = self._clock.now()
             if compressor is None:
-                group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
+                group.allreduce(array_of(host), dtype=bucket.dtype, scale=scale, compression=wire)
             else:
-                allreduce_compressed(compressor, group, memory.gradients(number), scale)
-            memory.combine(number)
+                gradients = cut_views(self._layout.parameters, [bucket], [host])
+                allreduce_compressed(compressor, group, filter(torch.is_tensor, gradients), scale)
+            self._memory.combine(host)
             if self._timeline is not None:
-                self._timeline.write_gradients(
-                    f"gradients {number}", array.nbytes, complete, begin, self._clock.now()
-                )
+                name = f"gradients {number}"
+                self._timeline.write_gradients(name, host.nbytes, complete, begin, self._clock.now())
 
-        parameters = [part.index for part in memory.buckets[number].slices]
-        if number + 1 < len(memory.buckets):
+        parameters = [part.index for part in bucket.slices]
+        if number + 1 < len(self._memory.buckets):
             self._submit(reduce, parameters)
         else:
             self._last_bucket = reduce, parameters
@@ -111,10 +112,6 @@ class StepReducer:
 
         self._submit(reduce, [index])
 
-    def reduce_any(self, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return which flags are set on any rank, after all work."""
-        return np.bitwise_or.reduce(self.call(lambda: self._group.allgather(flags)))
-
     def call(self, collective: Callable[[], T], parameters: Sequence[int] | None = None) -> T:
         """Call a collective in this thread, after all work. parameters: as for `_submit`."""
         self.wait()
@@ -129,8 +126,10 @@ class StepReducer:
     def complete_buckets(self) -> None:
         """Wait for the sums of all buckets, and have them where the gradients are."""
         self.wait()
-        for number in self._launched:
-            self._memory.copy_from_host(number)
+        for flat, copy in self._copies:
+            (host,) = copy.wait()
+            if host is not flat:
+                flat.copy_(host, non_blocking=True)
 
     def drain(self) -> None:
         """Wait until all work is done or has failed."""

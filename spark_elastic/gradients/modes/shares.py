@@ -101,9 +101,8 @@ class ShareBuckets(BucketMemory):
             assert lower is not None
             into = lower.add_(into)
 
-    def combine(self, number: int) -> None:
-        # `.data`, so that it does not count as a change.
-        slots = self._on_host(number).data.view(self._tree.slot_count, -1)
+    def combine(self, flat: torch.Tensor) -> None:
+        slots = flat.view(self._tree.slot_count, -1)
         for into, source in self._tree.slot_additions:
             slots[into].add_(slots[source])
 
@@ -199,7 +198,9 @@ class ShareMode(HostMode):
     def _sum_listed(self) -> None:
         """Add the rows that the sparse gradients of all shares list."""
         parameters, group = self.layout.parameters, self._group
-        listed = self.found_sparse if group is None else self._reducer.reduce_any(self.found_sparse)
+        listed = self.found_sparse  # and on any rank
+        if group is not None:
+            listed = np.bitwise_or.reduce(self._reducer.call(lambda: group.allgather(self.found_sparse)))
         for index in np.flatnonzero(self._found_dense).tolist():
             if index in self.layout.sparse or listed[index]:
                 raise InvalidInput(
