@@ -57,9 +57,7 @@ class StepReducer:
         self._clock = SystemClock()
         self._newest: Future[None] | None = None  # of the newest work, which waits for the one before
         self._last_bucket: tuple[Callable[[], None], list[int]] | None = None  # its sum, and its parameters
-        self._copies: list[
-            tuple[torch.Tensor, HostCopy]
-        ] = []  # buckets that were launched, and where they are summed
+        self._copies: list[tuple[torch.Tensor, HostCopy]] = []  # each launched bucket, and where it is summed
 
     def compare(self) -> None:
         """Check that all ranks train the same parameters with the same options, before the engine sums any gradient.
@@ -83,8 +81,9 @@ class StepReducer:
             if compressor is None:
                 group.allreduce(array_of(host), dtype=bucket.dtype, scale=scale, compression=wire)
             else:
-                gradients = cut_views(self._layout.parameters, [bucket], [host])
-                allreduce_compressed(compressor, group, filter(torch.is_tensor, gradients), scale)
+                views = cut_views(self._layout.parameters, [bucket], [host])
+                gradients = [view for view in views if view is not None]
+                allreduce_compressed(compressor, group, gradients, scale)
             self._memory.combine(host)
             if self._timeline is not None:
                 name = f"gradients {number}"
