@@ -48,7 +48,6 @@ WATCHDOG = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Progress(IntEnum):
@@ -308,46 +307,6 @@ class BulkSums:
             self._error = error
             return Progress.FAILED
         return Progress.READY
-
-
-class BulkStep:
-    """The sums of one step's buckets over the bulk plane."""
-
-    def __init__(self, plane: BulkPlane, options: ExchangeOptions) -> None:
-        self._sums = BulkSums(plane)
-        self._before, self._after = options.factors(plane.group.size)
-        self._wire = None if options.wire is None else WIRES[options.wire]
-        self._sent: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # each bucket, and the tensor that travels for it
-
-    def launch(self, flat: torch.Tensor) -> None:
-        """Begin to sum a complete bucket. In the thread that completed it, in the order of the layout."""
-        values = flat.data  # so that no change counts as one of the user's
-
-        def start(process_group: Any) -> Any:
-            if self._before != 1.0:
-                values.mul_(self._before)
-            sent = values if self._wire is None or values.dtype != torch.float32 else values.to(self._wire)
-            self._sent.append((values, sent))
-            return process_group.allreduce([sent])
-
-        self._sums.launch(start)
-
-    def finish(self) -> None:
-        """Wait until every rank has all sums. Collective over the engine; raises what `BulkSums.finish` does."""
-        self._sums.finish()
-        for values, sent in self._sent:
-            if sent is not values:
-                values.copy_(sent)
-            if self._after != 1.0:
-                values.mul_(self._after)
-        self._sent = []
-
-    def abandon(self, reason: str) -> None:
-        """Give up sums that may not be complete, and the group with them."""
-        self._sums.abandon(reason)
-        self._sent = []
 
 
 def _list_ranks(states: Sequence[int], state: Progress) -> tuple[int, ...]:

@@ -51,8 +51,7 @@ class GradientExchange:
             timeline: returns where to write the exchanges of a step.
             may_overlap: whether buckets go to the reducer while backward runs, and not only in `finish`.
         """
-        self._exchanged = ExchangedParameters(named_parameters)
-        self._options = options
+        self._exchanged, self._options = ExchangedParameters(named_parameters), options
         self._before_gradient, self._may_overlap = before_gradient, may_overlap
         self._get_thread, self._get_timeline = get_thread, timeline
         self._own_thread = CollectiveThread()

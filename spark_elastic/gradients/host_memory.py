@@ -136,10 +136,8 @@ def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 # torch's name of a reduction -> the engine's.
-ENGINE_OPS = {name: name.lower() for name in ("SUM", "PRODUCT", "MIN", "MAX")} | {
-    "AVG": "average",
-    "PREMUL_SUM": "sum",
-}
+ENGINE_OPS = {"SUM": "sum", "PREMUL_SUM": "sum", "AVG": "average"}
+ENGINE_OPS |= {"PRODUCT": "product", "MIN": "min", "MAX": "max"}
 # Those that the engine lacks: numpy reduces what all ranks gathered.
 BITWISE_OPS = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 
@@ -190,10 +188,7 @@ class Reduction:
 
     @classmethod
     def of(cls, op: Any) -> Reduction:
-        """
-        Args:
-            op: a `ReduceOp`, one of its constants, or None for a sum.
-        """
+        """op: a `ReduceOp`, one of its constants, or None for a sum."""
         if op is None:
             return cls("SUM")
         # A ReduceOp object equals its constant, but has another hash.

@@ -19,9 +19,7 @@ from spark_elastic.gradients.host_memory import get_dtype_name
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def find_trainable(
-    named: Iterable[tuple[str, torch.nn.Parameter]],
-) -> dict[str, torch.nn.Parameter]:
+def find_trainable(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.nn.Parameter]:
     """The parameters that require a gradient now, by name.
 
     Raises:

@@ -59,7 +59,7 @@ class LocalMode:
     @property
     def has_gradients(self) -> bool:
         """Whether any gradient of the newest step is still there."""
-        return any(self.layout.parameters[i].grad is not None for i in np.flatnonzero(self.present).tolist())
+        return any(self.layout.parameters[i].grad is not None for i in self.present.nonzero()[0].tolist())
 
     @property
     def has_launched_buckets(self) -> bool:
@@ -102,7 +102,7 @@ class LocalMode:
 
     def _place_absent(self) -> None:
         """Place what no backward pass has brought: zeros, or what was there before the step."""
-        for index in np.flatnonzero(~self.present).tolist():
+        for index in (~self.present).nonzero()[0].tolist():
             self._place_gradient(index)
 
     def _prepare_sparse(self, index: int, gradient: torch.Tensor, *, keeps_rows: bool) -> torch.Tensor:

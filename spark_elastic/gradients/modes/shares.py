@@ -43,11 +43,7 @@ class ShareBuckets(BucketMemory):
         group: Group | None,
         division: Division,
     ) -> None:
-        """
-        Args:
-            group: None: this process has all shares.
-            division: of the virtual shares of a step among the ranks.
-        """
+        """division: of the virtual shares of a step among the ranks of the group."""
         self._tree = tree = plan_shares(division, 0 if group is None else group.rank)
         super().__init__(
             parameters, [replace(each, numel=each.numel * tree.slot_count) for each in buckets], group
@@ -113,11 +109,7 @@ class ShareMode(HostMode):
     unit = "virtual share"
 
     def __init__(
-        self,
-        layout: GradientLayout,
-        group: Group | None,
-        may_overlap: Callable[[], bool],
-        division: Division,
+        self, layout: GradientLayout, group: Group | None, may_overlap: Callable[[], bool], division: Division
     ) -> None:
         self._shares = ShareBuckets(layout.parameters, layout.buckets, group, division)
         super().__init__(layout, group, may_overlap, self._shares)

@@ -17,11 +17,10 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.channels import choose_channel
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import ExchangeOptions
 from spark_elastic.gradients.hooks import make_weak_method
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ProcessSet, choose_channel, global_process_set
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
