@@ -36,8 +36,8 @@ from spark_elastic.estimators.two_rows import (
     has_hook,
     transform_rows,
 )
-from spark_elastic.gradients.exchange_options import find_trainable
 from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.layout import find_trainable
 from spark_elastic.training.fit_config import describe_type, name_failing
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.build_optimizer import build_optimizer, check_steps_alone

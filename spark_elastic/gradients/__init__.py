@@ -1,4 +1,5 @@
-"""The gradients of a step: hooks in backward, buckets, and their sums over all ranks.
+"""The gradients of a step: hooks in backward, buckets, and their sums over all ranks. `exchange` is the way in.
 
-`DistributedOptimizer` and the trainer of the estimator share this package.
+Estimators, Horovod's optimizers and torch's process groups share this package, and with it what is known of the world:
+process sets, ranks, devices, random generators.
 """

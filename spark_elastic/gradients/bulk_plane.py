@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group, MismatchError
 from spark_elastic.clock import SystemClock
@@ -35,9 +36,7 @@ from spark_elastic.worker.context import WorkerContext, get_context
 NCCL = "nccl"
 BUILD_TIMEOUT = 600.0  # seconds: communicators of many ranks take minutes
 ABORT_TIMEOUT = 10.0  # seconds that the training thread waits for the end of an abort
-COMPUTE_TIMEOUTS = (
-    10  # times a collective's timeout that the devices may compute before the first sum is complete
-)
+COMPUTE_TIMEOUTS = 10  # collectives' timeouts that the devices may compute before the first sum is complete
 REQUIRE_EVERY = 0.02  # seconds between two looks at the ranks whose communicators are awaited
 POLL_EVERY = 5e-5  # seconds between two looks at a sum
 AGREE_EVERY = 5e-3  # seconds of waiting for a sum after which the ranks tell each other that they are alive
@@ -49,7 +48,6 @@ WATCHDOG = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Progress(IntEnum):
@@ -76,7 +74,7 @@ class BulkPlane:
         self.is_active = False  # all ranks have agreed to use it
         self.is_settled = False  # nothing is left to agree on
         self.seconds: float | None = None  # from its construction until it became active
-        self._group = group
+        self.group = group
         self._backend = backend
         self._get_stores = get_stores
         self._clock = SystemClock()
@@ -124,7 +122,7 @@ class BulkPlane:
         if self._built.is_set():
             own = Progress.FAILED if self._problem else Progress.READY
         expired = self._clock.now() > deadline
-        told = self._group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
+        told = self.group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
         states: list[int] = told[:, 0].tolist()
         if Progress.FAILED in states:
             self._settle(False)
@@ -149,7 +147,7 @@ class BulkPlane:
         self.is_settled, self.is_active = True, active
         seconds = self._clock.now() - self._began
         self.seconds = seconds if active else None
-        if active and self._group.rank == 0:
+        if active and self.group.rank == 0:
             sys.stderr.write(
                 f"gradients travel by {self._backend} from now on, {seconds:.1f} s after the communicator was begun\n"
             )
@@ -168,18 +166,16 @@ class BulkPlane:
             tensor = torch.ones(1, device=self.device)
             work = process_group.allreduce([tensor])  # communicators are made by their first collective
             _await_work(work, self._clock, BUILD_TIMEOUT)
-            if float(tensor.cpu()) != self._group.size:
-                raise RuntimeError(f"the sum over {self._group.size} ranks was {float(tensor.cpu()):g}")
+            if float(tensor.cpu()) != self.group.size:
+                raise RuntimeError(f"the sum over {self.group.size} ranks was {float(tensor.cpu()):g}")
         except Exception as error:
             self._problem = " ".join(str(error).split())[-400:] or type(error).__name__
         finally:
             self._built.set()
 
     def _create(self) -> Any:
-        import torch.distributed as dist
-
         self._stores = self._get_stores()
-        store, rank, size = self._stores[0], self._group.rank, self._group.size
+        store, rank, size = self._stores[0], self.group.rank, self.group.size
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         _check_devices(store, rank, size, self.device)
@@ -213,13 +209,13 @@ class BulkPlane:
 class BulkSums:
     """Collectives of the bulk plane that the ranks confirm together: one of torch.distributed, or those of a step."""
 
-    def __init__(self, plane: BulkPlane, group: Group, signature: int = 0) -> None:
+    def __init__(self, plane: BulkPlane, signature: int = 0) -> None:
         """
         Args:
             signature: what the collectives are, as a number of 31 bits; ranks that disagree are refused.
         """
         self._plane = plane
-        self._group = group
+        self._group = plane.group
         self._signature = signature
         self._clock = SystemClock()
         self._works: list[Any] = []
@@ -313,45 +309,6 @@ class BulkSums:
         return Progress.READY
 
 
-class BulkStep:
-    """The sums of one step's buckets over the bulk plane."""
-
-    def __init__(self, plane: BulkPlane, group: Group, options: ExchangeOptions) -> None:
-        self._sums = BulkSums(plane, group)
-        self._before, self._after = options.factors(group.size)
-        self._wire = None if options.wire is None else WIRES[options.wire]
-        # Each bucket, and the tensor that travels for it.
-        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def launch(self, flat: torch.Tensor) -> None:
-        """Begin to sum a complete bucket. In the thread that completed it, in the order of the layout."""
-        values = flat.data  # so that no change counts as one of the user's
-
-        def start(process_group: Any) -> Any:
-            if self._before != 1.0:
-                values.mul_(self._before)
-            sent = values if self._wire is None or values.dtype != torch.float32 else values.to(self._wire)
-            self._sent.append((values, sent))
-            return process_group.allreduce([sent])
-
-        self._sums.launch(start)
-
-    def finish(self) -> None:
-        """Wait until every rank has all sums. Collective over the engine; raises what `BulkSums.finish` does."""
-        self._sums.finish()
-        for values, sent in self._sent:
-            if sent is not values:
-                values.copy_(sent)
-            if self._after != 1.0:
-                values.mul_(self._after)
-        self._sent = []
-
-    def abandon(self, reason: str) -> None:
-        """Give up sums that may not be complete, and the group with them."""
-        self._sums.abandon(reason)
-        self._sent = []
-
-
 def _list_ranks(states: Sequence[int], state: Progress) -> tuple[int, ...]:
     return tuple(rank for rank, each in enumerate(states) if each == state)
 
@@ -414,7 +371,8 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
     """
     backend = options.bulk_backend
     if backend == "auto":
-        backend = NCCL if device.type == "cuda" and _has_nccl() else "host"
+        has_nccl = device.type == "cuda" and dist.is_available() and dist.is_nccl_available()
+        backend = NCCL if has_nccl else "host"
     worker = get_context()
     if backend == "host" or group.size == 1 or options.shares or options.compressor is not None:
         return None
@@ -430,8 +388,6 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
 
 def _get_stores(worker: WorkerContext, group: Group, number: int) -> tuple[Any, ...]:
     """The store of a plane, and what it consists of: C++ does not keep a store alive that is written in Python."""
-    import torch.distributed as dist
-
     from spark_elastic.gradients.store import DriverStore
 
     assert worker.driver is not None
@@ -439,9 +395,3 @@ def _get_stores(worker: WorkerContext, group: Group, number: int) -> tuple[Any, 
     prefix = f"bulk {number} of ranks {' '.join(map(str, group.members))}"
     prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
     return prefixed(prefix, store), store
-
-
-def _has_nccl() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_nccl_available()

@@ -92,7 +92,7 @@ class HostCopy:
     """Tensors on their way to the host, copied once the device has computed them. Tensors of the CPU are there."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [_start_copy_to_host(tensor) for tensor in tensors]
+        self._tensors = [tensor if tensor.device == CPU else self._start_copy(tensor) for tensor in tensors]
         self._copied: Any = None
         device = next((tensor.device for tensor in tensors if tensor.device != CPU), CPU)
         if device != CPU:
@@ -106,11 +106,10 @@ class HostCopy:
             self._copied = None
         return self._tensors
 
-
-def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device == CPU:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    @staticmethod
+    def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
 
 class SnapshotCopy:

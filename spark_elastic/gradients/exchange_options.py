@@ -1,19 +1,14 @@
-"""How gradients are exchanged: divided, compressed, cut into buckets; and which parameters take part. Values only."""
+"""How gradients are exchanged: divided, compressed, cut into buckets. Values only."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from spark_elastic.config import operations_from_env
-from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.buckets import BUCKET_BYTES, ParameterSpec
+from spark_elastic.gradients.buckets import BUCKET_BYTES
 from spark_elastic.gradients.reduction import Compressor
-from spark_elastic.gradients.tensors import get_dtype_name
 
 
 @dataclass(frozen=True)
@@ -21,8 +16,9 @@ class ExchangeOptions:
     """How gradients are exchanged; the same on all ranks."""
 
     bucket_bytes: int = BUCKET_BYTES  # about so many in each bucket: see `build_buckets`
-    # Numbers of parameters that travel together: see `build_buckets`.
-    groups: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[
+        tuple[int, ...], ...
+    ] = ()  # numbers of parameters that travel together: see `build_buckets`
     average: bool = False  # divide by the size of the group
     predivide: float = 1.0  # divide by this much before the sum, and by the rest after it
     wire: str | None = None  # the engine's format of float32; None: as it is
@@ -32,10 +28,9 @@ class ExchangeOptions:
     sparse: str = "refused"
     # Virtual shares of a step, whose gradients are added in the order of `share_tree`; 0: gradients are summed by rank.
     shares: int = 0
-    # What their bits depend on besides, in words; the same on all ranks.
-    arithmetic: str = ""
-    warn_after: float = math.inf  # seconds; see `ops.stall.watch_collective`
-    wait_at_most: float | None = None  # seconds; see `ops.stall.watch_collective`
+    arithmetic: str = ""  # what their bits depend on besides, in words; the same on all ranks
+    warn_after: float = math.inf  # seconds; see `stall.watch_collective`
+    wait_at_most: float | None = None  # seconds; see `stall.watch_collective`
     bulk_backend: str = "host"  # what sums gradients on GPUs: see `OperationConfig`
     hybrid_recovery: bool = True  # see `OperationConfig`
 
@@ -72,36 +67,3 @@ def options_from_env(**others: Any) -> ExchangeOptions:
         hybrid_recovery=config.hybrid_recovery,
         **others,
     )
-
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def find_trainable(
-    named: Iterable[tuple[str, torch.nn.Parameter]],
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters that require a gradient now, by name.
-
-    Raises:
-        InvalidInput: one of them cannot be exchanged.
-    """
-    trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
-    for name, parameter in trainable.items():
-        if parameter.device.type == "meta":
-            raise InvalidInput(
-                f"parameter {name!r} is on {parameter.device}, and has no values: give the model some first."
-            )
-        if parameter.dtype not in DTYPES:
-            raise InvalidInput(
-                f"parameter {name!r} is {parameter.dtype}: only float16, bfloat16, float32 and float64 can be trained."
-            )
-    if not trainable:
-        raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
-    return trainable
-
-
-def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[ParameterSpec]:
-    return [
-        ParameterSpec(name, tuple(p.shape), get_dtype_name(p.dtype), p.element_size(), str(p.device))
-        for name, p in zip(names, parameters, strict=True)
-    ]

@@ -41,9 +41,7 @@ class FlatBuffer:
             allocate: returns that many bytes, from a multiple of ALIGN on; for example `Group.buffer`.
         """
         kinds = [np.dtype(dtype) for dtype in dtypes]
-        spans: dict[
-            int, tuple[int, int]
-        ] = {}  # by index of the array: its first byte, and the one behind its last
+        spans: dict[int, tuple[int, int]] = {}  # by array: its first byte, and the one behind its last
         ranges: dict[np.dtype[Any], tuple[int, int]] = {}  # by dtype: the same of all its arrays
         end = 0
         for kind in dict.fromkeys(kinds):

@@ -1,4 +1,4 @@
-"""The state of a process's global random generators: Python's, numpy's and torch's.
+"""The random generators of a process, Python's, numpy's and torch's: their state, and blocks that borrow them.
 
 Forward passes draw from random streams of their own, so that the process's generators stay equal on all ranks. Training
 thread only.

@@ -1,4 +1,4 @@
-"""The current world and its process sets: which group the operations of this process use. Any thread.
+"""The current world, its process sets and channels: which group the operations of this process use. Any thread.
 
 A process set names ranks: in each world it consists of those of its ranks that the world has. When the world grows
 again, its ranks are back in the set, whichever workers have them. A process that is no worker is a world of one.
@@ -6,6 +6,7 @@ again, its ranks are back in the set, whichever workers have them. A process tha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -238,3 +239,13 @@ def find_root_index(process_set: ProcessSet, root_rank: int) -> int:
 def is_single_process(process_set: ProcessSet) -> bool:
     """Whether this process has no peers to exchange gradients with: the set has one rank, or not this one."""
     return process_set.size() <= 1 or not process_set.included()
+
+
+def choose_channel(use: str, *key: object) -> int:
+    """Return the channel of a subgroup: the same on all of its ranks, and of no other use or key.
+
+    Args:
+        use: what the group is for.
+        key: what tells it from others of that use; equal on all of its ranks.
+    """
+    return 1 + int.from_bytes(hashlib.sha256(f"{use} {key}".encode()).digest()[:7], "little")

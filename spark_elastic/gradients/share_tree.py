@@ -19,16 +19,13 @@ Node = tuple[int, int]  # shares `first ... behind the last`
 class ShareTree:
     """What one rank adds, and where: its own shares on a stack, and then the slots of all ranks."""
 
-    # By own share: how many additions of the two upmost entries of the stack follow once it lies there.
-    additions: tuple[int, ...]
-    # By entry that is left on the stack: the slot that it goes to.
-    slots: tuple[int, ...]
-    # The most entries on the stack, the share that is added to the one below it left out.
-    depth: int
-    # Slots over all ranks.
-    slot_count: int
-    # (into, from): the additions of slots, in their order; the sum ends in slot 0.
-    slot_additions: tuple[tuple[int, int], ...]
+    additions: tuple[int, ...]  # by own share: additions of the stack's two upmost entries once it lies there
+    slots: tuple[int, ...]  # by entry that is left on the stack: the slot that it goes to
+    depth: int  # most entries on the stack, the share that is added to the one below it left out
+    slot_count: int  # slots over all ranks
+    slot_additions: tuple[
+        tuple[int, int], ...
+    ]  # of slots (into, from), in their order; the sum ends in slot 0
 
 
 def plan_shares(division: Division, rank: int) -> ShareTree:

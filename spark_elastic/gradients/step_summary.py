@@ -43,51 +43,33 @@ _FORMAT = struct.Struct("<QQqqqqQqddd??")
 class StepSummary(NamedTuple):
     """One rank's part."""
 
-    # The step; the same on all ranks.
-    position: Position
-    # The newest that the rank knows.
-    version: MembershipVersion
-    # Hash of how gradients are cut into buckets (R7, layout).
-    layout: int
-    # Rows of this rank in the step.
-    rows: int
-    # Sum of the losses of these rows.
-    loss: float
-    # What the sum of all ranks is divided by (R8, weighting); here this rank's part of it.
-    denominator: float
-    # (parameters,) Which parameters got a gradient.
-    present: npt.NDArray[np.bool_]
-    # (parameters,) Which got a sparse gradient; None: none of them.
-    found_sparse: npt.NDArray[np.bool_] | None = None
-    # A callback wants training to end after this step; the value of rank 0 counts.
-    wants_stop: bool = False
-    # Seconds that the rank worked for the step without waiting for others; 0.0: not measured.
-    seconds: float = 0.0
-    # A row of the rank has a sample weight other than 0, or rows have none.
-    has_weight: bool = True
+    position: Position  # of the step; the same on all ranks
+    version: MembershipVersion  # the newest that the rank knows
+    layout: int  # hash of how gradients are cut into buckets (R7, layout)
+    rows: int  # of this rank in the step
+    loss: float  # sum over these rows
+    denominator: float  # this rank's part of what the sum of all ranks is divided by (R8, weighting)
+    present: npt.NDArray[np.bool_]  # (parameters,) which got a gradient
+    found_sparse: npt.NDArray[np.bool_] | None = (
+        None  # (parameters,) which got a sparse one; None: none of them
+    )
+    wants_stop: bool = False  # a callback wants training to end after this step; the value of rank 0 counts
+    seconds: float = 0.0  # that the rank worked for the step without waiting for others; 0.0: not measured
+    has_weight: bool = True  # a row of the rank has a sample weight other than 0, or rows have none
 
 
 class StepDecision(NamedTuple):
     """What all ranks conclude; the same everywhere."""
 
-    # The newest that any rank knows.
-    version: MembershipVersion
-    # Rows of all ranks.
-    rows: int
-    # Sum of the losses of all rows.
-    loss: float
-    # What that sum is divided by (R8, weighting).
-    denominator: float
-    # (parameters,) Which parameters got a gradient on any rank.
-    present: npt.NDArray[np.bool_]
-    # (parameters,) Which got a sparse gradient on any rank.
-    found_sparse: npt.NDArray[np.bool_]
-    # Training ends after this step.
-    stops: bool = False
-    # By rank, `StepSummary.seconds`.
-    seconds: tuple[float, ...] = ()
-    # A row of any rank has a sample weight other than 0, or rows have none.
-    has_weight: bool = True
+    version: MembershipVersion  # the newest that any rank knows
+    rows: int  # of all ranks
+    loss: float  # sum over all rows
+    denominator: float  # what that sum is divided by (R8, weighting)
+    present: npt.NDArray[np.bool_]  # (parameters,) which got a gradient on any rank
+    found_sparse: npt.NDArray[np.bool_]  # (parameters,) which got a sparse one on any rank
+    stops: bool = False  # training ends after this step
+    seconds: tuple[float, ...] = ()  # by rank, `StepSummary.seconds`
+    has_weight: bool = True  # a row of any rank has a sample weight other than 0, or rows have none
 
     def check_finite(self, position: Position) -> None:
         """Raises FloatingPointError if the loss of the step at `position` is not finite; on every rank alike."""

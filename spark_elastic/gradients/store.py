@@ -1,4 +1,4 @@
-"""The store that torch.distributed's rendezvous hands out: the key-value store of the job's driver.
+"""The store by which process groups of torch and bulk planes find their peers: over the key-value store of the driver.
 
 Each request proves the job's key. The values belong to one world and are forgotten with it. Any thread.
 """

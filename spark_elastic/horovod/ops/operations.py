@@ -21,9 +21,9 @@ from elastic_collectives.group import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.channels import choose_channel
 from spark_elastic.gradients.process_sets import (
     ProcessSet,
+    choose_channel,
     find_root_index,
     global_process_set,
     is_added,

@@ -14,10 +14,11 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import hash_layout
-from spark_elastic.gradients.exchange_options import build_specs, find_trainable
+from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.host_memory import array_of, get_dtype_name
+from spark_elastic.gradients.layout import build_specs, find_trainable
 from spark_elastic.gradients.process_sets import ProcessSet
 from spark_elastic.gradients.step_summary import StepDecision
-from spark_elastic.gradients.tensors import array_of, disable_compile, get_dtype_name
 from spark_elastic.horovod.torch.gradient_sync import (
     exchange_summary,
     get_optimizers_in_use,

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.host_memory import copy_back, copy_to_host, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import ReduceOp, ReduceOptions
-from spark_elastic.gradients.tensors import copy_back, copy_to_host, disable_compile, to_host
 from spark_elastic.horovod.ops.negotiation import ALLREDUCE
 from spark_elastic.horovod.torch.compression import Compression
 from spark_elastic.horovod.torch.handles import Handle, submit

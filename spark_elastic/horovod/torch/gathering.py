@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.host_memory import copy_back, copy_to_host, tensor_of, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, Sum
-from spark_elastic.gradients.tensors import copy_back, copy_to_host, disable_compile, tensor_of, to_host
 from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
 from spark_elastic.horovod.ops.operations import broadcast_object, get_queue
 from spark_elastic.horovod.torch.allreduce import allreduce, grouped_allreduce

@@ -17,10 +17,10 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.channels import choose_channel
-from spark_elastic.gradients.exchange import GradientExchange, make_weak_method
+from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import ExchangeOptions
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.hooks import make_weak_method
+from spark_elastic.gradients.process_sets import ProcessSet, choose_channel, global_process_set
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
@@ -79,19 +79,19 @@ class GradientSync:
 
     def _open(self) -> None:
         """Open a step in the current world, if none is open. Called before a gradient counts."""
-        if self.exchange.has_open_step and not self.is_stale():
+        if self.exchange.mode.has_open_step and not self.is_stale():
             return
-        if self.is_stale() and self.exchange.has_gradients:
+        if self.is_stale() and self.exchange.mode.has_gradients:
             raise InvalidInput(
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
         self._world_group = get_group()
-        self.exchange.open(get_training_group(self._process_set), self._passes)
+        self.exchange.begin_with_gradients(get_training_group(self._process_set), self._passes)
         self.is_synchronized = False
 
     def begin_share(self) -> None:
         """The backward passes that follow belong to this rank's next virtual share."""
-        if not self.exchange.has_open_step and any(p.grad is not None for p in self.exchange.parameters):
+        if not self.exchange.mode.has_open_step and any(p.grad is not None for p in self.exchange.parameters):
             raise InvalidInput(
                 "there are gradients before the first virtual share of a step: call optimizer.zero_grad() first."
             )
@@ -103,14 +103,14 @@ class GradientSync:
         self.exchange.end_share()
 
     def _check_in_share(self) -> None:
-        if not self.exchange.in_share or self.is_stale():
+        if not self.exchange.mode.in_share or self.is_stale():
             raise InvalidInput(
                 "backward() was called outside of a virtual share: with determinism='bitwise' call it for each batch "
                 "of `for batch in shares`, where `shares` is what the ElasticDataLoader yields."
             )
 
     def set_backward_passes(self, passes: int) -> None:
-        if passes < 1 or self.exchange.has_open_step:
+        if passes < 1 or self.exchange.mode.has_open_step:
             raise InvalidInput(
                 "backward_passes_per_step must be at least 1, and can be set between steps only."
             )
@@ -118,16 +118,16 @@ class GradientSync:
 
     def is_stale(self) -> bool:
         """Whether the open step belongs to a world that is over."""
-        return self.exchange.has_open_step and self._world_group is not get_group()
+        return self.exchange.mode.has_open_step and self._world_group is not get_group()
 
     @property
     def has_unsynced_gradients(self) -> bool:
         """Whether there are gradients of this rank that were not synchronized."""
-        return self.exchange.has_open_step and self.exchange.has_gradients
+        return self.exchange.mode.has_open_step and self.exchange.mode.has_gradients
 
     def clear(self) -> None:
         """Drop all gradients."""
-        if self.exchange.has_open_step and not self.is_stale():
+        if self.exchange.mode.has_open_step and not self.is_stale():
             raise InvalidInput(
                 "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first. "
                 "If another optimizer's loss left these gradients, as in a GAN, call requires_grad_(False) on their "
@@ -150,7 +150,7 @@ class GradientSync:
             self._open()
             self._check_order()
             if self._has_shares:
-                present = exchange.present
+                present = exchange.mode.present
             else:
                 present = np.array([parameter.grad is not None for parameter in exchange.parameters])
             with translate_ranks_in_errors(exchange.group):
@@ -173,7 +173,7 @@ class GradientSync:
             if (
                 other is not self
                 and isinstance(other, GradientSync)
-                and other.exchange.has_launched_buckets
+                and other.exchange.mode.has_launched_buckets
                 and not other.is_stale()
             ):
                 raise InvalidInput(
@@ -201,7 +201,7 @@ class GradientSync:
         group = get_training_group(self._process_set)
         if group is None or group.size == 1:
             return False
-        self.exchange.begin(group, 0)
+        self.exchange.clear_and_begin(group, 0)
         try:
             with translate_ranks_in_errors(group):
                 self.exchange.finish()
@@ -214,7 +214,9 @@ class GradientSync:
 
     def _exchange_summary(self, group: Group, present: Flags, rows: int) -> StepDecision:
         exchange = self.exchange
-        decision = exchange_summary(group, exchange.layout_hash, present, exchange.found_sparse, rows)
+        decision = exchange_summary(
+            group, exchange.mode.layout.hash, present, exchange.mode.found_sparse, rows
+        )
         exchange.adopt_sparse_parameters(decision.found_sparse)
         return decision
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from elastic_collectives.group import Array
+from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.host_memory import array_of, get_dtype_name
 from spark_elastic.gradients.process_sets import ProcessSet
-from spark_elastic.gradients.tensors import array_of, disable_compile, get_dtype_name
 from spark_elastic.horovod.ops.negotiation import Request, qualify_name
 from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operations import get_queue

@@ -18,7 +18,9 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import divide_into_groups
+from spark_elastic.gradients.compiled_callers import disable_compile
 from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
+from spark_elastic.gradients.modes.host import make_change_error
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import (
     Adasum,
@@ -28,7 +30,6 @@ from spark_elastic.gradients.reduction import (
     ReduceOp,
     ReduceOptions,
 )
-from spark_elastic.gradients.tensors import disable_compile
 from spark_elastic.handwritten.applied_gradients import DistributedBase
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
@@ -301,8 +302,9 @@ class _Distributed(DistributedBase):
     def _step_supports_amp_scaling(self) -> bool:
         """torch's name. A `GradScaler` reads it in its `step`, and changes gradients without another trace."""
         exchange = self._sync.exchange
-        if exchange.has_open_step and exchange.group is not None and exchange.group.size > 1:
-            raise exchange.abandon_and_make_error()
+        if exchange.mode.has_open_step and exchange.group is not None and exchange.group.size > 1:
+            exchange.abandon()
+            raise make_change_error()
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -329,7 +331,7 @@ class _Distributed(DistributedBase):
     @disable_compile
     def _synchronize_once(self) -> None:
         sync = self._sync
-        if self._skips and sync.exchange.has_open_step:
+        if self._skips and sync.exchange.mode.has_open_step:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
             )

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.host_memory import tensor_of, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.gradients.tensors import disable_compile, tensor_of, to_host
 from spark_elastic.horovod.ops.negotiation import ALLTOALL, REDUCESCATTER
 from spark_elastic.horovod.torch.compression import Compression
 from spark_elastic.horovod.torch.gathering import grouped_allgather

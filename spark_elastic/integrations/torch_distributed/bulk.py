@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elastic_collectives import Group
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
 from spark_elastic.gradients.exchange_options import options_from_env
-from spark_elastic.gradients.operands import Reduction
+from spark_elastic.gradients.host_memory import Reduction
 
 c10d: Any = dist.distributed_c10d
 OPTIONS: dict[str, Any] = {
@@ -82,7 +82,7 @@ class BulkCollectives:
         given = _make_options(name, options)
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         which = (name, _get_reduction(options).name, getattr(given, "rootRank", 0), shapes)
-        sums = BulkSums(plane, self._group, zlib.crc32(repr(which).encode()) >> 1)
+        sums = BulkSums(plane, zlib.crc32(repr(which).encode()) >> 1)
         listed = list(tensors)
         arguments = [listed] if name in ("allreduce", "broadcast") else listed
         sums.launch(lambda process_group: getattr(process_group, name)(*arguments, given))

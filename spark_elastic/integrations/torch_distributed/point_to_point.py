@@ -20,7 +20,7 @@ import torch
 from elastic_collectives import CollectiveError, Group, MismatchError
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.operands import Operand
+from spark_elastic.gradients.host_memory import Operand
 from spark_elastic.worker.context import CollectiveThread
 
 FRAME = 8192  # bytes

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.operands import (
+from spark_elastic.gradients.host_memory import (
     Operand,
     Reduction,
     concatenate,

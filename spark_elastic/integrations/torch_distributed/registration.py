@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.channels import choose_channel
+from spark_elastic.gradients.process_sets import choose_channel
 from spark_elastic.gradients.store import get_store
 from spark_elastic.integrations.torch_distributed.process_group import NAME, ElasticProcessGroup
 from spark_elastic.worker.context import get_context, get_process_context

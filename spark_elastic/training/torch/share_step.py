@@ -51,7 +51,7 @@ class ShareStep(TrainStep):
             check = self.checker.draw(position, batch.division)
         if check is not None and group.rank in check.witnesses:
             self._witness(check, digest, before)
-        self._exchange.begin(group, 0, batch.division)
+        self._exchange.clear_and_begin(group, 0, batch.division)
         self._ledger.write_ahead(group.fence, position, batch.row_ids)
         self._buffers.begin()
         losses = []

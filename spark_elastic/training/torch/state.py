@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.tensors import get_dtype_name
+from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.runs.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
 from spark_elastic.training.callback_states import name_classes, pair_states

@@ -187,7 +187,7 @@ class TrainStep:
         one_pass = shares_statistics(self._modules)
         parts = [batch] if one_pass else list(batch.micro_batches(self._config.batch_size))
         self._loss_fn.begin(group, batch, position)
-        self._exchange.begin(group, len(parts))
+        self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
         # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
         with seeded_rng(self._config.seed, position.epoch, position.phase, position.step, group.rank):
@@ -239,12 +239,12 @@ class TrainStep:
         return StepSummary(
             self._state.position,
             version,
-            self._exchange.layout_hash,
+            self._exchange.mode.layout.hash,
             rows=len(batch),
             loss=loss,
             denominator=denominator,
-            present=self._exchange.present,
-            found_sparse=self._exchange.found_sparse,
+            present=self._exchange.mode.present,
+            found_sparse=self._exchange.mode.found_sparse,
             wants_stop=wants_stop,
             seconds=self._worked,
             has_weight=batch.has_weight,

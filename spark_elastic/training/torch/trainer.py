@@ -167,7 +167,7 @@ class TorchTrainer:
 
     @property
     def bulk_seconds(self) -> float | None:
-        return None if self._exchange is None else self._exchange.bulk_seconds
+        return None if self._exchange is None else self._exchange.mode.bulk_seconds
 
     def train_step(
         self,

@@ -7,7 +7,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -424,8 +424,8 @@ class TwofoldPlane:
     is_active = is_settled = True
     seconds = None
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
         self.summed: list[torch.device] = []
 
     @property
@@ -445,7 +445,7 @@ def test_each_bucket_is_summed_where_it_is(
     """One layer of the model is on the host: shared memory holds its gradients, and those of no device."""
     monkeypatch.setattr(
         "spark_elastic.gradients.exchange.get_or_start_bulk_plane",
-        lambda group, device, options: TwofoldPlane(device) if has_plane else None,
+        lambda group, device, options: TwofoldPlane(group, device) if has_plane else None,
     )
 
     def work(group: Group) -> tuple[int, list[torch.device], list[list[float]]]:
@@ -454,15 +454,15 @@ def test_each_bucket_is_summed_where_it_is(
         allocated: list[int] = []
         allocate = group.buffer
         group.buffer = lambda nbytes: allocated.append(nbytes) or allocate(nbytes)  # type: ignore[method-assign,func-returns-value]
-        with GradientExchange(torch.nn.Sequential(first, second).named_parameters()) as exchange:
-            exchange.begin(group, 1)
+        with closing(GradientExchange(torch.nn.Sequential(first, second).named_parameters())) as exchange:
+            exchange.clear_and_begin(group, 1)
             second(first(torch.ones(1, 16)).to(device)).sum().backward()
             exchange.finish()
-            plane: Any = exchange._plane
+            mode: Any = exchange.mode
             gradients = [parameter.grad for parameter in exchange.parameters]
             assert [grad.device for grad in gradients if grad is not None] == [torch.device("cpu"), device]
             values = [grad.flatten().tolist() for grad in gradients[:1] if grad is not None]
-        return sum(allocated), plane.summed if has_plane else [], values
+        return sum(allocated), mode.plane.summed if has_plane else [], values
 
     for allocated, summed, values in run_in_world(2, work):
         assert allocated == 4 * (64 if device.type != "cpu" else 64 + 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
-from spark_elastic.gradients.bulk_plane import BulkPlane, BulkStep, BulkSums, _Planes
-from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS
+from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, _Planes
+from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS, ExchangeOptions
+from spark_elastic.gradients.layout import ExchangedParameters
+from spark_elastic.gradients.modes.bulk import BulkMode
+from spark_elastic.worker.context import CollectiveThread
 from tests import simulated_nccl
 from tests.devices import use_device
 from tests.unit.torch.worlds import run_in_world
@@ -40,6 +44,23 @@ def open_plane(group: Group, store: Any, device: str, backend: str) -> BulkPlane
     return plane
 
 
+def sum_gradients(
+    group: Group, plane: BulkPlane, options: ExchangeOptions, gradients: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The sums over all ranks, of gradients that arrive one after the other."""
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    layout = ExchangedParameters(named).lay_out(options, frozenset())
+    mode = BulkMode(layout, group, lambda: True, plane)
+    with closing(CollectiveThread()) as thread:
+        mode.begin(1, thread, None)
+        for index, gradient in enumerate(gradients):
+            parameters[index].grad = gradient
+            mode.on_gradient(index)
+        mode.finish()
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def await_threads() -> None:
     """The simulation's threads end a moment after an abort."""
     deadline = time.monotonic() + 5
@@ -61,14 +82,11 @@ def test_sums_are_divided_and_compressed_where_they_are(
     def work(group: Group) -> list[float]:
         plane = open_plane(group, store, device, backend)
         assert plane.is_active
-        flats = [torch.full((5,), float(group.rank + 1 + number), device=device) for number in range(2)]
-        step = BulkStep(plane, group, options)
-        for flat in flats:
-            step.launch(flat)
-        step.finish()
+        gradients = [torch.full((5,), float(group.rank + 1 + number), device=device) for number in range(2)]
+        summed = sum_gradients(group, plane, options, gradients)
         plane.abort()
         plane.wait_aborted()
-        return [float(flat[0]) for flat in flats]
+        return [float(gradient[0]) for gradient in summed]
 
     found = run_in_world(size, work)
     mean = sum(range(1, size + 1)) / size
@@ -88,10 +106,8 @@ def test_an_aborted_plane_raises_on_every_rank(
         if group.rank == 0:
             plane.abort()
             plane.wait_aborted()
-        step = BulkStep(plane, group, DEFAULT_OPTIONS)
-        step.launch(torch.ones(3, device=device))
         with pytest.raises(CollectiveError, match=r"the bulk sums of ranks \[0\] failed"):
-            step.finish()
+            sum_gradients(group, plane, DEFAULT_OPTIONS, [torch.ones(3, device=device)])
         plane.abort()
         plane.wait_aborted()
 
@@ -174,7 +190,7 @@ def test_every_rank_names_the_ranks_whose_sums_are_late(first: int) -> None:
     def work(group: Group) -> tuple[int, ...]:
         plane = BulkPlane(group, torch.device("cpu"), simulated_nccl.NAME, lambda: (dist.HashStore(),))  # type: ignore[attr-defined,unused-ignore]
         plane.process_group = Alone()
-        sums = BulkSums(plane, group)
+        sums = BulkSums(plane)
         if group.rank == first:
             sums._clock = FastClock()
         if group.rank == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.modes.host import HostMode
 from tests.unit.torch.worlds import run_in_world
 
 
@@ -27,8 +29,8 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
     def work(group: Group) -> None:
         inputs = 5 if group.rank == 0 else 3
         model = nn.Linear(inputs, 15 // inputs, bias=False)
-        with GradientExchange(model.named_parameters()) as exchange:
-            exchange.begin(group, 1)
+        with closing(GradientExchange(model.named_parameters())) as exchange:
+            exchange.clear_and_begin(group, 1)
             backward(model, inputs)
             mine = model.weight.grad
             assert mine is not None
@@ -58,8 +60,8 @@ def test_r07_ranks_agree_on_the_options_of_the_exchange(other: ExchangeOptions, 
     def work(group: Group) -> None:
         model = nn.Linear(5, 3)
         terms = ExchangeOptions() if (group.rank == 0) != other.average else other
-        with GradientExchange(model.named_parameters(), terms) as exchange:
-            exchange.begin(group, 1)
+        with closing(GradientExchange(model.named_parameters(), terms)) as exchange:
+            exchange.clear_and_begin(group, 1)
             backward(model, 5)
             with pytest.raises(MismatchError, match=words):
                 exchange.finish()
@@ -90,7 +92,7 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
     def work(group: Group) -> None:
         counting: Any = CountingGroup(group)
         for _ in range(3):
-            exchanges[group.rank].begin(counting, 1)
+            exchanges[group.rank].clear_and_begin(counting, 1)
             backward(models[group.rank], 4)
             exchanges[group.rank].finish()
 
@@ -103,13 +105,13 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
 
 def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd has a thread for each device. Here a second one comes while the first one is about to send a bucket."""
-    lacking, launch = list[int](), GradientExchange._launch_next_bucket
+    lacking, launch = list[int](), HostMode._launch_next_bucket
 
-    def launch_recorded(exchange: GradientExchange) -> None:
-        lacking.append(exchange._step.missing[exchange._step.launched])
-        launch(exchange)
+    def launch_recorded(mode: HostMode) -> None:
+        lacking.append(mode._missing[mode._launched])
+        launch(mode)
 
-    monkeypatch.setattr(GradientExchange, "_launch_next_bucket", launch_recorded)
+    monkeypatch.setattr(HostMode, "_launch_next_bucket", launch_recorded)
 
     def work(group: Group) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(4)) for _ in range(4)]
@@ -122,8 +124,10 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second) as exchange:
-            exchange.begin(group, 1)
+        with closing(
+            GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second)
+        ) as exchange:
+            exchange.clear_and_begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:
                 second.start()
@@ -140,8 +144,8 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
 def test_a_lone_worker_needs_no_thread() -> None:
     model = nn.Linear(4, 3)
     threads = threading.active_count()
-    with GradientExchange(model.named_parameters()) as exchange:
-        exchange.begin(None, 1)
+    with closing(GradientExchange(model.named_parameters())) as exchange:
+        exchange.clear_and_begin(None, 1)
         backward(model, 4)
         exchange.finish()
         assert threading.active_count() == threads
@@ -161,13 +165,13 @@ def test_r22_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcom
     def take_step(group: Group, net: nn.Sequential, exchange: GradientExchange, trained: list[bool]) -> None:
         for layer, flag in zip(net, trained, strict=True):
             layer.requires_grad_(flag)
-        exchange.begin(group, 1)
+        exchange.clear_and_begin(group, 1)
         backward(net, 4)
         own = copy.deepcopy(net)
         own.zero_grad()
         backward(own, 4)
         exchange.finish()
-        exchange.drop_absent(exchange.present)
+        exchange.drop_absent(exchange.mode.present)
         for ours, theirs in zip(net.parameters(), own.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             if ours.grad is not None and theirs.grad is not None:

@@ -184,7 +184,7 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
         for together in (False, True, False):
             second = DistributedOptimizer(torch.optim.SGD(other.parameters())) if together else None
             sum(layer(torch.ones(1, 4)).sum() for layer in model).backward()  # type: ignore[union-attr]
-            found.append(optimizer._sync.exchange.has_launched_buckets)
+            found.append(optimizer._sync.exchange.mode.has_launched_buckets)
             optimizer.step()
             del second
         close_engine()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -41,17 +42,17 @@ NET = Net()  # copied by ranks that are threads, which share torch's generator
 def take_steps(group: Group, passes: int = 1) -> list[torch.Tensor | None]:
     """The gradients of the last step; in a world's first step sparse rows have a place in a bucket, too."""
     net, (first, past) = copy.deepcopy(NET), compute_rank_shares(SHARES, group.rank, group.size)
-    with GradientExchange(net.named_parameters(), OPTIONS) as exchange:
+    with closing(GradientExchange(net.named_parameters(), OPTIONS)) as exchange:
         for _ in range(STEPS):
-            exchange.begin(group, passes)
+            exchange.clear_and_begin(group, passes)
             for share in range(first, past):
                 exchange.begin_share()
                 for _ in range(passes):
                     (net(share) / 3).backward()
                 exchange.end_share()
             exchange.finish()
-            exchange.adopt_sparse_parameters(exchange.found_sparse)
-            exchange.drop_absent(exchange.present)
+            exchange.adopt_sparse_parameters(exchange.mode.found_sparse)
+            exchange.drop_absent(exchange.mode.present)
         return [p.grad if p.grad is None else p.grad.clone() for p in net.parameters()]
 
 
@@ -80,8 +81,8 @@ def test_ranks_that_compute_otherwise_are_refused() -> None:
     def work(group: Group) -> None:
         net = nn.Linear(5, 3)
         options = ExchangeOptions(shares=2, arithmetic=["AVX2", "AVX512"][group.rank])
-        with GradientExchange(net.named_parameters(), options) as exchange:
-            exchange.begin(group, 1)
+        with closing(GradientExchange(net.named_parameters(), options)) as exchange:
+            exchange.clear_and_begin(group, 1)
             exchange.begin_share()
             net(torch.ones(2, 5)).sum().backward()
             exchange.end_share()
@@ -119,7 +120,7 @@ def pass_twice(net: nn.Linear, exchange: GradientExchange) -> None:
 )
 def test_what_a_loop_must_not_do(work: Callable[[nn.Linear, GradientExchange], None], sentence: str) -> None:
     net = nn.Linear(5, 3)
-    with GradientExchange(net.named_parameters(), ExchangeOptions(shares=1)) as exchange:
-        exchange.begin(None, 1)
+    with closing(GradientExchange(net.named_parameters(), ExchangeOptions(shares=1))) as exchange:
+        exchange.clear_and_begin(None, 1)
         with pytest.raises(InvalidInput, match=sentence):
             work(net, exchange)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ CLOCK = SystemClock()
 def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0, 0.0)) -> None:
     """Steps of two layers; rank 1 comes so many seconds late to each of them."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    with GradientExchange(model.named_parameters(), terms) as exchange:
+    with closing(GradientExchange(model.named_parameters(), terms)) as exchange:
         for delay in delays:
-            exchange.begin(group, 1)
+            exchange.clear_and_begin(group, 1)
             model(torch.ones(1, 2)).sum().backward()
             if group.rank == 1:
                 CLOCK.sleep(delay)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def take_steps(group: Group) -> dict[str, Any]:
         (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, reshapes=False
     )
     losses = []
-    with GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES)) as exchange:
+    with closing(GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES))) as exchange:
         step = ShareStep(state, loss, exchange, CONFIG, Ledger(), metrics, GradientScaling())
         for number in range(STEPS):
             # In the second step the last rank has all shares that it may have.

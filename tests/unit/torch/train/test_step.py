@@ -212,7 +212,7 @@ def test_r03_an_exception_of_the_users_with_buckets_under_way_is_drained() -> No
             with pytest.raises(ZeroDivisionError):
                 trainees[0].take(group, range(5))
             handle.remove()
-            assert trainees[0].exchange.has_launched_buckets
+            assert trainees[0].exchange.mode.has_launched_buckets
 
     def take_step(group: Group) -> None:
         trainees[group.rank].take(group, divide_rows(group))

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.gradients import step_reducer as fusion
-from spark_elastic.gradients import tensors
+from spark_elastic.gradients import host_memory
+from spark_elastic.gradients.bucket_memory import BucketMemory
 from spark_elastic.gradients.buckets import build_buckets
-from spark_elastic.gradients.exchange_options import build_specs
-from spark_elastic.gradients.step_reducer import BucketMemory
-from spark_elastic.worker.context import ProcessContext
+from spark_elastic.gradients.layout import build_specs
 
 
 class Memory:
@@ -25,11 +23,10 @@ class Memory:
 
 @pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("meta", 1)])
 def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
-    device: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: str, times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process, group = ProcessContext(), Memory()
-    monkeypatch.setattr(tensors, "get_process_context", lambda: process)
-    monkeypatch.setattr(fusion, "_Staging", lambda flat: None)  # there is no pinned memory without a GPU
+    group = Memory()
+    host_memory.warn_about_gpus.cache_clear()
     parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     buckets = build_buckets(build_specs(["a", "b"], parameters), bucket_bytes=1)
     for _ in range(2):  # in the next world, too, it is known
