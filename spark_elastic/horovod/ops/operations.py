@@ -37,7 +37,7 @@ from spark_elastic.horovod.ops.negotiation import (
     BARRIER,
     BROADCAST,
     REDUCESCATTER,
-    Request,
+    OperationRequest,
 )
 from spark_elastic.horovod.ops.operation import CompletionSignal
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
@@ -96,7 +96,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    get_queue(process_set).submit(Request(BARRIER), awaited=True).wait()
+    get_queue(process_set).submit(OperationRequest(BARRIER), awaited=True).wait()
 
 
 def as_engine_array(array: Array) -> Array:
@@ -113,7 +113,7 @@ def allreduce_arrays(
     compression: str | None = None,
 ) -> None:
     """Allreduce arrays in place, as one operation."""
-    request = Request(
+    request = OperationRequest(
         ALLREDUCE, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale, compression
     )
     _execute(request, arrays, process_set)
@@ -128,7 +128,9 @@ def broadcast_arrays(
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
     root = find_root_index(process_set, root_rank)
     _execute(
-        Request(BROADCAST, name, _name_arrays(arrays), _list_shapes(arrays), root=root), arrays, process_set
+        OperationRequest(BROADCAST, name, _name_arrays(arrays), _list_shapes(arrays), root=root),
+        arrays,
+        process_set,
     )
 
 
@@ -137,7 +139,7 @@ def allgather_arrays(
 ) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
     shapes = tuple((-1, *array.shape[1:]) for array in arrays)
-    return _execute(Request(ALLGATHER, name, _name_arrays(arrays), shapes), arrays, process_set)
+    return _execute(OperationRequest(ALLGATHER, name, _name_arrays(arrays), shapes), arrays, process_set)
 
 
 def reducescatter_arrays(
@@ -148,11 +150,13 @@ def reducescatter_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
-    request = Request(REDUCESCATTER, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale)
+    request = OperationRequest(
+        REDUCESCATTER, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale
+    )
     return _execute(request, arrays, process_set)
 
 
-def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> list[Array]:
+def _execute(request: OperationRequest, arrays: Sequence[Array], process_set: ProcessSet) -> list[Array]:
     """Return the results, with the dtypes of the arrays."""
     operands = [as_engine_array(array) for array in arrays]
     results = get_queue(process_set).submit(request, operands, awaited=True).wait()

@@ -43,7 +43,7 @@ Plain = TypeVar("Plain")
 
 
 @dataclass(frozen=True)
-class ExchangeOptions:
+class GradientOptions:
     """How gradients are exchanged."""
 
     reduce: ReduceOptions  # the same for all variables that are not local
@@ -58,7 +58,7 @@ class ExchangeOptions:
 
 
 def exchange_gradients(
-    gradients: Sequence[Tensor], sources: Sequence[Any], options: ExchangeOptions
+    gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions
 ) -> list[Tensor]:
     """Return the gradients of all ranks, in the order of `sources`, the variables."""
     results = list(gradients)
@@ -87,7 +87,7 @@ def _to_dense(gradient: Tensor) -> Tensor:
 
 
 def _make_groups(
-    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: ExchangeOptions
+    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions
 ) -> list[list[int]]:
     """Return the indices of gradients that travel together: of one dtype, later layers first, whose gradients are
     computed first."""
@@ -201,12 +201,12 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     """
     options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
 
-    def make_exchange() -> tuple[ExchangeOptions, GradientAccumulator[Array]]:
+    def make_exchange() -> tuple[GradientOptions, GradientAccumulator[Array]]:
         accumulator = GradientAccumulator[Array](
             backward_passes_per_step, average_aggregated_gradients, lambda arrays: copy_arrays(arrays).views
         )
         wanted = num_groups if groups is None else groups
-        return ExchangeOptions(options, sparse_as_dense, wanted, scale_local_gradients), accumulator
+        return GradientOptions(options, sparse_as_dense, wanted, scale_local_gradients), accumulator
 
     distributed: Plain = wrap_optimizer(optimizer, _Distributed, make_exchange, tf.keras.utils)
     return distributed
@@ -297,7 +297,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
     kind = type(type(gradtape).__name__, (_DistributedTape, type(gradtape)), {})
     distributed: Any = object.__new__(kind)
     distributed.__dict__ = gradtape.__dict__
-    distributed._options = ExchangeOptions(options, sparse_as_dense, wanted, scale_local_gradients)
+    distributed._options = GradientOptions(options, sparse_as_dense, wanted, scale_local_gradients)
     return distributed
 
 
@@ -312,7 +312,7 @@ def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any 
 class _DistributedTape:
     """The methods that `DistributedGradientTape` puts before those of the tape's own class."""
 
-    _options: ExchangeOptions
+    _options: GradientOptions
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of that variable."""

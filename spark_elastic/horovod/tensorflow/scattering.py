@@ -16,7 +16,7 @@ from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.horovod.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qualify_name
+from spark_elastic.horovod.ops.negotiation import ALLTOALL, REDUCESCATTER, OperationRequest, qualify_name
 from spark_elastic.horovod.ops.operations import as_engine_array, get_queue, reducescatter_arrays
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, no_autograph
 from spark_elastic.horovod.tensorflow.compression import Compression
@@ -64,7 +64,7 @@ def _alltoall(
 
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
-        request = Request(
+        request = OperationRequest(
             ALLTOALL, qualify_name(ALLTOALL, name), (rows.dtype.name,), ((-1, *rows.shape[1:]),)
         )
         operation = get_queue(process_set).submit(

@@ -10,7 +10,7 @@ import torch
 from elastic_collectives.group import Array
 from spark_elastic.gradients.process_sets import ProcessSet
 from spark_elastic.gradients.tensors import array_of, disable_compile, get_dtype_name
-from spark_elastic.horovod.ops.negotiation import Request, qualify_name
+from spark_elastic.horovod.ops.negotiation import OperationRequest, qualify_name
 from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operations import get_queue
 
@@ -32,9 +32,9 @@ def submit(
         splits: of an alltoall; None: equal parts.
         ragged: the first dimension may differ between ranks.
         awaited: the caller waits for it at once.
-        fields: further ones of the `Request`.
+        fields: further ones of the `OperationRequest`.
     """
-    request = Request(
+    request = OperationRequest(
         kind,
         qualify_name(kind, name),
         tuple(get_dtype_name(each.dtype) for each in tensors),
