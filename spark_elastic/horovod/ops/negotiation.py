@@ -49,11 +49,6 @@ class OperationRequest:
         )
 
 
-def qualify_name(label: str, name: str | None) -> str | None:
-    """Return the name of an operation that the user calls `name`; the label keeps names of different kinds apart."""
-    return None if name is None else f"{label}.{name}"
-
-
 def find_mismatch(label: str, requests: Mapping[int, OperationRequest]) -> tuple[tuple[int, ...], str] | None:
     """Return (ranks whose request differs from the first one, a sentence), or None if all requests are equal."""
     first, *others = sorted(requests)

@@ -26,8 +26,8 @@ from spark_elastic.horovod.ops.distributed_optimizer import (
     register_local_layers,
     wrap_optimizer,
 )
-from spark_elastic.horovod.ops.operations import allreduce_arrays
-from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, compress_tensors
+from spark_elastic.horovod.ops.operations import allreduce_arrays, compress_tensors
+from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, are_float32
 from spark_elastic.horovod.tensorflow.arrays import (
     Tensor,
     append_to_graph,
@@ -96,9 +96,8 @@ def _make_groups(
 
 def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Tensor]:
     """Allreduce gradients of one dtype as one operation."""
-    wire, compressed = compress_tensors(gradients, options)
-    tensors = [tensor for tensor, _ in compressed]
-    name = f"allreduce.gradients.{_make_label(tensors)}"
+    wire, tensors, decompress = compress_tensors(gradients, options, are_float32(gradients))
+    name = f"gradients.{_make_label(tensors)}"
 
     def body(arrays: list[Array]) -> list[Array]:
         # Copied even without peers: TensorFlow may write into what a call returns.
@@ -107,11 +106,10 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
             return buffer.views
         # Adasum combines each gradient by itself.
         operands = buffer.views if options.op is Adasum else buffer.flat
-        allreduce_arrays(operands, name, options.op, options.scale, options.process_set, wire)
+        allreduce_arrays(operands, name, options, wire)
         return buffer.views
 
-    results = call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
-    return [options.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, compressed, strict=True)]
+    return decompress(call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors]))
 
 
 def _make_label(gradients: Sequence[Tensor]) -> str:
