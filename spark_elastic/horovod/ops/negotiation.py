@@ -189,9 +189,8 @@ class Negotiation:
         self._cache = RequestCache()
         self._pending: dict[str, _PendingOperation] = {}  # by label, in the order of the first request
         self._unnamed_counts: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
-        self._joined: dict[
-            int, int
-        ] = {}  # rank -> the steps it took before it joined, in the order of joining
+        # Rank -> the steps it took before it joined, in the order of joining.
+        self._joined: dict[int, int] = {}
 
     @property
     def pending(self) -> dict[str, tuple[int, ...]]:

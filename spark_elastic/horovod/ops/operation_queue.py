@@ -39,12 +39,9 @@ from spark_elastic.horovod.ops.operation import (
 )
 
 HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
-_HEADING = struct.Struct(
-    "<I?"
-)  # at their beginning: the length of the message, and whether the rank seems deadlocked
-COLLECT_WAIT = (
-    0.001  # seconds that the thread of the queue waits for further requests before it starts a round
-)
+_HEADING = struct.Struct("<I?")  # they begin with: the message's length, whether the rank seems deadlocked
+# Seconds that the thread of the queue waits for further requests before it starts a round.
+COLLECT_WAIT = 0.001
 COLLECT_WAITS = 5  # how many such waits at most, as long as further requests come
 # Ranks without a request meet as well, so that the log can say which rank lacks what.
 IDLE = 0.5  # seconds between rounds while no rank has a request

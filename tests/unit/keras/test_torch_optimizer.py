@@ -14,7 +14,6 @@ from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.keras import torch_optimizer
 from spark_elastic.horovod.keras.torch_optimizer import KerasExchange
-from spark_elastic.horovod.ops import distributed_optimizer
 from spark_elastic.horovod.ops.distributed_optimizer import GradientOptions, wrap_optimizer
 from spark_elastic.runs.handlers import to_array
 
@@ -43,14 +42,11 @@ def distribute(
     return wrap_optimizer(optimizer, lambda: KerasExchange(options, passes, False), keras.utils)
 
 
-def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(distributed_optimizer, "world", lambda: here)
+def test_passes_are_summed_before_they_are_applied() -> None:
     optimizer = distribute(RecordingOptimizer(), passes=2)
-    for fence, value in [((1, 1), 1.0), ((1, 2), 10.0), ((1, 2), 20.0)]:
-        here.fence = fence
+    for value in (1.0, 10.0, 20.0):
         optimizer.apply([torch.tensor(value)], [object()])
-    assert optimizer.applied == [[30.0]]
+    assert optimizer.applied == [[11.0]]
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])

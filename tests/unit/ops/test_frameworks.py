@@ -25,8 +25,11 @@ class Framework:
     """An interface of Horovod's, and its tensors."""
 
     hvd: Any
-    tensor: Callable[[Any, str], Any]  # of numbers, with the dtype of that name
+    make: Callable[[Any, str], Any]  # a tensor of numbers, with the dtype of that name
     gradient: Callable[[Callable[[Any], Any], Any], Any]  # of the sum of a function's result
+
+    def tensor(self, numbers: Any, dtype: str = "float32") -> Any:
+        return self.make(numbers, dtype)
 
     def read(self, tensor: Any) -> list[Any]:
         """Return the numbers of a tensor, or of several ones."""
@@ -35,18 +38,6 @@ class Framework:
         wide = tensor.double() if isinstance(tensor, torch.Tensor) else np.asarray(tensor).astype(float)
         numbers: list[Any] = wide.tolist()
         return numbers
-
-
-def make_for_tensorflow(numbers: Any, dtype: str = "float32") -> Any:
-    return tf.cast(tf.constant(numbers), dtype)
-
-
-def make_for_torch(numbers: Any, dtype: str = "float32") -> Any:
-    return torch.tensor(numbers).to(getattr(torch, dtype))
-
-
-def make_for_keras(numbers: Any, dtype: str = "float32") -> Any:
-    return np.array(numbers).astype(dtype)
 
 
 def differentiate_in_tensorflow(function: Callable[[Any], Any], at: Any) -> Any:
@@ -62,9 +53,15 @@ def differentiate_in_torch(function: Callable[[Any], Any], at: Any) -> Any:
     return gradient
 
 
-TORCH = Framework(spark_elastic.torch, make_for_torch, differentiate_in_torch)
-TENSORFLOW = Framework(spark_elastic.tensorflow, make_for_tensorflow, differentiate_in_tensorflow)
-KERAS = Framework(spark_elastic.keras, make_for_keras, differentiate_in_tensorflow)
+TORCH = Framework(
+    spark_elastic.torch, lambda n, dtype: torch.tensor(n).to(getattr(torch, dtype)), differentiate_in_torch
+)
+TENSORFLOW = Framework(
+    spark_elastic.tensorflow, lambda n, dtype: tf.cast(tf.constant(n), dtype), differentiate_in_tensorflow
+)
+KERAS = Framework(
+    spark_elastic.keras, lambda n, dtype: np.array(n).astype(dtype), differentiate_in_tensorflow
+)
 ALL = pytest.mark.parametrize("its", [TORCH, TENSORFLOW, KERAS], ids=["torch", "tensorflow", "keras"])
 WITH_TENSORS = pytest.mark.parametrize("its", [TORCH, TENSORFLOW], ids=["torch", "tensorflow"])
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
