@@ -12,6 +12,7 @@ from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientOptions,
+    OptimizerExchange,
     WrappedOptimizer,
     register_local_layers,
     wrap_optimizer,
@@ -48,17 +49,24 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
     reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     wanted = num_groups if groups is None else groups
     options = GradientOptions(reduce, sparse_as_dense, wanted, scale_local_gradients)
+    passes, average, kind = backward_passes_per_step, average_aggregated_gradients, _import_exchange()
+    return wrap_optimizer(optimizer, lambda: kind(options, passes, average), keras.utils)
+
+
+def _import_exchange() -> type[OptimizerExchange[Any]]:
+    """Return the exchange of Keras's backend."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from spark_elastic.horovod.tensorflow.optimizer import KerasExchange
-    elif backend == "torch":
-        from spark_elastic.horovod.keras.torch_optimizer import KerasExchange
-    else:
-        raise InvalidInput(
-            f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
-        )
-    passes, average = backward_passes_per_step, average_aggregated_gradients
-    return wrap_optimizer(optimizer, lambda: KerasExchange(options, passes, average), keras.utils)
+        from spark_elastic.horovod.tensorflow.optimizer import TensorFlowExchange
+
+        return TensorFlowExchange
+    if backend == "torch":
+        from spark_elastic.horovod.keras.torch_optimizer import TorchExchange
+
+        return TorchExchange
+    raise InvalidInput(
+        f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
+    )
 
 
 def PartialDistributedOptimizer(

@@ -21,7 +21,7 @@ from spark_elastic.horovod.ops.distributed_optimizer import (
 from spark_elastic.horovod.torch.allreduce import start
 
 
-class KerasExchange(OptimizerExchange[torch.Tensor]):
+class TorchExchange(OptimizerExchange[torch.Tensor]):
     kind = WrappedOptimizer
 
     def __init__(self, options: GradientOptions, passes: int, average: bool) -> None:

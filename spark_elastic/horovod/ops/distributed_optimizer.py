@@ -198,7 +198,7 @@ def wrap_optimizer(
     result: Any = object.__new__(distributed)
     object.__setattr__(result, "__dict__", optimizer.__dict__)  # bypasses the __setattr__ of Keras
     vars(result)[_EXCHANGE] = exchange  # Keras does not track this attribute
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def register_local_layers(distributed: Plain, layers: Any) -> Plain:

@@ -164,7 +164,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     wanted = num_groups if groups is None else groups
     options = GradientOptions(reduce, sparse_as_dense, wanted, scale_local_gradients)
     passes, average = backward_passes_per_step, average_aggregated_gradients
-    return wrap_optimizer(optimizer, lambda: KerasExchange(options, passes, average), tf.keras.utils)
+    return wrap_optimizer(optimizer, lambda: TensorFlowExchange(options, passes, average), tf.keras.utils)
 
 
 def PartialDistributedOptimizer(
@@ -178,7 +178,7 @@ class _WrappedOptimizer(WrappedOptimizer):
     apply = no_autograph(WrappedOptimizer.apply)
 
 
-class KerasExchange(OptimizerExchange[Array]):
+class TensorFlowExchange(OptimizerExchange[Array]):
     kind = _WrappedOptimizer
 
     @staticmethod

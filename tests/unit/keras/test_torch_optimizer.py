@@ -13,7 +13,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.keras import torch_optimizer
-from spark_elastic.horovod.keras.torch_optimizer import KerasExchange
+from spark_elastic.horovod.keras.torch_optimizer import TorchExchange
 from spark_elastic.horovod.ops.distributed_optimizer import GradientOptions, wrap_optimizer
 from spark_elastic.runs.handlers import to_array
 
@@ -39,7 +39,7 @@ def distribute(
     op: ReduceOp = Average,
 ) -> Any:
     options = GradientOptions(ReduceOptions(op, process_set=process_set), False, 0, scale_local)
-    return wrap_optimizer(optimizer, lambda: KerasExchange(options, passes, False), keras.utils)
+    return wrap_optimizer(optimizer, lambda: TorchExchange(options, passes, False), keras.utils)
 
 
 def test_passes_are_summed_before_they_are_applied() -> None:
