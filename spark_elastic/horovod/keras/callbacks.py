@@ -12,6 +12,7 @@ import numpy as np
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.horovod.keras.values import broadcast_variables
 from spark_elastic.horovod.ops.operations import allreduce_arrays
 from spark_elastic.runs.handlers import unwrap_variable
@@ -70,7 +71,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             values = [
                 np.array(keras.ops.convert_to_numpy(logs[name]), np.float64, order="C") for name in names
             ]
-            allreduce_arrays(values, "allreduce.metrics", process_set=self._process_set)
+            allreduce_arrays(values, "metrics", ReduceOptions(Average, process_set=self._process_set))
             logs.update(
                 {n: value if value.ndim else float(value) for n, value in zip(names, values, strict=True)}
             )

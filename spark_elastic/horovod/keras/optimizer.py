@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.reduction import Average, ReduceOp
-from spark_elastic.horovod.ops.distributed_optimizer import WrappedOptimizer
-from spark_elastic.runs.handlers import list_trainable_weights
+from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
+from spark_elastic.horovod.ops.distributed_optimizer import (
+    GradientOptions,
+    OptimizerExchange,
+    WrappedOptimizer,
+    register_local_layers,
+    wrap_optimizer,
+)
 
 Plain = TypeVar("Plain")
 
@@ -41,29 +46,34 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
     Raises:
         InvalidInput: an argument is wrong, or Keras runs on another backend.
     """
-    arguments: dict[str, Any] = {
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "average_aggregated_gradients": average_aggregated_gradients,
-        "process_set": process_set,
-        "scale_local_gradients": scale_local_gradients,
-    }
-    if keras.backend.backend() == "tensorflow":
-        arguments.update(sparse_as_dense=sparse_as_dense, num_groups=num_groups, groups=groups)
-    return _import_for_backend("DistributedOptimizer")(optimizer, **arguments)  # type: ignore[no-any-return]
+    reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+    wanted = num_groups if groups is None else groups
+    options = GradientOptions(reduce, sparse_as_dense, wanted, scale_local_gradients)
+    passes, average, kind = backward_passes_per_step, average_aggregated_gradients, _import_exchange()
+    return wrap_optimizer(optimizer, lambda: kind(options, passes, average), keras.utils)
+
+
+def _import_exchange() -> type[OptimizerExchange[Any]]:
+    """Return the exchange of Keras's backend."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from spark_elastic.horovod.tensorflow.optimizer import TensorFlowExchange
+
+        return TensorFlowExchange
+    if backend == "torch":
+        from spark_elastic.horovod.keras.torch_optimizer import TorchExchange
+
+        return TorchExchange
+    raise InvalidInput(
+        f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
+    )
 
 
 def PartialDistributedOptimizer(
     optimizer: Plain, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
-    distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in list_trainable_weights(local_layers):
-        distributed.register_local_var(variable)
-    wrapped: Plain = distributed
-    return wrapped
+    return register_local_layers(DistributedOptimizer(optimizer, *args, **kwargs), local_layers)
 
 
 def load_model(
@@ -83,18 +93,3 @@ def load_model(
     if model.optimizer is not None and not isinstance(model.optimizer, WrappedOptimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
-
-
-def _import_for_backend(name: str) -> Callable[..., Any]:
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        from spark_elastic.horovod.tensorflow import optimizer as of_tensorflow
-
-        return getattr(of_tensorflow, name)  # type: ignore[no-any-return]
-    if backend == "torch":
-        from spark_elastic.horovod.keras import torch_optimizer
-
-        return getattr(torch_optimizer, name)  # type: ignore[no-any-return]
-    raise InvalidInput(
-        f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
-    )

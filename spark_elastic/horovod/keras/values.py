@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.reduction import Average, ReduceOp, resolve_op
-from spark_elastic.horovod.ops.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
+from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.operations import (
     allgather_arrays,
     allreduce_arrays,
@@ -36,28 +35,27 @@ def allreduce(
         compression: not used; values travel as they are.
     """
     mine = _copy(value)
-    allreduce_arrays(
-        [mine], qualify_name(ALLREDUCE, name), resolve_op(average, op), (prescale_factor, postscale_factor)
-    )
+    scale = prescale_factor, postscale_factor
+    allreduce_arrays([mine], name, ReduceOptions.from_args(average, op, scale, global_process_set))
     return mine
 
 
 def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
     """Concatenate all ranks' values along dimension 0, in which they may differ."""
     mine = _copy(value)
-    return allgather_arrays([np.atleast_1d(mine)], qualify_name(ALLGATHER, name))[0]
+    return allgather_arrays([np.atleast_1d(mine)], name)[0]
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
     """Return the value of rank `root_rank`."""
     mine = _copy(value)
-    broadcast_arrays([mine], root_rank, qualify_name(BROADCAST, name))
+    broadcast_arrays([mine], root_rank, name)
     return mine
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
     """Return this rank's part of the reduced value, cut along dimension 0."""
-    return reducescatter_arrays([_copy(value)], qualify_name(REDUCESCATTER, name), op)[0]
+    return reducescatter_arrays([_copy(value)], name, ReduceOptions(op))[0]
 
 
 def broadcast_variables(
@@ -66,7 +64,7 @@ def broadcast_variables(
     """Overwrite variables with those of `root_rank`."""
     values = [np.array(to_array(variable), order="C") for variable in variables]
     if values:
-        broadcast_arrays(values, root_rank, "broadcast.variables", process_set)
+        broadcast_arrays(values, root_rank, "variables", process_set)
     for variable, array in zip(variables, values, strict=True):
         variable.assign(array)
 

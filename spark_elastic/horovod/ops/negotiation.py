@@ -25,7 +25,7 @@ JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part in these
 
 
 @dataclass(frozen=True)
-class Request:
+class OperationRequest:
     """One operation on one or more arrays: everything in which the ranks must agree."""
 
     kind: str  # ALLREDUCE or another one of the names above
@@ -42,19 +42,14 @@ class Request:
         return json.dumps([getattr(self, field.name) for field in fields(self)]).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Request:
+    def from_json(cls, text: bytes) -> OperationRequest:
         kind, name, dtypes, shapes, op, scale, compression, root = json.loads(text)
         return cls(
             kind, name, tuple(dtypes), tuple(map(tuple, shapes)), op, (scale[0], scale[1]), compression, root
         )
 
 
-def qualify_name(label: str, name: str | None) -> str | None:
-    """Return the name of an operation that the user calls `name`; the label keeps names of different kinds apart."""
-    return None if name is None else f"{label}.{name}"
-
-
-def find_mismatch(label: str, requests: Mapping[int, Request]) -> tuple[tuple[int, ...], str] | None:
+def find_mismatch(label: str, requests: Mapping[int, OperationRequest]) -> tuple[tuple[int, ...], str] | None:
     """Return (ranks whose request differs from the first one, a sentence), or None if all requests are equal."""
     first, *others = sorted(requests)
     expected = requests[first]
@@ -89,7 +84,7 @@ _LENGTH = struct.Struct("<I")
 class Message:
     """What a rank sends in a round: a request, an operation that waited too long, or its join."""
 
-    request: Request | None = None  # None: it is one of the others
+    request: OperationRequest | None = None  # None: it is one of the others
     expired: str | None = None  # the label of the operation; None, with no request either: it is a join
     joined: int = 0  # of a join: the steps that the rank took before it
 
@@ -102,8 +97,8 @@ class RequestCache:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._numbers: dict[Request, int] = {}
-        self._requests: list[Request] = []
+        self._numbers: dict[OperationRequest, int] = {}
+        self._requests: list[OperationRequest] = []
 
     def encode(self, messages: Sequence[Message]) -> bytes:
         return b"".join(map(self._encode_message, messages))
@@ -127,7 +122,7 @@ class RequestCache:
             self._requests.clear()
         return by_rank
 
-    def _add(self, request: Request | None) -> None:
+    def _add(self, request: OperationRequest | None) -> None:
         if request is not None and request not in self._numbers:
             self._numbers[request] = len(self._requests)
             self._requests.append(request)
@@ -147,7 +142,11 @@ class RequestCache:
             else:
                 body = text[at : at + length]
                 at += length
-                yield Message(Request.from_json(body)) if number == _NEW else Message(expired=body.decode())
+                yield (
+                    Message(OperationRequest.from_json(body))
+                    if number == _NEW
+                    else Message(expired=body.decode())
+                )
 
 
 def _encode_text(number: int, text: bytes) -> bytes:
@@ -159,7 +158,7 @@ class Response:
     """An operation that every rank carries out now, or gives up."""
 
     label: str  # names the operation, alike on all ranks
-    request: Request  # of the lowest rank that has requested it
+    request: OperationRequest  # of the lowest rank that has requested it
     error: CollectiveError | None = None  # not None: every rank gives it up with this error
 
 
@@ -177,7 +176,7 @@ class RoundResult:
 class _PendingOperation:
     """An operation that some ranks have requested and others have not."""
 
-    requests: dict[int, Request] = field(default_factory=dict)  # by rank
+    requests: dict[int, OperationRequest] = field(default_factory=dict)  # by rank
     expired: bool = False  # a rank has waited for it too long
 
 
@@ -190,9 +189,8 @@ class Negotiation:
         self._cache = RequestCache()
         self._pending: dict[str, _PendingOperation] = {}  # by label, in the order of the first request
         self._unnamed_counts: dict[int, Counter[str]] = {other: Counter() for other in range(size)}
-        self._joined: dict[
-            int, int
-        ] = {}  # rank -> the steps it took before it joined, in the order of joining
+        # Rank -> the steps it took before it joined, in the order of joining.
+        self._joined: dict[int, int] = {}
 
     @property
     def pending(self) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from spark_elastic.horovod.ops.negotiation import (
     BARRIER,
     BROADCAST,
     REDUCESCATTER,
-    Request,
+    OperationRequest,
 )
 
 POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
@@ -56,7 +56,7 @@ class Operation:
 
     def __init__(
         self,
-        request: Request,
+        request: OperationRequest,
         arrays: Sequence[Array],
         signal: CompletionSignal,
         run_until_done: Callable[[Operation], None],
@@ -144,7 +144,7 @@ class Task:
     """An operation that all ranks carry out now."""
 
     label: str  # as in its `Response`
-    request: Request  # as in its `Response`
+    request: OperationRequest  # as in its `Response`
     operation: Operation | None  # None: this rank has joined and has not requested it
 
 
@@ -165,14 +165,14 @@ def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
     yield from open_batches.values()
 
 
-def _count_bytes(request: Request) -> int:
+def _count_bytes(request: OperationRequest) -> int:
     return sum(
         _count_item_bytes(name) * math.prod(shape)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
-def _fusion_key(request: Request) -> object | None:
+def _fusion_key(request: OperationRequest) -> object | None:
     if request.kind != ALLREDUCE or request.op == "adasum" or len(set(request.dtypes)) != 1:
         return None
     return request.dtypes[0], request.op, request.scale, request.compression
@@ -257,7 +257,7 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
             task.operation.complete(task.operation.arrays)
 
 
-def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
+def make_neutral_arrays(request: OperationRequest) -> tuple[Array, ...]:
     """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
     return tuple(
         narrow(

@@ -21,7 +21,13 @@ from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.stall import OperationStallCheck
 from spark_elastic.gradients.timeline import Timeline
-from spark_elastic.horovod.ops.negotiation import Message, Negotiation, Request, Response, RoundResult
+from spark_elastic.horovod.ops.negotiation import (
+    Message,
+    Negotiation,
+    OperationRequest,
+    Response,
+    RoundResult,
+)
 from spark_elastic.horovod.ops.operation import (
     CompletionSignal,
     Operation,
@@ -33,17 +39,14 @@ from spark_elastic.horovod.ops.operation import (
 )
 
 HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
-_HEADING = struct.Struct(
-    "<I?"
-)  # at their beginning: the length of the message, and whether the rank seems deadlocked
-COLLECT_WAIT = (
-    0.001  # seconds that the thread of the queue waits for further requests before it starts a round
-)
+_HEADING = struct.Struct("<I?")  # they begin with: the message's length, whether the rank seems deadlocked
+# Seconds that the thread of the queue waits for further requests before it starts a round.
+COLLECT_WAIT = 0.001
 COLLECT_WAITS = 5  # how many such waits at most, as long as further requests come
 # Ranks without a request meet as well, so that the log can say which rank lacks what.
 IDLE = 0.5  # seconds between rounds while no rank has a request
 BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is ready
-JOIN = Request("join")
+JOIN = OperationRequest("join")
 
 
 class OperationQueue:
@@ -90,7 +93,7 @@ class OperationQueue:
 
     def submit(
         self,
-        request: Request,
+        request: OperationRequest,
         arrays: Sequence[Array] = (),
         splits: list[int] | None = None,
         awaited: bool = False,

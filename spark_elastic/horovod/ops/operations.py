@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -29,23 +29,26 @@ from spark_elastic.gradients.process_sets import (
     is_added,
     world,
 )
-from spark_elastic.gradients.reduction import Average, ReduceOp
+from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.horovod.ops.negotiation import (
     ALLGATHER,
     ALLREDUCE,
+    ALLTOALL,
     BARRIER,
     BROADCAST,
     REDUCESCATTER,
-    Request,
+    OperationRequest,
 )
-from spark_elastic.horovod.ops.operation import CompletionSignal
+from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
+AVERAGE = ReduceOptions(Average)
+RAGGED = (ALLGATHER, ALLTOALL)  # the first dimension of their arrays may differ between ranks
 
 
 class OperationQueues:
@@ -96,27 +99,50 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    get_queue(process_set).submit(Request(BARRIER), awaited=True).wait()
+    get_queue(process_set).submit(OperationRequest(BARRIER), awaited=True).wait()
 
 
-def as_engine_array(array: Array) -> Array:
-    """Return the same memory as a dtype that the engine takes: bfloat16 as uint16."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+def submit(
+    kind: str,
+    name: str | None,
+    arrays: Sequence[Array],
+    process_set: ProcessSet,
+    splits: list[int] | None = None,
+    *,
+    dtypes: tuple[str, ...] | None = None,
+    awaited: bool = True,
+    **fields: Any,
+) -> Operation:
+    """Request an operation on contiguous arrays, which belong to it until it is done.
+
+    Args:
+        name: the user's; names of different kinds are apart.
+        splits: of an alltoall; None: equal parts.
+        dtypes: None: those of the arrays.
+        awaited: the caller waits for it at once.
+        fields: further ones of the `OperationRequest`.
+    """
+    request = OperationRequest(
+        kind,
+        None if name is None else f"{kind}.{name}",
+        dtypes or tuple(array.dtype.name for array in arrays),
+        tuple((-1, *array.shape[1:]) if kind in RAGGED else tuple(array.shape) for array in arrays),
+        **fields,
+    )
+    # The engine takes the memory of bfloat16 as uint16.
+    operands = [a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in arrays]
+    return get_queue(process_set).submit(request, operands, splits, awaited=awaited)
 
 
 def allreduce_arrays(
     arrays: Sequence[Array],
     name: str | None = None,
-    op: ReduceOp = Average,
-    scale: tuple[float, float] = (1.0, 1.0),
-    process_set: ProcessSet = global_process_set,
-    compression: str | None = None,
+    options: ReduceOptions = AVERAGE,
+    wire: str | None = None,
 ) -> None:
-    """Allreduce arrays in place, as one operation."""
-    request = Request(
-        ALLREDUCE, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale, compression
-    )
-    _execute(request, arrays, process_set)
+    """Allreduce arrays in place, as one operation. wire: how the engine compresses them."""
+    how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
+    submit(ALLREDUCE, name, arrays, options.process_set, **how).wait()
 
 
 def broadcast_arrays(
@@ -126,45 +152,42 @@ def broadcast_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
-    root = find_root_index(process_set, root_rank)
-    _execute(
-        Request(BROADCAST, name, _name_arrays(arrays), _list_shapes(arrays), root=root), arrays, process_set
-    )
+    submit(BROADCAST, name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
 
 
 def allgather_arrays(
     arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
-    shapes = tuple((-1, *array.shape[1:]) for array in arrays)
-    return _execute(Request(ALLGATHER, name, _name_arrays(arrays), shapes), arrays, process_set)
+    rows = submit(ALLGATHER, name, arrays, process_set).wait()
+    return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
 def reducescatter_arrays(
-    arrays: Sequence[Array],
-    name: str | None = None,
-    op: ReduceOp = Average,
-    scale: tuple[float, float] = (1.0, 1.0),
-    process_set: ProcessSet = global_process_set,
+    arrays: Sequence[Array], name: str | None = None, options: ReduceOptions = AVERAGE
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
-    request = Request(REDUCESCATTER, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale)
-    return _execute(request, arrays, process_set)
+    how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
+    rows = submit(REDUCESCATTER, name, arrays, options.process_set, **how).wait()
+    return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
-def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> list[Array]:
-    """Return the results, with the dtypes of the arrays."""
-    operands = [as_engine_array(array) for array in arrays]
-    results = get_queue(process_set).submit(request, operands, awaited=True).wait()
-    return [result.view(array.dtype) for result, array in zip(results, arrays, strict=True)]
+def compress_tensors(
+    tensors: Sequence[T], options: ReduceOptions, all_float32: bool
+) -> tuple[str | None, list[T], Callable[[Sequence[T]], list[T]]]:
+    """Return (the engine's wire format, what to exchange, a function that decompresses the results)."""
+    wire = options.choose_wire_format(all_float32)
+    if wire is not None:
+        return wire, list(tensors), list
+    compressed = [options.compression.compress(tensor) for tensor in tensors]
 
+    def decompress(results: Sequence[T]) -> list[T]:
+        return [
+            options.compression.decompress(result, ctx)
+            for result, (_, ctx) in zip(results, compressed, strict=True)
+        ]
 
-def _name_arrays(arrays: Sequence[Array]) -> tuple[str, ...]:
-    return tuple(array.dtype.name for array in arrays)
-
-
-def _list_shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
-    return tuple(array.shape for array in arrays)
+    return None, [tensor for tensor, _ in compressed], decompress
 
 
 # Objects travel pickled. They come from authenticated peers only, which have proved that they hold the key of the job.
@@ -180,9 +203,9 @@ def broadcast_object(
     mine = _to_bytes(obj) if is_root else np.empty(0, np.uint8)
     name = name or "object"
     length = np.array([len(mine)], np.int64)
-    broadcast_arrays([length], root_rank, f"broadcast.{name}.length", process_set)
+    broadcast_arrays([length], root_rank, f"{name}.length", process_set)
     data = mine if is_root else np.empty(int(length[0]), np.uint8)
-    broadcast_arrays([data], root_rank, f"broadcast.{name}.data", process_set)
+    broadcast_arrays([data], root_rank, f"{name}.data", process_set)
     return obj if is_root else _from_bytes(data)
 
 
@@ -191,8 +214,8 @@ def allgather_object(
 ) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     mine, name = _to_bytes(obj), name or "object"
-    (lengths,) = allgather_arrays([np.array([len(mine)], np.int64)], f"allgather.{name}.length", process_set)
-    (data,) = allgather_arrays([mine], f"allgather.{name}.data", process_set)
+    (lengths,) = allgather_arrays([np.array([len(mine)], np.int64)], f"{name}.length", process_set)
+    (data,) = allgather_arrays([mine], f"{name}.data", process_set)
     return [_from_bytes(part) for part in np.split(data, np.cumsum(lengths)[:-1])]
 
 

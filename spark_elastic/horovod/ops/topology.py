@@ -36,29 +36,19 @@ def is_initialized() -> bool:
     return get_process_context().is_initialized
 
 
-def mpi_threads_supported() -> bool:
-    """False, as there is no MPI."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """False, as there is no MPI."""
-    return False
-
-
-def mpi_built() -> bool:
-    """False, as there is no MPI."""
-    return False
-
-
-def gloo_enabled() -> bool:
+def yes() -> bool:
     """True: the engine uses Gloo's algorithms between hosts."""
     return True
 
 
-def gloo_built() -> bool:
-    """True: the engine uses Gloo's algorithms between hosts."""
-    return True
+def no() -> bool:
+    """False: there is no MPI, DDL or oneCCL, and the engine knows no GPU: their tensors go through host memory."""
+    return False
+
+
+gloo_enabled = gloo_built = yes
+mpi_threads_supported = mpi_enabled = mpi_built = no
+ddl_built = ccl_built = cuda_built = rocm_built = sycl_built = no
 
 
 def nccl_built() -> int:
@@ -68,31 +58,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return int(major * 10_000 + minor * 100 + patch)
-
-
-def ddl_built() -> bool:
-    """False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False."""
-    return False
-
-
-def cuda_built() -> bool:
-    """False: the engine knows no GPU; tensors on GPUs are exchanged through host memory."""
-    return False
-
-
-def rocm_built() -> bool:
-    """False: the engine knows no GPU; tensors on GPUs are exchanged through host memory."""
-    return False
-
-
-def sycl_built() -> bool:
-    """False: the engine knows no GPU."""
-    return False
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: object) -> None:

@@ -17,8 +17,7 @@ from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE, qualify_name
-from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays
+from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays, compress_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
 from spark_elastic.horovod.tensorflow.compression import Compression
 
@@ -93,26 +92,20 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: Redu
 
 
 def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
-    wire, compressed = compress_tensors(tensors, options)
-    dtypes = [tensor.dtype for tensor, _ in compressed]
+    wire, exchanged, decompress = compress_tensors(tensors, options, are_float32(tensors))
 
     def body(arrays: list[Array]) -> list[Array]:
-        results, label = copy_arrays(arrays).views, qualify_name(ALLREDUCE, name)
-        allreduce_arrays(results, label, options.op, options.scale, options.process_set, wire)
+        results = copy_arrays(arrays).views
+        allreduce_arrays(results, name, options, wire)
         return results
 
-    results = call(body, [tensor for tensor, _ in compressed], dtypes, [tensor.shape for tensor in tensors])
-    return [options.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, compressed, strict=True)]
+    return decompress(
+        call(body, exchanged, [t.dtype for t in exchanged], [tensor.shape for tensor in tensors])
+    )
 
 
-def compress_tensors(
-    tensors: Sequence[Tensor], options: ReduceOptions
-) -> tuple[str | None, list[tuple[Tensor, Any]]]:
-    """Return (the engine's wire format, for each tensor what to exchange and what `decompress` needs)."""
-    wire = options.choose_wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
-    if wire is not None:
-        return wire, [(tensor, None) for tensor in tensors]
-    return None, [options.compression.compress(tensor) for tensor in tensors]
+def are_float32(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.dtype == tf.float32 for tensor in tensors)
 
 
 def allreduce_slices(
@@ -135,7 +128,9 @@ def allreduce_slices(
     def body(arrays: list[Array]) -> list[Array]:
         if allow_single and is_single_process(options.process_set):
             return _sum_equal_indices(arrays[0], arrays[1])
-        values, indices = allgather_arrays(arrays, qualify_name("slices", name), options.process_set)
+        values, indices = allgather_arrays(
+            arrays, None if name is None else f"slices.{name}", options.process_set
+        )
         factor = options.scale[0] * options.scale[1]
         divisor = options.process_set.size() if options.op is Average else 1
         return _sum_equal_indices(values, indices, factor, divisor)

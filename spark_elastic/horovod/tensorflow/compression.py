@@ -16,10 +16,12 @@ class FP16Compressor(Compressor):
     """Sends tensors as float16: 11 bits of precision, up to 65504."""
 
     wire = "fp16"
+    dtype = tf.float16
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return _narrow(tensor, tf.float16)
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        wide = tensor.dtype.is_floating and tensor.dtype.size > 2
+        return (tf.cast(tensor, cls.dtype), tensor.dtype) if wide else (tensor, None)
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
@@ -30,10 +32,7 @@ class BF16Compressor(FP16Compressor):
     """Sends tensors as bfloat16: 8 bits of precision, the range of float32."""
 
     wire = "bf16"
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return _narrow(tensor, tf.bfloat16)
+    dtype = tf.bfloat16
 
 
 class Compression:
@@ -42,8 +41,3 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-def _narrow(tensor: Tensor, dtype: Any) -> tuple[Tensor, Any]:
-    wide = tensor.dtype.is_floating and tensor.dtype.size > 2
-    return (tf.cast(tensor, dtype), tensor.dtype) if wide else (tensor, None)

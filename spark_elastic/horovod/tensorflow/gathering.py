@@ -16,7 +16,6 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.horovod.ops import operations
-from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
 from spark_elastic.horovod.ops.operations import get_queue
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
@@ -66,7 +65,7 @@ def grouped_allgather(
 
 def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
     def body(arrays: list[Array]) -> Sequence[Array]:
-        return operations.allgather_arrays(arrays, qualify_name(ALLGATHER, name), process_set)
+        return operations.allgather_arrays(arrays, name, process_set)
 
     shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in tensors]
     return call(body, tensors, [tensor.dtype for tensor in tensors], shapes)
@@ -101,7 +100,7 @@ def broadcast_all(
 
     def body(arrays: list[Array]) -> list[Array]:
         results = copy_arrays(arrays).views
-        operations.broadcast_arrays(results, root_rank, qualify_name(BROADCAST, name), process_set)
+        operations.broadcast_arrays(results, root_rank, name, process_set)
         return results
 
     return call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])

@@ -8,8 +8,7 @@ a graph all ranks have the same ones. The training thread traces, threads of Ten
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,12 +20,14 @@ from spark_elastic.gradients.process_sets import ProcessSet, global_process_set,
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientAccumulator,
+    GradientOptions,
+    OptimizerExchange,
     WrappedOptimizer,
-    get_exchange,
+    register_local_layers,
     wrap_optimizer,
 )
-from spark_elastic.horovod.ops.operations import allreduce_arrays
-from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, compress_tensors
+from spark_elastic.horovod.ops.operations import allreduce_arrays, compress_tensors
+from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, are_float32
 from spark_elastic.horovod.tensorflow.arrays import (
     Tensor,
     append_to_graph,
@@ -42,31 +43,20 @@ from spark_elastic.runs.handlers import list_trainable_weights, unwrap_variable
 Plain = TypeVar("Plain")
 
 
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """How gradients are exchanged."""
-
-    reduce: ReduceOptions  # the same for all variables that are not local
-    sparse_as_dense: bool  # IndexedSlices become dense
-    groups: int | Sequence[Sequence[Any]]  # a number of groups to make, or lists of variables
-    scale_local: bool  # divide local gradients by the size of the process set
-    local: list[Any] = field(default_factory=list)  # variables whose gradients are not exchanged
-
-    def __post_init__(self) -> None:
-        if isinstance(self.groups, int) and self.groups < 0:
-            raise InvalidInput(f"groups must be lists of variables, or a number; got {self.groups}.")
-
-
 def exchange_gradients(
-    gradients: Sequence[Tensor], sources: Sequence[Any], options: ExchangeOptions
+    gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions, local: Sequence[Any]
 ) -> list[Tensor]:
-    """Return the gradients of all ranks, in the order of `sources`, the variables."""
+    """Return the gradients of all ranks, in the order of `sources`, the variables.
+
+    Args:
+        local: variables whose gradients are not exchanged.
+    """
     results = list(gradients)
     if options.sparse_as_dense or options.reduce.op is Adasum:
         results = [_to_dense(gradient) for gradient in results]
-    local = {_key_of(variable) for variable in options.local}
+    own = {_key_of(variable) for variable in local}
     present = [i for i, gradient in enumerate(results) if gradient is not None]
-    shared = [i for i in present if _key_of(sources[i]) not in local]
+    shared = [i for i in present if _key_of(sources[i]) not in own]
     if options.scale_local:
         for i in set(present) - set(shared):
             results[i] = _divide_by_size(results[i], options.reduce.process_set)
@@ -87,7 +77,7 @@ def _to_dense(gradient: Tensor) -> Tensor:
 
 
 def _make_groups(
-    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: ExchangeOptions
+    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions
 ) -> list[list[int]]:
     """Return the indices of gradients that travel together: of one dtype, later layers first, whose gradients are
     computed first."""
@@ -106,9 +96,8 @@ def _make_groups(
 
 def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Tensor]:
     """Allreduce gradients of one dtype as one operation."""
-    wire, compressed = compress_tensors(gradients, options)
-    tensors = [tensor for tensor, _ in compressed]
-    name = f"allreduce.gradients.{_make_label(tensors)}"
+    wire, tensors, decompress = compress_tensors(gradients, options, are_float32(gradients))
+    name = f"gradients.{_make_label(tensors)}"
 
     def body(arrays: list[Array]) -> list[Array]:
         # Copied even without peers: TensorFlow may write into what a call returns.
@@ -117,11 +106,10 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
             return buffer.views
         # Adasum combines each gradient by itself.
         operands = buffer.views if options.op is Adasum else buffer.flat
-        allreduce_arrays(operands, name, options.op, options.scale, options.process_set, wire)
+        allreduce_arrays(operands, name, options, wire)
         return buffer.views
 
-    results = call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
-    return [options.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, compressed, strict=True)]
+    return decompress(call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors]))
 
 
 def _make_label(gradients: Sequence[Tensor]) -> str:
@@ -141,33 +129,6 @@ def _key_of(variable: Any) -> Any:
     """Return what identifies a variable; of a Keras variable, the key of its tf.Variable."""
     inner = unwrap_variable(variable)
     return inner.ref() if hasattr(inner, "ref") else id(inner)
-
-
-def _accumulate(
-    accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Add one backward pass. Returns (whether the step is complete, the sums; before, without meaning)."""
-    # Without a graph, whose gradients are the same ones each time, each pass may have others.
-    if tf.executing_eagerly():
-        totals = accumulator.add([None if g is None else view_of(g) for g in gradients])
-        if totals is None:
-            return tf.constant(False), list(gradients)
-        return tf.constant(True), [None if t is None else tf.convert_to_tensor(t) for t in totals]
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    tensors = [gradients[i] for i in present]
-
-    def body(arrays: list[Array]) -> list[Array]:
-        totals = accumulator.add(arrays)
-        return [
-            np.array(totals is not None),
-            *(arrays if totals is None else (t for t in totals if t is not None)),
-        ]
-
-    results = call(body, tensors, [tf.bool, *(t.dtype for t in tensors)], [[], *(t.shape for t in tensors)])
-    sums = list(gradients)
-    for i, result in zip(present, results[1:], strict=True):
-        sums[i] = result
-    return results[0], sums
 
 
 def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
@@ -199,65 +160,71 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Raises:
         InvalidInput: an argument is wrong.
     """
-    options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
-
-    def make_exchange() -> tuple[ExchangeOptions, GradientAccumulator[Array]]:
-        accumulator = GradientAccumulator[Array](
-            backward_passes_per_step, average_aggregated_gradients, lambda arrays: copy_arrays(arrays).views
-        )
-        wanted = num_groups if groups is None else groups
-        return ExchangeOptions(options, sparse_as_dense, wanted, scale_local_gradients), accumulator
-
-    distributed: Plain = wrap_optimizer(optimizer, _Distributed, make_exchange, tf.keras.utils)
-    return distributed
+    reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+    wanted = num_groups if groups is None else groups
+    options = GradientOptions(reduce, sparse_as_dense, wanted, scale_local_gradients)
+    passes, average = backward_passes_per_step, average_aggregated_gradients
+    return wrap_optimizer(optimizer, lambda: TensorFlowExchange(options, passes, average), tf.keras.utils)
 
 
 def PartialDistributedOptimizer(
     optimizer: Plain, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
-    distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in list_trainable_weights(local_layers):
-        distributed.register_local_var(variable)
-    partly: Plain = distributed
-    return partly
+    return register_local_layers(DistributedOptimizer(optimizer, *args, **kwargs), local_layers)
 
 
-class _Distributed(WrappedOptimizer):
-    """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
+class _WrappedOptimizer(WrappedOptimizer):
+    apply = no_autograph(WrappedOptimizer.apply)
 
-    def register_local_var(self, var: Any) -> None:
-        """Do not exchange the gradient of that variable."""
-        get_exchange(self)[0].local.append(var)
 
-    @no_autograph
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Exchange the gradients and apply them.
+class TensorFlowExchange(OptimizerExchange[Array]):
+    kind = _WrappedOptimizer
 
-        Raises:
-            CollectiveError: the exchange broke; no variable was changed. In a graph: see `elastic.run`.
-        """
-        own: Any = super()
-        this: Any = self
-        options, accumulator = get_exchange(self)
-        variables = list(this._trainable_variables if trainable_variables is None else trainable_variables)
-        gradients = list(grads)
-        if accumulator.passes == 1:
-            own.apply(exchange_gradients(gradients, variables, options), trainable_variables)
+    @staticmethod
+    def copy(gradients: Sequence[Array]) -> list[Array]:
+        return copy_arrays(gradients).views
+
+    def exchange(self, gradients: list[Tensor], variables: Sequence[Any]) -> list[Tensor]:
+        return exchange_gradients(gradients, variables, self.options, self.local)
+
+    def add_pass(self, gradients: list[Tensor], step: Callable[[list[Tensor]], None]) -> None:
+        dense = [_to_dense(gradient) for gradient in gradients]
+        # Without a graph, whose gradients are the same ones each time, each pass may have others.
+        if tf.executing_eagerly():
+            totals = self.accumulator.add([None if g is None else view_of(g) for g in dense])
+            if totals is not None:
+                step([None if t is None else tf.convert_to_tensor(t) for t in totals])
             return
-        if not this.built:  # the branch below must not create variables
-            this.build(variables)
-        complete, sums = _accumulate(accumulator, [_to_dense(gradient) for gradient in gradients])
+        complete, sums = _accumulate_in_graph(self.accumulator, dense)
 
-        def step() -> Any:
-            own.apply(exchange_gradients(sums, variables, options), trainable_variables)
+        def step_in_branch() -> Tensor:
+            step(sums)
             return tf.constant(True)
 
-        def apply_complete() -> list[Any]:
-            return [tf.cond(complete, step, lambda: tf.constant(False))]
+        # Another optimizer's exchange must wait until this one's is over.
+        append_to_graph(lambda: [tf.cond(complete, step_in_branch, lambda: tf.constant(False))])
 
-        # In a graph, another optimizer's exchange must wait until this one's is over.
-        apply_complete() if tf.executing_eagerly() else append_to_graph(apply_complete)
+
+def _accumulate_in_graph(
+    accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Add one backward pass. Returns (whether the step is complete, the sums; before, without meaning)."""
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    tensors = [gradients[i] for i in present]
+
+    def body(arrays: list[Array]) -> list[Array]:
+        totals = accumulator.add(arrays)
+        return [
+            np.array(totals is not None),
+            *(arrays if totals is None else (t for t in totals if t is not None)),
+        ]
+
+    results = call(body, tensors, [tf.bool, *(t.dtype for t in tensors)], [[], *(t.shape for t in tensors)])
+    sums = list(gradients)
+    for i, result in zip(present, results[1:], strict=True):
+        sums[i] = result
+    return results[0], sums
 
 
 def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
@@ -292,12 +259,13 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedGradientTape wraps a tf.GradientTape once; got a {type(gradtape).__name__}."
         )
-    options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+    reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     wanted = num_groups if groups is None else groups
+    options = GradientOptions(reduce, sparse_as_dense, wanted, scale_local_gradients)
     kind = type(type(gradtape).__name__, (_DistributedTape, type(gradtape)), {})
     distributed: Any = object.__new__(kind)
     distributed.__dict__ = gradtape.__dict__
-    distributed._options = ExchangeOptions(options, sparse_as_dense, wanted, scale_local_gradients)
+    distributed._options, distributed._local = options, []
     return distributed
 
 
@@ -312,11 +280,12 @@ def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any 
 class _DistributedTape:
     """The methods that `DistributedGradientTape` puts before those of the tape's own class."""
 
-    _options: ExchangeOptions
+    _options: GradientOptions
+    _local: list[Any]  # variables whose gradients are not exchanged
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of that variable."""
-        self._options.local.append(source)
+        self._local.append(source)
 
     @no_autograph
     def gradient(
@@ -335,7 +304,7 @@ class _DistributedTape:
         own = super().gradient(target, sources, output_gradients, **how)  # type: ignore[misc]
         # IndexedSlices are one gradient, not three tensors.
         flat = tf.nest.flatten(own, expand_composites=False)
-        shared = exchange_gradients(flat, tf.nest.flatten(sources), self._options)
+        shared = exchange_gradients(flat, tf.nest.flatten(sources), self._options, self._local)
         return tf.nest.pack_sequence_as(own, shared, expand_composites=False)
 
     @no_autograph
@@ -344,7 +313,7 @@ class _DistributedTape:
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """Return pairs (source, gradient): those of `register_local_source`, and those that were exchanged."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
-        own = {_key_of(variable) for variable in self._options.local}
+        own = {_key_of(variable) for variable in self._local}
         pairs = list(zip(sources, gradients, strict=True))
         local = [pair for pair in pairs if _key_of(pair[0]) in own]
         return local, [pair for pair in pairs if _key_of(pair[0]) not in own]

@@ -16,8 +16,8 @@ from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.horovod.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qualify_name
-from spark_elastic.horovod.ops.operations import as_engine_array, get_queue, reducescatter_arrays
+from spark_elastic.horovod.ops.negotiation import ALLTOALL
+from spark_elastic.horovod.ops.operations import compress_tensors, reducescatter_arrays, submit
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, no_autograph
 from spark_elastic.horovod.tensorflow.compression import Compression
 from spark_elastic.horovod.tensorflow.gathering import grouped_allgather
@@ -64,13 +64,8 @@ def _alltoall(
 
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
-        request = Request(
-            ALLTOALL, qualify_name(ALLTOALL, name), (rows.dtype.name,), ((-1, *rows.shape[1:]),)
-        )
-        operation = get_queue(process_set).submit(
-            request, [as_engine_array(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
-        )
-        received, counts = operation.wait()
+        splits = [int(n) for n in parts[0]] if parts else None
+        received, counts = submit(ALLTOALL, name, [rows], process_set, splits).wait()
         return [received, counts.astype(np.int32)]
 
     shapes = [[None, *tensor.shape[1:]], [None]]
@@ -128,15 +123,10 @@ def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> lis
 
 
 def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
-    compressed = [options.compression.compress(tensor) for tensor in tensors]
-    given = [tensor for tensor, _ in compressed]
+    _, exchanged, decompress = compress_tensors(tensors, options, all_float32=False)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
-        label = qualify_name(REDUCESCATTER, name)
-        return reducescatter_arrays(arrays, label, options.op, options.scale, options.process_set)
+        return reducescatter_arrays(arrays, name, options)
 
-    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in given]
-    parts = call(body, given, [tensor.dtype for tensor in given], shapes)
-    return [
-        options.compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, compressed, strict=True)
-    ]
+    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in exchanged]
+    return decompress(call(body, exchanged, [tensor.dtype for tensor in exchanged], shapes))

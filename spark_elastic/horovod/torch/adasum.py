@@ -20,15 +20,15 @@ from spark_elastic.gradients.layout import build_specs, find_trainable
 from spark_elastic.gradients.process_sets import ProcessSet
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.horovod.torch.gradient_sync import (
+    OptimizerSync,
     exchange_summary,
-    get_optimizers_in_use,
     get_training_group,
     translate_ranks_in_errors,
 )
 from spark_elastic.worker.session import get_collective_thread
 
 
-class AdasumSync:
+class AdasumSync(OptimizerSync):
     """Combines the steps of all ranks.
 
     Each parameter's change is combined with those of the other ranks by the angle between them (Maleki et al., "Scaling
@@ -40,28 +40,14 @@ class AdasumSync:
         self._parameters = list(trainable.values())
         self._frozen = [(name, parameter) for name, parameter in named if name not in trainable]
         self._layout = hash_layout(build_specs(list(trainable), self._parameters), ())
-        self._process_set = process_set
-        self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps combined in it
-        get_optimizers_in_use().add(self)
+        super().__init__(process_set)
 
-    def close(self) -> None:
-        """Take the optimizer out of use."""
-        get_optimizers_in_use().discard(self)
-
-    def steps(self) -> int:
-        """See `Joinable`."""
-        group = get_training_group(self._process_set)
-        return self._steps[1] if group is not None and self._steps[0] is group else 0
-
-    def run_without_data(self) -> bool:
-        """See `Joinable`. Zeros leave the combined step of the others as it is; this rank does not apply it."""
-        group = get_training_group(self._process_set)
-        if group is None or group.size == 1:
-            return False
-        with torch.no_grad(), translate_ranks_in_errors(group):
+    def _exchange_nothing(self, group: Group) -> StepDecision:
+        """Zeros leave the combined step of the others as it is; this rank does not apply it."""
+        with torch.no_grad():
             for parameter in self._parameters:
                 _allreduce_adasum(group, torch.zeros_like(parameter))
-            return self._exchange_summary(group, rows=0).rows > 0
+            return self._exchange_summary(group, rows=0)
 
     def combine_step(self, apply: Callable[[], Any]) -> Any:
         """Call `apply`, which changes the parameters, and replace the change by that of all ranks.
@@ -100,7 +86,7 @@ class AdasumSync:
             change = _allreduce_adasum(group, parameter - was)
             parameter.copy_(was + change.to(was.device))
         self._exchange_summary(group, rows=1)
-        self._steps = group, 1 + (self._steps[1] if self._steps[0] is group else 0)
+        self.count_step(group)
 
     def _exchange_summary(self, group: Group, rows: int) -> StepDecision:
         everything = np.ones(len(self._parameters), np.bool_)

@@ -7,7 +7,7 @@ accumulated as float32; a bool's sum is "or". All raise `CollectiveError` if ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from spark_elastic.gradients.host_memory import copy_back, copy_to_host, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.negotiation import ALLREDUCE
+from spark_elastic.horovod.ops.operations import compress_tensors
 from spark_elastic.horovod.torch.compression import Compression
-from spark_elastic.horovod.torch.handles import Handle, submit
+from spark_elastic.horovod.torch.handles import Handle, differentiable, submit
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
@@ -36,7 +37,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     options = ReduceOptions.from_args(
         average, op, (prescale_factor, postscale_factor), process_set, compression
     )
-    return _AllReduce.apply(options, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return _allreduce([tensor], name, options)[0]
 
 
 def allreduce_async(
@@ -50,7 +51,7 @@ def allreduce_async(
 ) -> Handle:
     """`allreduce` without waiting; not differentiable."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return _single(start([tensor], name, options, in_place=False))
+    return start([tensor], name, options, in_place=False).first()
 
 
 def allreduce_(
@@ -78,7 +79,7 @@ def allreduce_async_(
 ) -> Handle:
     """`allreduce_` without waiting. The tensor belongs to the operation until its handle is done."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return _single(start([tensor], name, options, in_place=True))
+    return start([tensor], name, options, in_place=True).first()
 
 
 def grouped_allreduce(  # noqa: PLR0913
@@ -95,7 +96,7 @@ def grouped_allreduce(  # noqa: PLR0913
     options = ReduceOptions.from_args(
         average, op, (prescale_factor, postscale_factor), process_set, compression
     )
-    return list(_AllReduce.apply(options, name, *tensors))  # type: ignore[no-untyped-call]
+    return _allreduce(tensors, name, options)
 
 
 def grouped_allreduce_async(
@@ -152,20 +153,13 @@ def start(
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     working = [to_host(tensor) if in_place else copy_to_host(tensor) for tensor in tensors]
-    wire, decompress = _compress(working, options)
-    operation = submit(
-        ALLREDUCE,
-        name,
-        working,
-        options.process_set,
-        awaited=awaited,
-        op=options.op.value,
-        scale=options.scale,
-        compression=wire,
-    )
+    all_float32 = all(tensor.dtype == torch.float32 for tensor in working)
+    wire, exchanged, decompress = compress_tensors(working, options, all_float32)
+    how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
+    operation = submit(ALLREDUCE, name, exchanged, options.process_set, awaited=awaited, **how)
 
     def finish(_: object) -> list[torch.Tensor]:
-        results = decompress(working)
+        results = decompress(exchanged)
         if in_place:
             return [copy_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
         return [result.to(tensor.device) for tensor, result in zip(tensors, results, strict=True)]
@@ -173,37 +167,11 @@ def start(
     return Handle(operation, finish)
 
 
-def _compress(
-    working: list[torch.Tensor], options: ReduceOptions
-) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Replace `working` by what is exchanged. Returns (the engine's wire format, a function that decompresses)."""
-    wire = options.choose_wire_format(all(tensor.dtype == torch.float32 for tensor in working))
-    if wire is not None:
-        return wire, lambda results: results
-    compressed = [options.compression.compress(tensor) for tensor in working]
-    working[:] = [tensor for tensor, _ in compressed]
-
-    def decompress(results: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            options.compression.decompress(result, ctx)
-            for result, (_, ctx) in zip(results, compressed, strict=True)
-        ]
-
-    return None, decompress
-
-
-def _single(handle: Handle) -> Handle:
-    return Handle(handle.operation, lambda outputs: handle()[0])
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, options: ReduceOptions, name: str | None, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.options = options
-        return tuple(start(tensors, name, options, in_place=False, awaited=True)())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_AllReduce.apply(ctx.options, None, *gradients)  # type: ignore[no-untyped-call]
+def _allreduce(
+    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions
+) -> list[torch.Tensor]:
+    return differentiable(
+        lambda given: start(given, name, options, in_place=False, awaited=True)(),
+        lambda *upstream: _allreduce(upstream, None, options),
+        tensors,
+    )

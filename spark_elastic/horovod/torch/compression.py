@@ -15,10 +15,12 @@ class FP16Compressor(Compressor):
     """Sends tensors as float16: 11 bits of precision, up to 65504."""
 
     wire = "fp16"
+    dtype = torch.float16
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _narrow(tensor, torch.float16)
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        wide = tensor.is_floating_point() and tensor.element_size() > 2
+        return (tensor.to(cls.dtype), tensor.dtype) if wide else (tensor, None)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -29,10 +31,7 @@ class BF16Compressor(FP16Compressor):
     """Sends tensors as bfloat16: 8 bits of precision, the range of float32."""
 
     wire = "bf16"
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return _narrow(tensor, torch.bfloat16)
+    dtype = torch.bfloat16
 
 
 class Compression:
@@ -41,8 +40,3 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-    wide = tensor.is_floating_point() and tensor.element_size() > 2
-    return (tensor.to(dtype), tensor.dtype) if wide else (tensor, None)

@@ -16,33 +16,49 @@ from spark_elastic.gradients.compiled_callers import disable_compile
 from spark_elastic.gradients.host_memory import copy_back, copy_to_host, tensor_of, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, Sum
-from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
+from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST
 from spark_elastic.horovod.ops.operations import broadcast_object, get_queue
 from spark_elastic.horovod.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
-from spark_elastic.horovod.torch.handles import Handle, submit
+from spark_elastic.horovod.torch.handles import Handle, differentiable, submit
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
-    return _AllGather.apply(name, process_set, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return grouped_allgather([tensor], name, process_set)[0]
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`allgather` without waiting; not differentiable."""
-    handle = grouped_allgather_async([tensor], name, process_set)
-    return Handle(handle.operation, lambda outputs: handle()[0])
+    return grouped_allgather_async([tensor], name, process_set).first()
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
-    return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    shapes: list[torch.Size] = []
+
+    def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = _gather(given, name, process_set, awaited=True)()
+        shapes.extend(tensor.shape for tensor in given)
+        return results
+
+    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        rows = [shape[0] if shape else 1 for shape in shapes]
+        lengths = allgather(torch.tensor([rows]), process_set=process_set)
+        firsts = lengths[: process_set.rank()].sum(0).tolist()
+        averages = grouped_allreduce(upstream, op=Average, process_set=process_set)
+        return [
+            whole[first : first + count].reshape(shape)
+            for whole, first, count, shape in zip(averages, firsts, rows, shapes, strict=True)
+        ]
+
+    return differentiable(run, gradient, tensors)
 
 
 def grouped_allgather_async(
@@ -61,7 +77,7 @@ def _gather(
     # Not copied: the tensors belong to the operation until its handle is done.
     hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
-    operation = submit(ALLGATHER, name, rows, process_set, ragged=True, awaited=awaited)
+    operation = submit(ALLGATHER, name, rows, process_set, awaited=awaited)
     return Handle(
         operation,
         lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
@@ -75,7 +91,16 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
-    return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gradient(upstream: torch.Tensor) -> list[torch.Tensor]:
+        average = allreduce(upstream, op=Average, process_set=process_set)
+        # All ranks stay in the graph of a second derivative, whose allreduce needs all of them.
+        unused = torch.tensor(process_set.ranks[process_set.rank()] != root_rank, device=average.device)
+        return [average.masked_fill(unused, 0.0)]
+
+    return differentiable(
+        lambda given: [broadcast_async(given[0], root_rank, name, process_set)()], gradient, [tensor]
+    )[0]
 
 
 def broadcast_async(
@@ -107,8 +132,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
-    handle = broadcast_all([tensor], root_rank, name, process_set)
-    return Handle(handle.operation, lambda outputs: handle()[0])
+    return broadcast_all([tensor], root_rank, name, process_set).first()
 
 
 @disable_compile
@@ -126,47 +150,6 @@ def broadcast_all(
     return Handle(
         operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
     )
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.process_set = process_set
-        ctx.shapes = [tensor.shape for tensor in tensors]
-        return tuple(_gather(tensors, name, process_set, awaited=True)())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        process_set = ctx.process_set
-        rows = [shape[0] if shape else 1 for shape in ctx.shapes]
-        lengths = allgather(torch.tensor([rows]), process_set=process_set)
-        firsts = lengths[: process_set.rank()].sum(0).tolist()
-        averages = grouped_allreduce(gradients, op=Average, process_set=process_set)
-        shares = [
-            whole[first : first + count].reshape(shape)
-            for whole, first, count, shape in zip(averages, firsts, rows, ctx.shapes, strict=True)
-        ]
-        return None, None, *shares
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet
-    ) -> torch.Tensor:
-        ctx.process_set = process_set
-        result: torch.Tensor = broadcast_async(tensor, root, name, process_set)()
-        ctx.is_root = process_set.ranks[process_set.rank()] == root
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        average = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        # All ranks stay in the graph of a second derivative, whose allreduce needs all of them.
-        unused = torch.tensor(not ctx.is_root, device=average.device)
-        return average.masked_fill(unused, 0.0), None, None, None
 
 
 def broadcast_parameters(
@@ -239,7 +222,7 @@ def sparse_allreduce_async(
         raise InvalidInput(f"sparse_allreduce_async takes sparse tensors, and Average or Sum; got {op!r}.")
     whole = tensor.coalesce()
     parts = [whole.indices().t().contiguous(), whole.values()]
-    handle = grouped_allgather_async(parts, qualify_name("sparse", name), process_set)
+    handle = grouped_allgather_async(parts, None if name is None else f"sparse.{name}", process_set)
 
     def finish(_: object) -> torch.Tensor:
         indices, values = handle()

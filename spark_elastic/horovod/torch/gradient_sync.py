@@ -6,9 +6,9 @@ does one that is not in the process set. The training thread owns everything her
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -30,8 +30,21 @@ from spark_elastic.worker.session import get_collective_thread, get_group
 Flags = npt.NDArray[np.bool_]
 
 
-class Joinable(Protocol):
-    """What `join` needs of an optimizer that is in use."""
+class OptimizerSync(ABC):
+    """The exchanges of one optimizer that is in use. `join` takes part in those of other ranks."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
+        self._counted: tuple[Group | None, int] = (None, 0)  # a group, and the exchanges in it
+        get_optimizers_in_use().add(self)
+
+    def close(self) -> None:
+        """Take the optimizer out of use."""
+        get_optimizers_in_use().discard(self)
+
+    def count_step(self, group: Group | None) -> None:
+        """Count an exchange of this rank's own gradients in that group."""
+        self._counted = group, 1 + (self._counted[1] if self._counted[0] is group else 0)
 
     def steps(self) -> int:
         """Return the exchanges of this rank's own gradients in the current world; 0 if it trains alone.
@@ -39,7 +52,8 @@ class Joinable(Protocol):
         Raises:
             InvalidInput: this rank has gradients that were not exchanged.
         """
-        ...
+        group = get_training_group(self._process_set)
+        return self._counted[1] if group is not None and self._counted[0] is group else 0
 
     def run_without_data(self) -> bool:
         """Take part in an exchange after this rank has joined. Returns False once no rank has data any more.
@@ -47,10 +61,18 @@ class Joinable(Protocol):
         Raises:
             CollectiveError: the exchange broke.
         """
-        ...
+        group = get_training_group(self._process_set)
+        if group is None or group.size == 1:
+            return False
+        with translate_ranks_in_errors(group):
+            return self._exchange_nothing(group).rows > 0
+
+    @abstractmethod
+    def _exchange_nothing(self, group: Group) -> StepDecision:
+        """Exchange what changes nothing of the others' sums."""
 
 
-class GradientSync:
+class GradientSync(OptimizerSync):
     """Synchronizes the gradients of one optimizer."""
 
     def __init__(
@@ -61,7 +83,6 @@ class GradientSync:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._passes = passes
-        self._process_set = process_set
         self.exchange = GradientExchange(
             named,
             options,
@@ -74,8 +95,7 @@ class GradientSync:
         self.is_synchronized = False  # the present gradients are those of all ranks
         # The world's group in the newest step, even if the process set has this rank only.
         self._world_group: Group | None = None
-        self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps synchronized in it
-        get_optimizers_in_use().add(self)
+        super().__init__(process_set)
 
     def _open(self) -> None:
         """Open a step in the current world, if none is open. Called before a gradient counts."""
@@ -161,7 +181,7 @@ class GradientSync:
             exchange.clear()
             raise
         exchange.drop_absent(present)
-        self._steps = exchange.group, self._steps_in(exchange.group) + 1
+        self.count_step(exchange.group)
         self.is_synchronized = True
 
     def _check_order(self) -> None:
@@ -182,35 +202,22 @@ class GradientSync:
                 )
 
     def steps(self) -> int:
-        """See `Joinable`."""
         group = get_training_group(self._process_set)
         if group is not None and group is self.exchange.group and self.has_unsynced_gradients:
             raise InvalidInput("join() was called between backward() and step(): call step() first.")
-        return 0 if group is None else self._steps_in(group)
-
-    def _steps_in(self, group: Group | None) -> int:
-        return self._steps[1] if self._steps[0] is group else 0
+        return super().steps()
 
     def close(self) -> None:
-        """Take the optimizer out of use."""
-        get_optimizers_in_use().discard(self)
+        super().close()
         self.exchange.close()
 
-    def run_without_data(self) -> bool:
-        """See `Joinable`."""
-        group = get_training_group(self._process_set)
-        if group is None or group.size == 1:
-            return False
+    def _exchange_nothing(self, group: Group) -> StepDecision:
         self.exchange.clear_and_begin(group, 0)
         try:
-            with translate_ranks_in_errors(group):
-                self.exchange.finish()
-                decision = self._exchange_summary(
-                    group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0
-                )
+            self.exchange.finish()
+            return self._exchange_summary(group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0)
         finally:
             self.exchange.clear()
-        return decision.rows > 0
 
     def _exchange_summary(self, group: Group, present: Flags, rows: int) -> StepDecision:
         exchange = self.exchange
@@ -221,7 +228,7 @@ class GradientSync:
         return decision
 
 
-class _OptimizersInUse(WeakSet[Joinable]):
+class _OptimizersInUse(WeakSet[OptimizerSync]):
     """The exchanges of all optimizers that this process uses."""
 
 
@@ -229,7 +236,7 @@ class _Subgroups(dict[tuple[int, ...], Group]):
     """The groups of process sets in one world, by their ranks."""
 
 
-def get_optimizers_in_use() -> WeakSet[Joinable]:
+def get_optimizers_in_use() -> WeakSet[OptimizerSync]:
     """Return the synchronization of each optimizer that this process uses."""
     return get_process_context().get_or_create(_OptimizersInUse)
 

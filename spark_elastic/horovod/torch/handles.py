@@ -1,9 +1,9 @@
-"""Requests of operations on tensors, and handles of those in progress. Any thread may use handles."""
+"""Requests of operations on tensors, handles of those in progress, and gradients. Any thread may use handles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,9 +11,8 @@ from elastic_collectives.group import Array
 from spark_elastic.gradients.compiled_callers import disable_compile
 from spark_elastic.gradients.host_memory import array_of, get_dtype_name
 from spark_elastic.gradients.process_sets import ProcessSet
-from spark_elastic.horovod.ops.negotiation import Request, qualify_name
+from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.operation import Operation
-from spark_elastic.horovod.ops.operations import get_queue
 
 
 def submit(
@@ -21,29 +20,13 @@ def submit(
     name: str | None,
     tensors: Sequence[torch.Tensor],
     process_set: ProcessSet,
-    splits: list[int] | None = None,
-    *,
-    ragged: bool = False,
     awaited: bool = False,
-    **fields: Any,
+    **how: Any,
 ) -> Operation:
-    """Request an operation on contiguous tensors on the CPU, which belong to it until it is done.
-
-    Args:
-        splits: of an alltoall; None: equal parts.
-        ragged: the first dimension may differ between ranks.
-        awaited: the caller waits for it at once.
-        fields: further ones of the `Request`.
-    """
-    request = Request(
-        kind,
-        qualify_name(kind, name),
-        tuple(get_dtype_name(each.dtype) for each in tensors),
-        tuple((-1, *each.shape[1:]) if ragged else tuple(each.shape) for each in tensors),
-        **fields,
-    )
+    """`operations.submit` of contiguous tensors on the CPU, which belong to the operation until it is done."""
+    dtypes = tuple(get_dtype_name(each.dtype) for each in tensors)
     arrays = [array_of(each) for each in tensors]
-    return get_queue(process_set).submit(request, arrays, splits, awaited=awaited)
+    return operations.submit(kind, name, arrays, process_set, dtypes=dtypes, awaited=awaited, **how)
 
 
 class Handle:
@@ -69,6 +52,10 @@ class Handle:
             self._result, self._finished = self._finish(outputs), True
         return self._result
 
+    def first(self) -> Handle:
+        """Return the handle of the first tensor of this operation, which gives a list."""
+        return Handle(self.operation, lambda _: self()[0])
+
 
 def poll(handle: Handle) -> bool:
     """Whether `synchronize` returns, or raises, at once."""
@@ -82,3 +69,31 @@ def synchronize(handle: Handle) -> Any:
         CollectiveError: the ranks requested different operations, a rank was late, or the world broke.
     """
     return handle()
+
+
+Gradient: TypeAlias = Callable[..., Sequence[torch.Tensor]]
+
+
+@disable_compile
+def differentiable(
+    run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    gradient: Gradient,
+    tensors: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return what `run` makes of the tensors.
+
+    Args:
+        gradient: makes the gradients of the tensors from those of the results, differentiably itself.
+    """
+    return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, gradient: Gradient, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.gradient = gradient
+        return tuple(run(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.gradient(*upstream)

@@ -17,9 +17,10 @@ from spark_elastic.gradients.host_memory import tensor_of, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.negotiation import ALLTOALL, REDUCESCATTER
+from spark_elastic.horovod.ops.operations import compress_tensors
 from spark_elastic.horovod.torch.compression import Compression
 from spark_elastic.horovod.torch.gathering import grouped_allgather
-from spark_elastic.horovod.torch.handles import Handle, submit
+from spark_elastic.horovod.torch.handles import Handle, differentiable, submit
 
 
 def alltoall(
@@ -35,8 +36,15 @@ def alltoall(
     Args:
         splits: rows for each rank; the result is then (tensor, rows received from each rank). None: equal parts.
     """
-    received, counts = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
-    return received if splits is None else (received, counts)
+    came: list[torch.Tensor] = []  # rows received from each rank
+
+    def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        received, counts = _alltoall(given[0], splits, name, process_set)()
+        came.append(counts)
+        return [received]
+
+    received = differentiable(run, lambda back: [alltoall(back, came[0], None, process_set)[0]], [tensor])[0]
+    return received if splits is None else (received, came[0])
 
 
 def alltoall_async(
@@ -61,7 +69,7 @@ def _alltoall(
     if working.dim() == 0:
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     sent = None if splits is None else [int(rows) for rows in splits]
-    operation = submit(ALLTOALL, name, [working], process_set, sent, ragged=True)
+    operation = submit(ALLTOALL, name, [working], process_set, splits=sent)
     return Handle(
         operation,
         lambda outputs: (tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)),
@@ -82,7 +90,7 @@ def reducescatter(
     options = ReduceOptions.from_reducescatter_args(
         1, op, (prescale_factor, postscale_factor), process_set, compression
     )
-    return _ReduceScatter.apply(options, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return _reducescatter([tensor], name, options)[0]
 
 
 def reducescatter_async(
@@ -94,8 +102,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """`reducescatter` without waiting; not differentiable."""
-    handle = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
-    return Handle(handle.operation, lambda outputs: handle()[0])
+    scale = prescale_factor, postscale_factor
+    return grouped_reducescatter_async([tensor], name, op, process_set, *scale).first()
 
 
 def grouped_reducescatter(
@@ -110,7 +118,7 @@ def grouped_reducescatter(
     """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
-    return list(_ReduceScatter.apply(options, name, *tensors))  # type: ignore[no-untyped-call]
+    return _reducescatter(tensors, name, options)
 
 
 def grouped_reducescatter_async(
@@ -128,49 +136,24 @@ def grouped_reducescatter_async(
 
 @disable_compile
 def _start(tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions) -> Handle:
-    compressed = [options.compression.compress(to_host(tensor)) for tensor in tensors]
-    working = [tensor for tensor, _ in compressed]
-    operation = submit(
-        REDUCESCATTER, name, working, options.process_set, op=options.op.value, scale=options.scale
-    )
+    hosts = [to_host(tensor) for tensor in tensors]
+    _, exchanged, decompress = compress_tensors(hosts, options, all_float32=False)
+    how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
+    operation = submit(REDUCESCATTER, name, exchanged, options.process_set, **how)
 
     def finish(outputs: Any) -> list[torch.Tensor]:
-        parts = [tensor_of(array, like) for array, like in zip(outputs, working, strict=True)]
-        return [
-            options.compression.decompress(part, ctx).to(tensor.device)
-            for part, (_, ctx), tensor in zip(parts, compressed, tensors, strict=True)
-        ]
+        parts = [tensor_of(array, like) for array, like in zip(outputs, exchanged, strict=True)]
+        return [part.to(t.device) for part, t in zip(decompress(parts), tensors, strict=True)]
 
     return Handle(operation, finish)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        received, counts = _alltoall(tensor, splits, name, process_set)()
-        ctx.counts, ctx.process_set = counts.tolist(), process_set
-        ctx.mark_non_differentiable(counts)
-        return received, counts
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, _ = _AllToAll.apply(gradients[0], ctx.counts, None, ctx.process_set)  # type: ignore[no-untyped-call]
-        return back, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, options: ReduceOptions, name: str | None, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.options = options
-        return tuple(_start(tensors, name, options)())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        options: ReduceOptions = ctx.options
+def _reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions
+) -> list[torch.Tensor]:
+    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
         factor = options.reducescatter_gradient_factor(options.process_set.size)
-        wholes = grouped_allgather(gradients, process_set=options.process_set)
-        return None, None, *(whole * factor for whole in wholes)
+        wholes = grouped_allgather(upstream, process_set=options.process_set)
+        return [whole * factor for whole in wholes]
+
+    return differentiable(lambda given: _start(given, name, options)(), gradient, tensors)

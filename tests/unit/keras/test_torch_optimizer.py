@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.reduction import Adasum, Sum
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.keras import torch_optimizer
-from spark_elastic.horovod.keras.torch_optimizer import DistributedOptimizer
-from spark_elastic.horovod.ops import distributed_optimizer
+from spark_elastic.horovod.keras.torch_optimizer import TorchExchange
+from spark_elastic.horovod.ops.distributed_optimizer import GradientOptions, wrap_optimizer
 from spark_elastic.runs.handlers import to_array
 
 
@@ -26,16 +28,25 @@ class RecordingOptimizer:
         self.applied.append([gradient.tolist() for gradient in grads])
 
     apply_gradients = build = apply
+    built = True
 
 
-def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = SimpleNamespace(fence=(1, 1))
-    monkeypatch.setattr(distributed_optimizer, "world", lambda: here)
-    optimizer = DistributedOptimizer(RecordingOptimizer(), backward_passes_per_step=2)
-    for fence, value in [((1, 1), 1.0), ((1, 2), 10.0), ((1, 2), 20.0)]:
-        here.fence = fence
+def distribute(
+    optimizer: Any,
+    passes: int = 1,
+    process_set: ProcessSet = global_process_set,
+    scale_local: bool = True,
+    op: ReduceOp = Average,
+) -> Any:
+    options = GradientOptions(ReduceOptions(op, process_set=process_set), False, 0, scale_local)
+    return wrap_optimizer(optimizer, lambda: TorchExchange(options, passes, False), keras.utils)
+
+
+def test_passes_are_summed_before_they_are_applied() -> None:
+    optimizer = distribute(RecordingOptimizer(), passes=2)
+    for value in (1.0, 10.0, 20.0):
         optimizer.apply([torch.tensor(value)], [object()])
-    assert optimizer.applied == [[30.0]]
+    assert optimizer.applied == [[11.0]]
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])
@@ -44,9 +55,7 @@ def test_a_local_gradient_is_divided_as_an_average(
 ) -> None:
     monkeypatch.setattr(torch_optimizer, "start", lambda tensors, *how, **when: lambda: tensors)
     four: Any = SimpleNamespace(size=lambda: 4, included=lambda: True)
-    optimizer: Any = DistributedOptimizer(
-        RecordingOptimizer(), process_set=four, scale_local_gradients=scaled
-    )
+    optimizer: Any = distribute(RecordingOptimizer(), process_set=four, scale_local=scaled)
     mine, shared = object(), object()
     optimizer.register_local_var(mine)
     optimizer.apply([torch.tensor(8.0), torch.tensor(8.0)], [mine, shared])
@@ -55,33 +64,24 @@ def test_a_local_gradient_is_divided_as_an_average(
 
 def test_a_rank_outside_of_the_process_set_trains_alone() -> None:
     others: Any = SimpleNamespace(size=lambda: 4, included=lambda: False)
-    optimizer: Any = DistributedOptimizer(RecordingOptimizer(), process_set=others)
+    optimizer: Any = distribute(RecordingOptimizer(), process_set=others)
     optimizer.apply([torch.tensor(8.0)], [object()])
     assert optimizer.applied == [[8.0]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("optimizer", "arguments", "says"),
     [
-        ({"op": Sum, "gradient_predivide_factor": 2.0}, "left out with op=Sum"),
-        ({"op": Adasum}, "must be Average or Sum; got"),
-        ({"backward_passes_per_step": 0}, "must be at least 1; got 0"),
+        (RecordingOptimizer(), {"op": Adasum}, "must be Average or Sum; got"),
+        (RecordingOptimizer(), {"passes": 0}, "must be at least 1; got 0"),
+        (distribute(RecordingOptimizer()), {}, "of Keras 3 once; got a RecordingOptimizer"),
+        (torch.nn.Linear(1, 1), {}, "wraps an optimizer of Keras 3 once; got a Linear"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], says: str) -> None:
+def test_wrong_arguments_are_refused(optimizer: Any, arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        DistributedOptimizer(RecordingOptimizer(), **arguments)
-
-
-def test_distributed_optimizer_of_keras_wraps_once() -> None:
-    with pytest.raises(InvalidInput, match="of Keras 3 once; got a RecordingOptimizer"):
-        DistributedOptimizer(DistributedOptimizer(RecordingOptimizer()))
+        distribute(optimizer, **arguments)
 
 
 def test_a_variable_of_bfloat16_has_an_array() -> None:
     assert to_array(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
-
-
-def test_a_model_is_no_optimizer() -> None:
-    with pytest.raises(InvalidInput, match="wraps an optimizer of Keras 3 once; got a Linear"):
-        DistributedOptimizer(torch.nn.Linear(1, 1))

@@ -16,13 +16,13 @@ from spark_elastic.horovod.ops.negotiation import (
     BROADCAST,
     Message,
     Negotiation,
-    Request,
+    OperationRequest,
     RoundResult,
 )
 
 
-def reduction(name: str | None, length: int = 4, op: str = "sum") -> Request:
-    return Request(ALLREDUCE, name, ("float32",), ((length,),), op)
+def reduction(name: str | None, length: int = 4, op: str = "sum") -> OperationRequest:
+    return OperationRequest(ALLREDUCE, name, ("float32",), ((length,),), op)
 
 
 class Ranks:
@@ -32,7 +32,7 @@ class Ranks:
         self.machines = [Negotiation(rank, size) for rank in range(size)]
         self.sent: list[int] = []  # bytes that rank 0 said in each round
 
-    def say(self, *words: Sequence[Message | Request], deadlocked: bool = False) -> RoundResult:
+    def say(self, *words: Sequence[Message | OperationRequest], deadlocked: bool = False) -> RoundResult:
         texts = [
             machine.encode([word if isinstance(word, Message) else Message(word) for word in said])
             for machine, said in zip(self.machines, words, strict=True)
@@ -55,7 +55,7 @@ def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
     """Named ones in any order, unnamed ones in their own, spread over rounds in any way."""
     chance = random.Random(seed)
     ranks, done = Ranks(size), []
-    queues: list[list[Request]] = []
+    queues: list[list[OperationRequest]] = []
     for _ in range(size):
         queue = [reduction(f"t{number}", number + 1) for number in range(count)]
         chance.shuffle(queue)
@@ -98,7 +98,7 @@ def test_a_request_that_was_sent_before_takes_two_bytes() -> None:
         (replace(reduction("x"), compression="fp16"), "has compression None, rank 1 fp16"),
     ],
 )
-def test_a_mismatch_names_the_tensor_and_the_ranks(other: Request, says: str) -> None:
+def test_a_mismatch_names_the_tensor_and_the_ranks(other: OperationRequest, says: str) -> None:
     ranks = Ranks(3)
     (due,) = ranks.say([reduction("x")], [other], [reduction("x")]).responses
     assert isinstance(due.error, MismatchError)
@@ -147,7 +147,7 @@ def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:
 def test_operations_other_than_reductions_fail_while_a_rank_has_joined() -> None:
     ranks = Ranks(2)
     ranks.say([Message()], [])
-    (due,) = ranks.say([], [Request(ALLGATHER, "g", ("float32",), ((-1,),))]).responses
+    (due,) = ranks.say([], [OperationRequest(ALLGATHER, "g", ("float32",), ((-1,),))]).responses
     assert "no allgather while rank(s) 0 have joined" in str(due.error)
 
 

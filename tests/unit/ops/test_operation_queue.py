@@ -25,7 +25,7 @@ from spark_elastic.horovod.ops.negotiation import (
     BARRIER,
     BROADCAST,
     REDUCESCATTER,
-    Request,
+    OperationRequest,
 )
 from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
@@ -37,7 +37,7 @@ PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the sta
 def submit_sum(
     queue: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
 ) -> Operation:
-    return queue.submit(Request(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
+    return queue.submit(OperationRequest(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
 
 
 def on_ranks(
@@ -96,13 +96,13 @@ def test_every_kind_of_operation_gives_its_result_on_every_rank() -> None:
     def work(queue: OperationQueue) -> list[Any]:
         rank = queue.group.rank
         rows = np.full((rank + 1, 2), rank)
-        gathered = queue.submit(Request(ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
-        sent = queue.submit(Request(BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
+        gathered = queue.submit(OperationRequest(ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
+        sent = queue.submit(OperationRequest(BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
         own, splits = np.arange(3) + 10 * rank, [2 - rank, 1 + rank]
-        split = queue.submit(Request(ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
-        scattered = Request(REDUCESCATTER, None, ("int64",), ((3,),), "sum")
+        split = queue.submit(OperationRequest(ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
+        scattered = OperationRequest(REDUCESCATTER, None, ("int64",), ((3,),), "sum")
         part = queue.submit(scattered, [np.arange(3) * (rank + 1)])
-        queue.submit(Request(BARRIER)).wait()
+        queue.submit(OperationRequest(BARRIER)).wait()
         return [
             gathered.wait()[0].tolist(),
             sent.wait()[0].tolist(),
@@ -253,14 +253,22 @@ def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_err
 @pytest.mark.parametrize(
     ("request_", "array", "says"),
     [
-        (Request(ALLREDUCE, "x", ("float64",), ((2,),), "sum"), np.arange(2), "'x': dtype 'float64'"),
-        (Request(ALLREDUCE, "x", ("bool",), ((2,),), "average"), np.ones(2, bool), "neither averages"),
-        (Request(ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
-        (Request(BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
+        (
+            OperationRequest(ALLREDUCE, "x", ("float64",), ((2,),), "sum"),
+            np.arange(2),
+            "'x': dtype 'float64'",
+        ),
+        (
+            OperationRequest(ALLREDUCE, "x", ("bool",), ((2,),), "average"),
+            np.ones(2, bool),
+            "neither averages",
+        ),
+        (OperationRequest(ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
+        (OperationRequest(BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
     ],
 )
 def test_invalid_operations_are_refused_before_they_are_announced(
-    request_: Request, array: np.ndarray[Any, Any], says: str
+    request_: OperationRequest, array: np.ndarray[Any, Any], says: str
 ) -> None:
     queue = OperationQueue(FakeFabric(2).group(0), CompletionSignal(CLOCK), OperationConfig())
     with pytest.raises(InvalidInput, match=says):

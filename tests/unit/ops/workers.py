@@ -14,6 +14,7 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.worker import context
 from spark_elastic.worker.context import ProcessContext, WorkerContext
+from tests.unit.torch.worlds import run_in_world
 
 T = TypeVar("T")
 
@@ -58,3 +59,13 @@ def run_in_fake_world(size: int, work: Callable[[Group], T]) -> list[T]:
     finally:
         for group in fabric.groups:
             group.close()
+
+
+def run_on_engine(size: int, work: Callable[[Group], T]) -> list[T]:
+    """As `run_in_fake_world`, over the real engine."""
+
+    def work_as(group: Group) -> T:
+        enter_group(group)
+        return work(group)
+
+    return run_in_world(size, work_as)

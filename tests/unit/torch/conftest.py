@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from elastic_collectives import Group
 from spark_elastic.gradients import process_sets
 from spark_elastic.handwritten import session as loop_session
 from spark_elastic.horovod.torch import gradient_sync as rounds
 from spark_elastic.worker import session
 from spark_elastic.worker.context import GroupContext, WorkerContext
-from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
+from tests.unit.ops.workers import run_in_fake_world, run_on_engine, use_context_per_thread
 from tests.unit.torch.loops import CurrentWorker
-from tests.unit.torch.worlds import World, run_in_world
+from tests.unit.torch.worlds import World
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +36,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def engine(monkeypatch: pytest.MonkeyPatch) -> World:
     """The same over the real engine."""
     use_context_per_thread(monkeypatch)
-
-    def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
-        def work_as(group: Group) -> Any:
-            enter_group(group)
-            return work(group)
-
-        return run_in_world(size, work_as)
-
-    return run
+    return run_on_engine
 
 
 @pytest.fixture
