@@ -26,11 +26,16 @@ EPOCHS = 400  # of one step each; with the gate shut they take minutes, open sec
 
 
 class GatedNet(Net):
-    """Its steps in a worker take their time as long as the file `gate` is not there."""
+    """Its steps in a worker take their time as long as the file `gate` is not there.
 
-    def __init__(self, gate: Path) -> None:
+    numbers: how many it carries besides its weights.
+    """
+
+    def __init__(self, gate: Path, numbers: int = 0) -> None:
         super().__init__()
         self.gate = str(gate)
+        if numbers:
+            self.register_buffer("carried", torch.rand(numbers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if progress() is not None and not Path(self.gate).exists():
@@ -73,17 +78,19 @@ def fit_through_a_loss(
     folder: Path,
     workers: int,
     again: bool = False,
+    numbers: int = 0,
     **settings: Any,
 ) -> list[int]:
     """An executor is lost: the weights of a plain loop (P2), and each row once an epoch (P1).
 
-    again: not before the world is whole again does it end. Returns the sizes of the worlds.
+    again: not before the world is whole again does it end. numbers: that the model carries besides its weights.
+    Returns the sizes of the worlds.
     """
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     folder.mkdir(exist_ok=True)
     gate, store, epochs = folder / "gate", folder / "store", EPOCHS if again else EPOCHS // 3
-    df, net = table(spark), GatedNet(gate)
+    df, net = table(spark), GatedNet(gate, numbers)
     model = estimator(
         store,
         model=net,
@@ -102,6 +109,7 @@ def fit_through_a_loss(
     assert max(sizes) == workers
     assert sizes[-1] == workers or not again
     assert is_close(model, train_plain(df, epochs, compute_mse))
+    assert all(torch.equal(model.model.state_dict()[name], value) for name, value in net.named_buffers())
     (ledger,) = {path.parent for path in store.rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(epochs) for row in range(ROWS))
     return sizes

@@ -109,7 +109,8 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.T
     return model.state_dict()
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.faults)])
+@pytest.mark.faults  # the kill below has two worlds
+@pytest.mark.parametrize(("workers", "processes"), [(1, 0), (2, 2)])
 def test_augmented_weights_are_those_of_a_plain_loop_in_any_world(
     tmp_path: Path, workers: int, processes: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,6 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 @pytest.fixture
 def data(tmp_path: Path) -> tuple[Store, Manifest]:
     return make_data(tmp_path)
-
-
-def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest]) -> None:
-    """Two workers and one net: the kills below cover the others, and a start of processes is what takes the time."""
-    job = replace(JOBS["class weights, clipped"], workers=2, epochs=1)
-    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=2))
-    assert [world.size for world in result.worlds] == [2]
-    assert difference(ours, train_plain(job, *data)) < 1e-9
 
 
 @pytest.mark.scenario("G1", "G2", "G3")

@@ -293,7 +293,7 @@ def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_worl
         (1, True, False),
         (1, True, True),
         (2, True, False),
-        (3, True, True),
+        pytest.param(3, True, True, marks=pytest.mark.faults),
         pytest.param(3, True, False, marks=pytest.mark.faults),
         pytest.param(3, False, True, marks=pytest.mark.faults),
     ],
@@ -479,9 +479,8 @@ def test_p2_a_loop_of_accelerate_continues_at_the_step_in_flight(fault: Fault) -
         torch.testing.assert_close(torch.tensor(result), expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_p4_accelerate_is_distributed_on_workers_without_a_gpu(size: int) -> None:
-    run = Run(train_by_accelerate, (3, {}), room=size, num_workers=size, max_workers=size)
+def test_p4_accelerate_is_distributed_on_workers_without_a_gpu() -> None:
+    run = Run(train_by_accelerate, (3, {}), room=2, num_workers=2, max_workers=2)
     for result in run.results():
         assert result == pytest.approx(train_by_accelerate(3, {}), rel=1e-9)
 
