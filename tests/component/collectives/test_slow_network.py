@@ -61,7 +61,7 @@ def reduce(group: Group) -> bool:
 
 
 def test_large_operations_over_a_slow_network_do_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a world of its own, all at once, since they mostly wait. One has ranks behind the slow part of its ring."""
+    """Each in a world of its own, all at once, since they mostly wait. One has ranks behind a slow part of its ring."""
     monkeypatch.setattr(engine, "BROADCAST_PART", 1_000_000)
     works = {broadcast: 2, allgather: 2, alltoall: 2, adasum: 2, allgather_one_part: 3}
     with ThreadPoolExecutor(len(works)) as pool:

@@ -1,11 +1,14 @@
-"""P7 on real processes: what is durable outlives all workers, and the driver too."""
+"""P7 on real processes: what is durable outlives all workers, and the driver too, killed at any moment."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,10 +84,51 @@ def is_epoch_durable(store: Store, epoch: int) -> bool:
     return any(each.position.epoch == epoch for each in CheckpointStore(store, RUN).read_published())
 
 
-@pytest.mark.scenario("G6", "G18")
-def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
-    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(10))
+def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
+    data: tuple[Store, Manifest], tmp_path: Path, seed: int
 ) -> None:
+    """Twice: at a step of the seed's, and then some way into the next exchange, commit or checkpoint."""
+    draw = random.Random(seed)
+    job, (store, manifest) = make_job(), data
+    steps = [draw.randrange(5, 13), draw.randrange(15, 26)]
+    made: list[ProcessLauncher] = []
+    struck: list[threading.Thread] = []
+
+    def kill_all() -> None:
+        time.sleep(draw.uniform(0.0, 0.3))
+        for slot in made[0].slots():
+            made[0].kill(slot)
+
+    def start_kill(epoch: int, step: int) -> None:
+        if len(struck) < len(steps) and epoch * job.plan(manifest).steps + step >= steps[len(struck)]:
+            struck.append(threading.Thread(target=kill_all))
+            struck[-1].start()
+
+    def make(task: TorchTrainProgram) -> ProcessLauncher:
+        made.append(launcher(task, room=job.workers))
+        return made[0]
+
+    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(start_kill), make, run=run)
+    for thread in struck:
+        thread.join()
+    assert len(struck) == len(steps)
+    assert any("continues from checkpoint" in world.reason for world in result.worlds)
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    check_every_row_once(ledger, job.epochs)
+
+
+@pytest.mark.scenario("G6", "G18")
+@pytest.mark.parametrize(
+    "seed", [None, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(20))]
+)
+def test_p7_another_driver_resumes_with_other_workers_after_a_kill(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, seed: int | None
+) -> None:
+    """In the second epoch; or at a moment of the seed's."""
+    draw = random.Random(seed)
     job, (store, manifest) = make_job(), data
     ledger = tmp_path / "ledger"
 
@@ -92,18 +136,23 @@ def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
         until(lambda: is_epoch_durable(store, 1))
         fault(first.kill)
 
-    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
+    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault} if seed is None else {}):
         first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
         try:
+            if seed is not None:
+                until(CheckpointStore(store, RUN).read_published, 240)
+                time.sleep(draw.uniform(0.0, 1.0))
+                fault(first.kill)
             first.wait(150)
         finally:
             first.kill()
             first.wait(60)
     run = OwnedRun.acquire(store, RUN)
-    fewer = replace(job, workers=2, batch_size=12)
-    assert fewer.plan(manifest) == job.plan(manifest)
+    workers = 2 if seed is None else draw.choice([1, 2, 3])
+    other = replace(job, workers=workers, batch_size=job.batch_size * job.workers // workers)
+    assert other.plan(manifest) == job.plan(manifest)
     ours, result = train_elastic(
-        fewer, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
+        other, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=workers), run=run
     )
     assert run.attempt == 2
     assert "continues from checkpoint 000001-" in result.worlds[0].reason
