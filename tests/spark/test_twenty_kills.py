@@ -1,4 +1,4 @@
-"""Each kind of program of torch's users under twenty SIGKILLs: on plain processes, on a device, on Spark's executors."""
+"""Each kind of program of torch's users under twenty SIGKILLs: on plain processes, on a device and on Spark."""
 
 from __future__ import annotations
 

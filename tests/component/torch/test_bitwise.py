@@ -33,7 +33,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def test_the_estimators_weights_and_losses_have_the_same_bits_after_a_kill(
     tmp_path: Path, fault: Fault
 ) -> None:
-    """Those of one process, and of three workers of which one dies and is replaced. Class weights make the divisors of the steps' losses
+    """Of three workers of which one dies, as those of one process. Class weights make the divisors of the steps' losses
     numbers that are not whole."""
     data = make_data(tmp_path)
     loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.1, 0.3]))
