@@ -2,9 +2,10 @@
 
     spark-submit host_job.py WORKERS                      # {"page": url}, {"world": size, ...} ..., {"verdict": ...}
     spark-submit host_job.py WORKERS undisturbed          # a second fit, which nothing disturbs, says what is right
+    spark-submit host_job.py WORKERS lease=SECONDS        # in place of 4
     spark-submit host_job.py WORKERS '{"store": ...}' ... # for each: {"refused": sentence, "seconds": ...}
 
-Standard output has these JSON objects, one a line. Steps in workers take their time as long as their host has no file
+Standard output has these JSON objects, one a line, each with "wall", the time. Steps in workers take their time as long as their host has no file
 `over` in its folder for temporary files. Settings as JSON are those of an estimator that must refuse to start.
 """
 
@@ -36,7 +37,7 @@ from tests.component.torch.job import ledger_of
 from tests.spark import estimators
 
 STORE = "s3://jobs/store"
-ROWS, BATCH, EPOCHS = 240, 48, 60  # five steps an epoch, whatever the world's size
+ROWS, BATCH, EPOCHS = 240, 48, 100  # five steps an epoch, whatever the world's size
 
 
 class SlowNet(estimators.Net):
@@ -55,7 +56,7 @@ class StatusPageHandler(logging.Handler):
 
 
 def say(**told: object) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(told | {"wall": time.time()}) + "\n")
     sys.stdout.flush()
 
 
@@ -131,7 +132,8 @@ def main() -> None:
 
 
 def train(workers: int, compared: bool) -> None:
-    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow)
+    given = {"lease": float(word[6:]) for word in sys.argv if word.startswith("lease=")}
+    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow, **given)
     verdict = {
         "rows exact": are_rows_exact("disturbed"),
         "worlds": [[world.size, world.reason] for world in model.summary.worlds],
