@@ -93,7 +93,7 @@ class Job:
 
 
 class HostCluster:
-    """`with HostCluster(4, folder) as cluster:` hosts h1 to h4 have a Spark worker of one core each, and h5 has none."""
+    """`with HostCluster(4, folder) as cluster:` hosts h1 to h4 have a Spark worker of one core each, h5 has none."""
 
     def __init__(self, workers: int, folder: Path) -> None:
         """folder: of the machine, for logs."""

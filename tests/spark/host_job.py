@@ -5,8 +5,9 @@
     spark-submit host_job.py WORKERS lease=SECONDS        # in place of 4
     spark-submit host_job.py WORKERS '{"store": ...}' ... # for each: {"refused": sentence, "seconds": ...}
 
-Standard output has these JSON objects, one a line, each with "wall", the time. Steps in workers take their time as long as their host has no file
-`over` in its folder for temporary files. Settings as JSON are those of an estimator that must refuse to start.
+Standard output has these JSON objects, one a line, each with "wall", the time. Steps in workers take their time as
+long as their host has no file `over` in its folder for temporary files. Settings as JSON are those of an estimator that
+must refuse to start.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def main() -> None:
 
 
 def train(workers: int, compared: bool) -> None:
-    given = {"lease": float(word[6:]) for word in sys.argv if word.startswith("lease=")}
-    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow, **given)
+    lease = next((float(word[6:]) for word in sys.argv if word.startswith("lease=")), 4.0)
+    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow, lease=lease)
     verdict = {
         "rows exact": are_rows_exact("disturbed"),
         "worlds": [[world.size, world.reason] for world in model.summary.worlds],
