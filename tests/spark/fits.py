@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, 
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+    from spark_elastic.estimators.torch_model import ElasticTorchModel
 
 EPOCHS = 400  # of one step each; with the gate shut they take minutes, open seconds
 
@@ -79,19 +82,30 @@ def fit_through_a_loss(
     workers: int,
     again: bool = False,
     numbers: int = 0,
+    fit: Callable[[ElasticTorchEstimator], ElasticTorchModel] | None = None,
+    meanwhile: Callable[[Mapping[str, Any]], object] = lambda numbers: None,
     **settings: Any,
-) -> list[int]:
+) -> tuple[ElasticTorchEstimator, ElasticTorchModel]:
     """An executor is lost: the weights of a plain loop (P2), and each row once an epoch (P1).
 
-    again: not before the world is whole again does it end. numbers: that the model carries besides its weights.
-    Returns the sizes of the worlds.
+    Args:
+        again: not before the world is whole again does it end.
+        numbers: that the model carries besides its weights.
+        fit: in place of `fit` on the table.
+        meanwhile: called with what the job reports.
     """
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     folder.mkdir(exist_ok=True)
+    loses_one = KillOneExecutor(cluster, fault, workers, folder / "gate", again)
+
+    def on_progress(reported: Mapping[str, Any]) -> None:
+        meanwhile(reported)
+        loses_one(reported)
+
     gate, store, epochs = folder / "gate", folder / "store", EPOCHS if again else EPOCHS // 3
     df, net = table(spark), GatedNet(gate, numbers)
-    model = estimator(
+    est = estimator(
         store,
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
@@ -101,9 +115,10 @@ def fit_through_a_loss(
         min_workers=1,
         run_id="mine",
         ledger=True,
-        on_progress=KillOneExecutor(cluster, fault, workers, gate, again),
+        on_progress=on_progress,
         **settings,
-    ).fit(df)
+    )
+    model = fit(est) if fit else est.fit(df)
     sizes = [world.size for world in model.summary.worlds]
     assert workers - 1 in sizes[sizes.index(workers) :], "no executor was lost"
     assert max(sizes) == workers
@@ -112,4 +127,4 @@ def fit_through_a_loss(
     assert all(torch.equal(model.model.state_dict()[name], value) for name, value in net.named_buffers())
     (ledger,) = {path.parent for path in store.rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(epochs) for row in range(ROWS))
-    return sizes
+    return est, model

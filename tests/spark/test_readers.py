@@ -15,7 +15,7 @@ from tests.spark.fits import fit_through_a_loss
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.faults]
 
 
 @pytest.mark.parametrize("reader", READERS[1:])
