@@ -9,14 +9,12 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     RUN,
     Follower,
+    LauncherFactory,
     difference,
-    launcher,
     make_data,
     train_elastic,
     train_plain,
@@ -33,16 +31,12 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_bucket(store: S
     for name in ("rows/part.parquet", "manifest.json"):
         store.write_bytes(name, here.read_bytes(name))
     job = make_job()
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
+    make = LauncherFactory()
 
     def inject_fault() -> None:
         until(lambda: any(each.position.epoch == 1 for each in CheckpointStore(store, RUN).read_published()))
-        for slot in made[0].slots():
-            kill(made[0], slot)
+        for slot in make.made.slots():
+            kill(make.made, slot)
 
     ledger = tmp_path / "ledger"
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):

@@ -9,18 +9,12 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from tests.component.torch.job import PACE, ROWS, Job, ledger_of
+from tests.component.torch.job import PACE, Job, check_every_row_once
 from tests.component.torch.nets import mlp, sgd
 
 
 def make_job() -> Job:
     return Job(mlp(PACE), sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
-
-
-def check_every_row_once(folder: Path, epochs: int) -> None:
-    seen = ledger_of(folder)
-    assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
 
 
 DRIVER = """

@@ -19,9 +19,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
-from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import SyncBatchNorm
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
@@ -29,6 +27,7 @@ from tests.component.torch.job import (
     SEED,
     Follower,
     Job,
+    LauncherFactory,
     SlowNet,
     difference,
     launcher,
@@ -150,14 +149,10 @@ def test_a_rank_without_rows_takes_the_step_of_the_others(tmp_path: Path) -> Non
 @pytest.mark.scenario("G1")
 def test_augmented_weights_are_those_of_a_plain_loop_through_a_kill(tmp_path: Path, fault: Fault) -> None:
     job, data = replace(JOB, transformation_workers=1), make_pictures(tmp_path)
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
+    make = LauncherFactory()
 
     def inject_fault() -> None:
-        fault(kill, made[0], sorted(made[0].slots())[0])
+        fault(kill, make.made, sorted(make.made.slots())[0])
 
     ledger = tmp_path / "ledger"
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):

@@ -14,12 +14,10 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.threads import run_task
 from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
-from tests.component.torch.job import Follower, launcher, make_data, train_elastic
+from tests.component.torch.job import Follower, LauncherFactory, make_data, train_elastic
 from tests.scenarios import Fault
 from tests.unit.torch.worlds import run_in_world
 
@@ -38,14 +36,10 @@ def test_the_estimators_weights_and_losses_have_the_same_bits_after_a_kill(
     data = make_data(tmp_path)
     loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.1, 0.3]))
     job = BitwiseJob(everything(), adam, loss, shape=(1, 6, 6), gradient_clip_norm=0.05, epochs=1)
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
+    make = LauncherFactory()
 
     def kill_one() -> None:
-        fault(kill, made[0], max(made[0].slots()))
+        fault(kill, make.made, max(make.made.slots()))
 
     with inject_faults(tmp_path / "faults", {"epoch 0": kill_one}):
         weights, result = train_elastic(job, *data, None, Follower(), make)

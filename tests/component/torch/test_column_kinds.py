@@ -15,18 +15,16 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.torch.spec import TorchUserObjects
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
 from tests.component.torch.job import (
     Follower,
     Job,
+    LauncherFactory,
     SlowNet,
     difference,
-    launcher,
     ledger_of,
     train_elastic,
 )
@@ -89,14 +87,12 @@ def make_job(reader: str) -> Kinds:
 def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
     write(tmp_path, reader)
     (store, manifest), job = open_data(tmp_path), make_job(reader)
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=2))
-        return made[0]
+    make = LauncherFactory(room=2)
 
     ledger = tmp_path / "ledger"
-    with inject_faults(tmp_path / "faults", {"epoch 0": lambda: fault(kill, made[0], min(made[0].slots()))}):
+    with inject_faults(
+        tmp_path / "faults", {"epoch 0": lambda: fault(kill, make.made, min(make.made.slots()))}
+    ):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make)
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)

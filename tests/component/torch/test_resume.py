@@ -18,12 +18,12 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     RUN,
     Follower,
+    LauncherFactory,
+    check_every_row_once,
     difference,
     launcher,
     make_data,
@@ -32,7 +32,6 @@ from tests.component.torch.job import (
 )
 from tests.component.torch.resumed_job import (
     DRIVER,
-    check_every_row_once,
     check_every_row_once_by_attempt,
     make_job,
 )
@@ -52,18 +51,14 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:
     job, (store, manifest) = make_job(), data
-    made: list[ProcessLauncher] = []
+    make = LauncherFactory()
     killed: list[int] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
 
     def inject_fault() -> None:
         until(lambda: is_epoch_durable(store, 1))
-        for slot in made[0].slots():
+        for slot in make.made.slots():
             killed.append(slot)
-            fault(kill, made[0], slot)
+            fault(kill, make.made, slot)
 
     ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
@@ -93,22 +88,18 @@ def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
     draw = random.Random(seed)
     job, (store, manifest) = make_job(), data
     steps = [draw.randrange(5, 13), draw.randrange(15, 26)]
-    made: list[ProcessLauncher] = []
+    make = LauncherFactory(room=job.workers)
     struck: list[threading.Thread] = []
 
     def kill_all() -> None:
         time.sleep(draw.uniform(0.0, 0.3))
-        for slot in made[0].slots():
-            made[0].kill(slot)
+        for slot in make.made.slots():
+            make.made.kill(slot)
 
     def start_kill(epoch: int, step: int) -> None:
         if len(struck) < len(steps) and epoch * job.plan(manifest).steps + step >= steps[len(struck)]:
             struck.append(threading.Thread(target=kill_all))
             struck[-1].start()
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=job.workers))
-        return made[0]
 
     ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     ours, result = train_elastic(job, store, manifest, str(ledger), Follower(start_kill), make, run=run)
