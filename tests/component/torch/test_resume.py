@@ -40,6 +40,8 @@ from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
+SEEDS = [None, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(20))]
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> tuple[Store, Manifest]:
@@ -112,9 +114,7 @@ def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
 
 
 @pytest.mark.scenario("G6", "G18")
-@pytest.mark.parametrize(
-    "seed", [None, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(20))]
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_p7_another_driver_resumes_with_other_workers_after_a_kill(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, seed: int | None
 ) -> None:
