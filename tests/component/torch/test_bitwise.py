@@ -57,5 +57,6 @@ def train_alone(job: BitwiseJob, data: tuple[Store, Manifest]) -> tuple[str, str
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
-    history = json.loads(outcome.result)["history"]
-    return hash_state(task._trainer.state.model.state_dict()), history[0]["loss"].hex()
+    history, model = json.loads(outcome.result)["history"], task._trainer.state.model
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    return hash_state(weights | dict(model.named_buffers())), history[0]["loss"].hex()
