@@ -2,7 +2,7 @@
 
     spark-submit host_job.py WORKERS                      # {"page": url}, {"world": size, ...} ..., {"verdict": ...}
     spark-submit host_job.py WORKERS undisturbed          # a second fit, which nothing disturbs, says what is right
-    spark-submit host_job.py WORKERS lease=SECONDS        # in place of 4
+    spark-submit host_job.py WORKERS lease=5 epochs=100   # in place of 4 and 60
     spark-submit host_job.py WORKERS '{"store": ...}' ... # for each: {"refused": sentence, "seconds": ...}
 
 Standard output has these JSON objects, one a line, each with "wall", the time. Steps in workers take their time as
@@ -38,7 +38,7 @@ from tests.component.torch.job import ledger_of
 from tests.spark import estimators
 
 STORE = "s3://jobs/store"
-ROWS, BATCH, EPOCHS = 240, 48, 100  # five steps an epoch, whatever the world's size
+ROWS, BATCH, EPOCHS = 240, 48, 60  # five steps an epoch, whatever the world's size
 
 
 class SlowNet(estimators.Net):
@@ -101,12 +101,12 @@ def weights(model: ElasticTorchModel) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.model.parameters()])
 
 
-def are_rows_exact(run_id: str) -> bool:
+def are_rows_exact(run_id: str, epochs: int) -> bool:
     """Each row entered one applied step of each epoch."""
     with tempfile.TemporaryDirectory() as folder:
         fsspec.filesystem("s3").get(f"{STORE}/runs/{run_id}/ledger/", folder, recursive=True)
         return ledger_of(Path(folder)) == Counter(
-            (epoch, row) for epoch in range(EPOCHS) for row in range(ROWS)
+            (epoch, row) for epoch in range(epochs) for row in range(ROWS)
         )
 
 
@@ -133,15 +133,17 @@ def main() -> None:
 
 
 def train(workers: int, compared: bool) -> None:
-    lease = next((float(word[6:]) for word in sys.argv if word.startswith("lease=")), 4.0)
-    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow, lease=lease)
+    given = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
+    epochs, lease = int(given.get("epochs", EPOCHS)), float(given.get("lease", 4.0))
+    slow: dict[str, Any] = {"ledger": True, "on_progress": follow, "lease": lease, "epochs": epochs}
+    model = fit(workers, "disturbed", SlowNet(), **slow)
     verdict = {
-        "rows exact": are_rows_exact("disturbed"),
+        "rows exact": are_rows_exact("disturbed", epochs),
         "worlds": [[world.size, world.reason] for world in model.summary.worlds],
         "steps lost": model.summary.report.steps_lost,
     }
     if compared:
-        expected = weights(fit(workers, "undisturbed", estimators.Net()))
+        expected = weights(fit(workers, "undisturbed", estimators.Net(), epochs=epochs))
         verdict["difference"] = float((weights(model) - expected).abs().max() / expected.abs().max())
     say(verdict=verdict)
 

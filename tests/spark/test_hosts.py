@@ -79,7 +79,7 @@ def test_p1_p2_a_host_without_network_for_30_seconds_rejoins_and_its_zombie_ends
     cluster: HostCluster, fault: Fault, lease: float
 ) -> None:
     """The others continue within the lease."""
-    job = cluster.submit(JOB, str(WORKERS), "undisturbed", f"lease={lease}")
+    job = cluster.submit(JOB, str(WORKERS), "undisturbed", f"lease={lease}", "epochs=100")
     job.await_message(world=WORKERS, epoch=1)
     zombie, *_ = cluster.processes(1, "spark_elastic.worker.entry")
     cut = time.monotonic()
@@ -97,7 +97,7 @@ def test_p1_p2_a_host_without_network_for_30_seconds_rejoins_and_its_zombie_ends
 def test_p1_p2_a_host_with_an_intermittent_network_is_slow_and_not_lost(
     cluster: HostCluster, fault: Fault
 ) -> None:
-    job = cluster.submit(JOB, str(WORKERS), "undisturbed", "lease=5")
+    job = cluster.submit(JOB, str(WORKERS), "undisturbed", "lease=5", "epochs=100")
     job.await_message(world=WORKERS, epoch=1)
     for _ in range(15):
         fault(cluster.hosts.disconnect, 1)
@@ -113,7 +113,7 @@ def test_r12_a_driver_without_network_for_longer_than_the_lease_evicts_no_worker
 ) -> None:
     """Training continues without it. The driver is on a host of its own."""
     driver = WORKERS + 1
-    job = cluster.submit(JOB, str(WORKERS), "undisturbed", "lease=3", node=driver)
+    job = cluster.submit(JOB, str(WORKERS), "undisturbed", "lease=3", "epochs=100", node=driver)
     before = after = job.await_message(world=WORKERS, epoch=1)
     fault(cluster.hosts.disconnect, driver)
     time.sleep(15.0)
