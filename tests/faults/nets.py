@@ -66,33 +66,6 @@ def mlp() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, 300), torch.nn.Tanh(), torch.nn.Linear(300, CLASSES))
 
 
-def build_conv() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 6, 6)),
-        torch.nn.Conv2d(1, 8, 3, padding=1),
-        torch.nn.Tanh(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(8 * WIDTH, CLASSES),
-    )
-
-
-def build_sync_batch_norm() -> torch.nn.Module:
-    """Statistics of the whole step's rows."""
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
-    )
-
-
-def build_row_dropout() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 20),
-        RowDropout(0.3),
-        torch.nn.Tanh(),
-        RowDropout(0.2),
-        torch.nn.Linear(20, CLASSES),
-    )
-
-
 @dataclass(frozen=True)
 class Case:
     net: Callable[[], torch.nn.Module]
@@ -130,11 +103,21 @@ class Registry:
     recorded: RecordingNet | None = None
 
 
+def build_mixed() -> torch.nn.Module:
+    """Layers of several kinds; statistics are of the whole step's rows."""
+    return torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 6, 6)),
+        torch.nn.Conv2d(1, 8, 3, padding=1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * WIDTH, 20),
+        SyncBatchNorm(20),
+        torch.nn.Tanh(),
+        RowDropout(0.3),
+        torch.nn.Linear(20, CLASSES),
+    )
+
+
 CASES = {
     "mlp": Case(mlp, torch.nn.CrossEntropyLoss),
-    "conv": Case(build_conv, torch.nn.CrossEntropyLoss),
-    "weighted": Case(mlp, torch.nn.CrossEntropyLoss, weight="w"),
-    "clipped": Case(mlp, torch.nn.CrossEntropyLoss, clip=0.05),
-    "synced": Case(build_sync_batch_norm, torch.nn.CrossEntropyLoss),
-    "dropping": Case(build_row_dropout, torch.nn.CrossEntropyLoss),
+    "mixed": Case(build_mixed, torch.nn.CrossEntropyLoss, weight="w", clip=0.05),
 }

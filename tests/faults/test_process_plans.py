@@ -39,7 +39,7 @@ from tests.component.torch.job import (
 )
 from tests.component.torch.nets import mlp, sgd
 
-PLANS, IN_EVERY_BUILD = 100, 2
+PLANS, IN_EVERY_BUILD = 100, 1
 LEASE = 1.0  # seconds
 
 

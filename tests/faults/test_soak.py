@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOAK = Path(__file__).with_name("soak.py")
-CASES = ("mlp", "conv", "weighted", "clipped", "synced", "dropping")
+CASES = ("mlp", "mixed")
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,23 @@ from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+    from spark_elastic.estimators.torch_model import ElasticTorchModel
+
 EPOCHS = 400  # of one step each; with the gate shut they take minutes, open seconds
 
 
 class GatedNet(Net):
-    """Its steps in a worker take their time as long as the file `gate` is not there."""
+    """Its steps in a worker take their time as long as the file `gate` is not there.
 
-    def __init__(self, gate: Path) -> None:
+    numbers: how many it carries besides its weights.
+    """
+
+    def __init__(self, gate: Path, numbers: int = 0) -> None:
         super().__init__()
         self.gate = str(gate)
+        if numbers:
+            self.register_buffer("carried", torch.rand(numbers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if progress() is not None and not Path(self.gate).exists():
@@ -73,18 +81,31 @@ def fit_through_a_loss(
     folder: Path,
     workers: int,
     again: bool = False,
+    numbers: int = 0,
+    fit: Callable[[ElasticTorchEstimator], ElasticTorchModel] | None = None,
+    meanwhile: Callable[[Mapping[str, Any]], object] = lambda numbers: None,
     **settings: Any,
-) -> list[int]:
+) -> tuple[ElasticTorchEstimator, ElasticTorchModel]:
     """An executor is lost: the weights of a plain loop (P2), and each row once an epoch (P1).
 
-    again: not before the world is whole again does it end. Returns the sizes of the worlds.
+    Args:
+        again: not before the world is whole again does it end.
+        numbers: that the model carries besides its weights.
+        fit: in place of `fit` on the table.
+        meanwhile: called with what the job reports.
     """
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     folder.mkdir(exist_ok=True)
+    loses_one = KillOneExecutor(cluster, fault, workers, folder / "gate", again)
+
+    def on_progress(reported: Mapping[str, Any]) -> None:
+        meanwhile(reported)
+        loses_one(reported)
+
     gate, store, epochs = folder / "gate", folder / "store", EPOCHS if again else EPOCHS // 3
-    df, net = table(spark), GatedNet(gate)
-    model = estimator(
+    df, net = table(spark), GatedNet(gate, numbers)
+    est = estimator(
         store,
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
@@ -94,14 +115,16 @@ def fit_through_a_loss(
         min_workers=1,
         run_id="mine",
         ledger=True,
-        on_progress=KillOneExecutor(cluster, fault, workers, gate, again),
+        on_progress=on_progress,
         **settings,
-    ).fit(df)
+    )
+    model = fit(est) if fit else est.fit(df)
     sizes = [world.size for world in model.summary.worlds]
     assert workers - 1 in sizes[sizes.index(workers) :], "no executor was lost"
     assert max(sizes) == workers
     assert sizes[-1] == workers or not again
     assert is_close(model, train_plain(df, epochs, compute_mse))
+    assert all(torch.equal(model.model.state_dict()[name], value) for name, value in net.named_buffers())
     (ledger,) = {path.parent for path in store.rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(epochs) for row in range(ROWS))
-    return sizes
+    return est, model

@@ -93,11 +93,11 @@ class Job:
 
 
 class HostCluster:
-    """`with HostCluster(4, folder) as cluster:` hosts h1 to h4 have a Spark worker of one core each."""
+    """`with HostCluster(4, folder) as cluster:` hosts h1 to h4 have a Spark worker of one core each, h5 has none."""
 
     def __init__(self, workers: int, folder: Path) -> None:
         """folder: of the machine, for logs."""
-        self.hosts = Hosts(workers + 1)
+        self.hosts = Hosts(workers + 2)
         self.nodes = range(1, workers + 1)
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -2,10 +2,12 @@
 
     spark-submit host_job.py WORKERS                      # {"page": url}, {"world": size, ...} ..., {"verdict": ...}
     spark-submit host_job.py WORKERS undisturbed          # a second fit, which nothing disturbs, says what is right
+    spark-submit host_job.py WORKERS lease=5 epochs=100   # in place of 4 and 60
     spark-submit host_job.py WORKERS '{"store": ...}' ... # for each: {"refused": sentence, "seconds": ...}
 
-Standard output has these JSON objects, one a line. Steps in workers take their time as long as their host has no file
-`over` in its folder for temporary files. Settings as JSON are those of an estimator that must refuse to start.
+Standard output has these JSON objects, one a line, each with "wall", the time. Steps in workers take their time as
+long as their host has no file `over` in its folder for temporary files. Settings as JSON are those of an estimator that
+must refuse to start.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class StatusPageHandler(logging.Handler):
 
 
 def say(**told: object) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(told | {"wall": time.time()}) + "\n")
     sys.stdout.flush()
 
 
@@ -99,12 +101,12 @@ def weights(model: ElasticTorchModel) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.model.parameters()])
 
 
-def are_rows_exact(run_id: str) -> bool:
+def are_rows_exact(run_id: str, epochs: int) -> bool:
     """Each row entered one applied step of each epoch."""
     with tempfile.TemporaryDirectory() as folder:
         fsspec.filesystem("s3").get(f"{STORE}/runs/{run_id}/ledger/", folder, recursive=True)
         return ledger_of(Path(folder)) == Counter(
-            (epoch, row) for epoch in range(EPOCHS) for row in range(ROWS)
+            (epoch, row) for epoch in range(epochs) for row in range(ROWS)
         )
 
 
@@ -131,14 +133,17 @@ def main() -> None:
 
 
 def train(workers: int, compared: bool) -> None:
-    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow)
+    given = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
+    epochs, lease = int(given.get("epochs", EPOCHS)), float(given.get("lease", 4.0))
+    slow: dict[str, Any] = {"ledger": True, "on_progress": follow, "lease": lease, "epochs": epochs}
+    model = fit(workers, "disturbed", SlowNet(), **slow)
     verdict = {
-        "rows exact": are_rows_exact("disturbed"),
+        "rows exact": are_rows_exact("disturbed", epochs),
         "worlds": [[world.size, world.reason] for world in model.summary.worlds],
         "steps lost": model.summary.report.steps_lost,
     }
     if compared:
-        expected = weights(fit(workers, "undisturbed", estimators.Net()))
+        expected = weights(fit(workers, "undisturbed", estimators.Net(), epochs=epochs))
         verdict["difference"] = float((weights(model) - expected).abs().max() / expected.abs().max())
     say(verdict=verdict)
 

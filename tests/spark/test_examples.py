@@ -57,6 +57,7 @@ def test_the_hand_written_loop_runs_under_spark_submit(free_cluster: StandaloneC
     assert len(json.loads(run.stdout.splitlines()[-1])) == 2, run.stdout
 
 
+@pytest.mark.faults  # test_kubernetes.py submits it in every build
 def test_a_submitted_job_on_digits_loses_an_executor_and_no_row(
     free_cluster: StandaloneCluster, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_submitted_job_on_digits_loses_an_executor_and_no_row(
     assert verdict["accuracy"] > 0.9
 
 
+@pytest.mark.faults
 def test_a_submitted_job_without_a_store_ends_with_one_sentence(free_cluster: StandaloneCluster) -> None:
     run = submit(free_cluster, "train_job.py", status=1)
     # spark-submit sends both streams of the program there.

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.hosts import find_obstacle
+from tests.patience import until
 from tests.scenarios import Fault
-from tests.spark.host_cluster import PRIVATE, S3, HostCluster
+from tests.spark.host_cluster import PRIVATE, S3, HostCluster, Job
 
 MISSING = find_obstacle() or ("" if (S3 / "moto").exists() else f"S3's packages are not in {S3}: nox -s s3")
 JOB = Path(__file__).with_name("host_job.py")
 WORKERS = 4
+CUT_SECONDS = 30.0
 
 pytestmark = [
     pytest.mark.spark,
@@ -54,11 +58,70 @@ def test_p1_p2_three_kills_and_a_cut_change_no_weight_and_lose_no_row(
     job.await_message(world=WORKERS - 1)
     cluster.hosts.heal(4)
     job.await_message(world=WORKERS)
+    check_end(cluster, job)
+
+
+def check_end(cluster: HostCluster, job: Job) -> dict[str, Any]:
+    """The verdict: P1 and P2."""
     cluster.end_slow_steps()
-    verdict = job.await_message(verdict=...)["verdict"]
+    verdict: dict[str, Any] = job.await_message(verdict=...)["verdict"]
     assert verdict["rows exact"], verdict
     assert verdict["difference"] < 1e-9, verdict
     assert job.end() == 0
+    return verdict
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("lease", [1.0, 5.0])
+def test_p1_p2_a_host_without_network_for_30_seconds_rejoins_and_its_zombie_ends_itself(
+    cluster: HostCluster, fault: Fault, lease: float
+) -> None:
+    """The others continue within the lease."""
+    job = cluster.submit(JOB, str(WORKERS), "undisturbed", f"lease={lease}", "epochs=100")
+    job.await_message(world=WORKERS, epoch=1)
+    zombie, *_ = cluster.processes(1, "spark_elastic.worker.entry")
+    cut = time.monotonic()
+    fault(cluster.hosts.disconnect, 1)
+    job.await_message(seconds=60.0, world=WORKERS - 1)
+    assert time.monotonic() - cut < CUT_SECONDS / 2, "longer than the lease, and what a busy machine adds"
+    time.sleep(max(0.0, cut + CUT_SECONDS - time.monotonic()))
+    cluster.hosts.heal(1)
+    job.await_message(seconds=90.0, world=WORKERS)
+    until(lambda: not zombie.is_running())
+    check_end(cluster, job)
+
+
+@pytest.mark.faults
+def test_p1_p2_a_host_with_an_intermittent_network_is_slow_and_not_lost(
+    cluster: HostCluster, fault: Fault
+) -> None:
+    job = cluster.submit(JOB, str(WORKERS), "undisturbed", "lease=5", "epochs=100")
+    job.await_message(world=WORKERS, epoch=1)
+    for _ in range(15):
+        fault(cluster.hosts.disconnect, 1)
+        time.sleep(0.3)
+        cluster.hosts.heal(1)
+        time.sleep(0.7)
+    check_end(cluster, job)
+
+
+@pytest.mark.faults
+def test_r12_a_driver_without_network_for_longer_than_the_lease_evicts_no_worker(
+    cluster: HostCluster, fault: Fault
+) -> None:
+    """Training continues without it. The driver is on a host of its own."""
+    driver = WORKERS + 1
+    job = cluster.submit(JOB, str(WORKERS), "undisturbed", "lease=3", "epochs=100", node=driver)
+    before = after = job.await_message(world=WORKERS, epoch=1)
+    fault(cluster.hosts.disconnect, driver)
+    time.sleep(15.0)
+    healed = time.time()
+    cluster.hosts.heal(driver)
+    while after["wall"] < healed:
+        before, after = after, job.await_message(world=WORKERS)
+    leap = 5 * (after["epoch"] - before["epoch"]) + after["step"] - before["step"]
+    assert leap > 30, "steps went on while the driver heard nothing"
+    assert [size for size, _ in check_end(cluster, job)["worlds"]] == [WORKERS], "nobody was lost"
 
 
 @pytest.mark.faults

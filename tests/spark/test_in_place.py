@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import InvalidInput, JobFailed
 from spark_elastic.estimators.dataframes.file_scan import NoFileScan, find_file_scan
-from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, compute_mse, estimator, is_close, table, train_plain
-from tests.spark.fits import GatedNet, KillOneExecutor
+from tests.spark.fits import fit_through_a_loss
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -32,8 +29,6 @@ pytestmark = [
     pytest.mark.native,
     pytest.mark.timeout(900),
 ]
-
-EPOCHS = 120  # of one step each
 
 
 @pytest.fixture
@@ -86,34 +81,25 @@ def test_plans_of_real_dataframes_are_recognised(spark: SparkSession, folder: Pa
     spark.catalog.clearCache()
 
 
+@pytest.mark.faults  # in every build test_tables.py loses an executor of a fit on files that others change
 def test_p1_p2_a_fit_in_place_loses_an_executor_while_a_file_is_added(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault, folder: Path, tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    loses_one = KillOneExecutor(standalone, fault, 3, gate, again=False)
-
-    def on_progress(numbers: Mapping[str, Any]) -> None:
+    def add_file(numbers: Mapping[str, Any]) -> None:
         if numbers["step"] and not (folder / "2.parquet").exists():
             (folder / "2.parquet").write_bytes((folder / "1.parquet").read_bytes())
-        loses_one(numbers)
 
-    net = GatedNet(gate)
-    est = estimator(
-        tmp_path / "store",
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        epochs=EPOCHS,
-        min_workers=1,
-        run_id="mine",
-        ledger=True,
+    est, _ = fit_through_a_loss(
+        spark,
+        standalone,
+        fault,
+        tmp_path,
+        workers=3,
+        fit=lambda est: est.fit(read(spark, folder)),
+        meanwhile=add_file,
         row_order="table",
-        on_progress=on_progress,
     )
-    model = est.fit(read(spark, folder))
     assert (folder / "2.parquet").exists()
-    assert is_close(model, train_plain(table(spark), EPOCHS, compute_mse))
-    (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
-    assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
     assert not list((tmp_path / "store").rglob("*.parquet"))
     with pytest.raises(InvalidInput, match="'mine' began with other files than those now in"):
         est.fit(read(spark, folder))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.native]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.faults)])
 def test_a_program_for_torchdistributor_runs(spark: SparkSession, number: int) -> None:
     (before,) = blocks("moving-from-torchdistributor.md", "python")
     program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[number])

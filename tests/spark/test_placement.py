@@ -84,10 +84,8 @@ def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
 
 @pytest.mark.skipif(bool(list_visible_gpus(os.environ)), reason="this machine has GPUs")
 def test_a_gpu_that_no_host_has_is_one_sentence_before_a_worker_starts(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster
+    spark: SparkSession,
 ) -> None:
-    standalone.start_worker(cores=2)
-    spark = spark_with({})
     with pytest.raises(PreflightError, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
         spark_elastic.run(os.getpid, num_workers=1, device="cuda", spark=spark)
     if collect_gpu_facts(os.environ).get("torch_cuda") == "":  # this torch is for the CPU

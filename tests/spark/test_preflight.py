@@ -127,6 +127,7 @@ def test_another_version_on_the_hosts_is_named_with_both(
     )
 
 
+@pytest.mark.faults  # a session of its own; test_shipping.py has such a host in every build
 def test_a_host_without_our_package_is_named(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     store: Store,

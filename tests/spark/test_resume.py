@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
+from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.scenarios import Fault
 from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
-from tests.spark.fits import EPOCHS as STEPS
 from tests.spark.fits import GatedNet
 
 if TYPE_CHECKING:
@@ -74,29 +73,3 @@ def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
         InvalidInput, match=f"has ended, with epochs={EPOCHS}, and this fit wants {EPOCHS + 1}"
     ):
         est.copy({est.epochs: EPOCHS + 1}).fit(df)
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_p7_a_fit_that_reached_max_runtime_resumes_at_its_step(spark: SparkSession, tmp_path: Path) -> None:
-    """The time is the job's own: it begins when the slots are asked for. An epoch is one step."""
-    for module in (GatedNet.__module__, Net.__module__):
-        cloudpickle.register_pickle_by_value(sys.modules[module])
-    gate, df = tmp_path / "gate", table(spark)
-    net = GatedNet(gate)
-    given = {
-        "model": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        "epochs": STEPS,
-        "run_id": "mine",
-        "checkpoint_steps": 100_000,
-        "checkpoint_seconds": 1000.0,
-    }
-    with pytest.raises(TimeLimitReached, match=r"had its 90 s \(max_runtime\)"):
-        estimator(tmp_path, max_runtime=90.0, **given).fit(df)
-    (last,) = CheckpointStore(Store.open(str(tmp_path)), "mine").read_published()
-    gate.touch()
-    model = estimator(tmp_path, **given).fit(df)
-    assert f"continues from checkpoint {last.name}" in model.summary.worlds[0].reason
-    assert is_close(model, train_plain(df, STEPS, compute_mse))
-    assert len(model.history) == STEPS

@@ -48,10 +48,10 @@ def test_p8_a_fit_makes_dynamic_allocation_grow_and_releases_its_executors(
     spark = spark_with(DYNAMIC | SPAN)
     for number in range(2):
         await_true(lambda: executors(spark) == 1, "the executors to be given back", 180)
-        sizes = fit_through_a_loss(
+        _, model = fit_through_a_loss(
             spark, standalone, fault, tmp_path / str(number), 3, again=True, gather_timeout=0.1
         )
-        assert sizes[0] == 1
+        assert model.summary.worlds[0].size == 1
 
 
 def test_p8_a_fit_works_with_two_cores_per_task(

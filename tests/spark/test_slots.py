@@ -25,7 +25,7 @@ from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
-from tests.spark.stories import HeldProgram
+from tests.spark.stories import HeldProgram, are_ranks_in_order, is_sum_exact
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -123,7 +123,8 @@ class Listener(FaultListener):
             self._heard.touch()
 
 
-def test_lines_come_with_their_rank_and_workers_listen_in_the_port_range(
+@pytest.mark.scenario("S1")
+def test_an_undisturbed_run_succeeds_with_lines_of_each_rank_and_ports_of_the_range(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[RankPrintingProgram.__module__])
@@ -136,7 +137,9 @@ def test_lines_come_with_their_rank_and_workers_listen_in_the_port_range(
     result = ClassicPlatform(spark, config).launch(
         JobSpec(program, Limits(2, 1, 2, gather_timeout=60.0), "ports"), listener
     )
-    assert json.loads(result.results[0])["sum"] == program.expected_sum()
+    assert [world.size for world in result.worlds] == [2]
+    assert are_ranks_in_order(result)
+    assert is_sum_exact(result, program)
     assert listener.said == {(0, "I am 0"), (1, "I am 1")}
 
 
@@ -179,6 +182,7 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     )
 
 
+@pytest.mark.faults  # for its 30 s: test_run.py has the sentence of preflight, test_reach.py that of the client
 def test_an_address_that_executors_cannot_reach_is_named(spark: SparkSession) -> None:
     """Nothing listens at that port of that address; the slot gives up within 30 s and says where it knocked."""
     port = free_port()

@@ -21,7 +21,6 @@ from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
 from spark_elastic.protocol.types import Limits
-from spark_elastic.testing.fakes import CountingProgram
 from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, Worker, await_true
@@ -59,17 +58,6 @@ def executors(spark: SparkSession) -> list[str]:
 def all_executors(spark: SparkSession, count: int = 3) -> list[str]:
     await_true(lambda: len(executors(spark)) == count, f"{count} executors")
     return executors(spark)
-
-
-@pytest.mark.scenario("S1")
-def test_an_undisturbed_run_succeeds(spark: SparkSession) -> None:
-    all_executors(spark)
-    program, story = CountingProgram(40, 0.05), ScenarioListener()
-    limits = Limits(3, 1, 3, gather_timeout=WHOLE)
-    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "happy"), story)
-    assert story.sizes == [3]
-    assert are_ranks_in_order(result)
-    assert is_sum_exact(result, program)
 
 
 @pytest.mark.scenario("S2", "S8", "S9")
@@ -171,36 +159,21 @@ def test_failing_workers_come_back_after_their_cooldown(
     assert is_sum_exact(result, program)
 
 
-@pytest.mark.scenario("S10", "S12")
-def test_failing_slots_that_never_return_leave_a_smaller_world(
+@pytest.mark.scenario("S5", "S10", "S12")
+def test_failing_slots_never_return_until_no_capacity_is_left_and_the_job_ends_with_the_reason(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
-    """Excluded by this project's cooldown, as in S5."""
+    """The exclusion is this project's own: no slot task fails at Spark, so `spark.excludeOnFailure` excludes none."""
     all_executors(spark)
     program = RaisingProgram(tmp_path, fault.on)
     story = ScenarioListener(
         (5, 3, lambda: fault((tmp_path / "order.0").touch)),
         (10, 2, lambda: fault((tmp_path / "order.1").touch)),
-        over=(program.over, 1),
     )
-    limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
-    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
-    assert story.sizes == [3, 2, 1]
-    assert is_sum_exact(result, program)
-
-
-@pytest.mark.scenario("S5")
-def test_no_capacity_is_left_and_the_job_ends_with_the_reason(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
-    """The exclusion is this project's own: no slot task fails at Spark, so `spark.excludeOnFailure` excludes none."""
-    all_executors(spark)
-    story = ScenarioListener((5, 3, lambda: fault((tmp_path / "order.0").touch)))
-    limits = Limits(3, 3, 3, start_timeout=20.0, cooldown_range=NEVER_AGAIN)
-    with pytest.raises(NotEnoughWorkers, match="2 workers came within 20 s and 3 are needed"):
-        ClassicPlatform(spark, ElasticConfig()).launch(
-            JobSpec(RaisingProgram(tmp_path, fault.on), limits, "excluded"), story
-        )
+    limits = Limits(3, 2, 3, start_timeout=20.0, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
+    with pytest.raises(NotEnoughWorkers, match="1 workers came within 20 s and 2 are needed"):
+        ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
+    assert story.sizes == [3, 2]
 
 
 @pytest.mark.scenario("S7")

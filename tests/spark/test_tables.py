@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,24 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from deltalake import DeltaTable, write_deltalake
 from pyspark import SparkFiles
 
 from spark_elastic.errors import InvalidInput
-from tests.component.torch.job import ledger_of
 from tests.leaks import SessionOwned
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.estimators import ROWS, compute_mse, estimator, is_close, table, train_plain
-from tests.spark.fits import GatedNet, KillOneExecutor
+from tests.spark.estimators import ROWS, estimator, table
+from tests.spark.fits import fit_through_a_loss
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.usefixtures("nets_pickled_by_value"), pytest.mark.spark, pytest.mark.native]
-
-EPOCHS = 120  # of one step each
 
 
 def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_and_compact(
@@ -41,7 +36,7 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
 ) -> None:
     """Two processes of each worker pass its rows through a transformation_fn, which reads a file of Spark's."""
     spark.sparkContext.addFile(__file__)
-    df, folder, gate = table(spark), str(tmp_path / "table"), tmp_path / "gate"
+    df, folder = table(spark), str(tmp_path / "table")
     processes = tmp_path / "processes"
     processes.mkdir()
 
@@ -58,36 +53,26 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
     with session_owned.adopt():  # deltalake keeps an event loop
         for part in parts:
             write_deltalake(folder, part, mode="append")
-    loses_one = KillOneExecutor(standalone, fault, 3, gate, again=False)
     writer = threading.Thread(target=change_table, args=(folder, parts[0]), name="writer")
 
-    def on_progress(numbers: Mapping[str, Any]) -> None:
+    def change_once(numbers: Mapping[str, Any]) -> None:
         if numbers["step"] and writer.ident is None:
             writer.start()
-        loses_one(numbers)
 
-    net = GatedNet(gate)
-    est = estimator(
-        tmp_path / "store",
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
-        epochs=EPOCHS,
-        num_workers=3,
-        min_workers=1,
-        batch_size=ROWS // 3,
-        run_id="mine",
-        ledger=True,
-        on_progress=on_progress,
+    _, model = fit_through_a_loss(
+        spark,
+        standalone,
+        fault,
+        tmp_path,
+        workers=3,
+        fit=lambda est: est.fit_on_table(folder, version=1),
+        meanwhile=change_once,
         transformation_fn=note_process,
         transformation_workers=2,
     )
-    model = est.fit_on_table(folder, version=1)
     writer.join()
     assert DeltaTable(folder).version() > 3
     assert model.summary.data == f"version 1 of the Delta table file://{folder}"
-    assert is_close(model, train_plain(df, EPOCHS, compute_mse))
-    (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
-    assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
     assert not list((tmp_path / "store").rglob("*.parquet"))
     # Of the worker that is killed, one of the two may not have had its turn.
     assert len({each.name for each in processes.iterdir()} - {str(os.getpid())}) >= 2 * 2 + 1

@@ -1,29 +1,34 @@
-"""Each kind of program of torch's users under twenty SIGKILLs, on Spark's executors."""
+"""Each kind of program of torch's users under twenty SIGKILLs: on plain processes, on a device and on Spark."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
 
 import spark_elastic
+from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.local.launcher import LocalLauncher
+from spark_elastic.driver.ports import Post
+from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.testing.fakes import ProcessLauncher
+from tests.component.torch.hand_written import Run
+from tests.devices import ACCELERATORS, use_device
 from tests.faults import killed_programs
 from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS, train_by_fsdp
 from tests.faults.killer import Killer, assert_exact, assert_resumed
 from tests.sources import ROOT
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(1200)]
 
 cloudpickle.register_pickle_by_value(killed_programs)
 
-WORKERS: dict[str, Any] = {
+ON_SPARK: dict[str, Any] = {
     "num_workers": 3,
     "min_workers": 1,
     "gather_timeout": 60.0,
@@ -31,23 +36,61 @@ WORKERS: dict[str, Any] = {
     "cooldown_range": (0.1, 0.5),
     "spare_after": 0.0,
 }
+SPARK = pytest.param("spark", marks=pytest.mark.spark)
 
 
+class ForkingLauncher(ProcessLauncher):
+    """Forks workers from a process that has imported torch, as jobs of users do."""
+
+    device = "cpu"
+
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        spec = replace(spec, driver_timeout=20.0, spare_after=0.0, device=self.device, slots_per_gpu=8)
+        LocalLauncher.start(self, spec, post)
+
+
+Rig = Callable[..., tuple[io.StringIO, Callable[[], Any]]]
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Prepares a call of a program on three workers: the lines that the job prints, and what calls it.
+
+    Its parameter: "spark", or the device of plain processes.
+    """
+
+    def prepare(program: Any, *given: Any) -> tuple[io.StringIO, Callable[[], Any]]:
+        if spark is not None:
+            lines = io.StringIO()
+            return lines, lambda: spark_elastic.run(program, *given, spark=spark, stdout=lines, **ON_SPARK)
+        run = Run(program, *given, room=3, num_workers=3, max_workers=3)
+        cluster = ForkingLauncher(run.call.program, SystemClock(), run.call.preload, room=3)
+        cluster.device, run.cluster = request.param, cluster
+        return run.lines, run.results
+
+    spark = request.getfixturevalue("spark") if request.param == "spark" else None
+    if spark is None:
+        use_device(request.param, monkeypatch)
+    return prepare
+
+
+@pytest.mark.parametrize("rig", ["cpu", *ACCELERATORS, SPARK], indirect=True)
 @pytest.mark.parametrize("train", [*PROGRAMS, train_by_fsdp])
-def test_loops_and_integrations_are_exact_after_twenty_kills_on_spark(
-    spark: SparkSession, train: Callable[[str], Any], tmp_path: Path
+def test_loops_and_integrations_are_exact_after_twenty_kills(
+    rig: Rig, train: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    lines = io.StringIO()
+    lines, call = rig(train, (str(tmp_path),))
     with Killer(tmp_path, lines, holders=2, after_a_step=train is train_by_fsdp) as killer:
-        results = spark_elastic.run(train, (str(tmp_path),), spark=spark, stdout=lines, **WORKERS)
+        results = call()
     assert_exact(results, killer)
 
 
-def test_an_unchanged_script_resumes_from_its_own_checkpoint_after_each_of_twenty_kills_on_spark(
-    spark: SparkSession, tmp_path: Path
+@pytest.mark.parametrize("rig", ["cpu", SPARK], indirect=True)
+def test_an_unchanged_script_resumes_from_its_own_checkpoint_after_each_of_twenty_kills(
+    rig: Rig, tmp_path: Path
 ) -> None:
-    script, lines = ROOT / "tests" / "faults" / "killed_script.py", io.StringIO()
-    given = (str(tmp_path), str(KILLS), str(STEPS))
+    script = ROOT / "tests" / "faults" / "killed_script.py"
+    lines, call = rig(str(script), str(tmp_path), str(KILLS), str(STEPS))
     with Killer(tmp_path, lines, holders=1) as killer:
-        spark_elastic.run(str(script), *given, spark=spark, stdout=lines, **WORKERS)
+        call()
     assert_resumed(tmp_path, killer)

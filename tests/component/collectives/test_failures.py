@@ -32,31 +32,6 @@ def test_every_survivor_names_the_killed_rank(
     record_property("milliseconds to a new world's sum", 1000 * (time.perf_counter() - begin))
 
 
-def test_every_rank_names_the_stopped_rank(pool: Pool) -> None:
-    ranks = pool.take(4)
-    pool.world(ranks, timeout=1.5)
-    for rank in ranks:
-        rank.call(calls.work_until_it_fails, "ring", 3, signal.SIGSTOP)
-    ends = answers(ranks[:3])
-    ranks[3].send_signal(signal.SIGCONT)
-    assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (3,))] * 3
-    assert "waiting for rank(s) 3" in ends[0].reason
-    assert ranks[3].answer().kind in {"CollectiveTimeout", "PeerLost"}  # whether it hears or sees them go
-
-
-def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
-    ranks = pool.take(4)
-    pool.world(ranks, timeout=60)
-    for rank in ranks:
-        rank.call(calls.work_until_it_fails, "ring", 3, signal.SIGSTOP)
-    ranks[3].await_stopped()
-    ranks[0].abort("rank 3 lost its heartbeat")
-    ends = answers(ranks[:3])
-    ranks[3].send_signal(signal.SIGCONT)
-    assert ends == [Failed("GroupAborted", (), "rank 3 lost its heartbeat")] * 3
-    assert ranks[3].answer().kind in {"GroupAborted", "PeerLost"}
-
-
 @pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
 def test_a_rank_that_died_before_it_connected_is_named_as_missing(pool: Pool, hosts: tuple[int, ...]) -> None:
     """The lower rank of two opens their connection; where memory is shared, while they settle who shares it."""
@@ -129,6 +104,7 @@ def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str, host
     ends = answers(ranks[:2])
     ranks[2].send_signal(signal.SIGCONT)
     assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (2,))] * 2
+    assert work != "ring" or "waiting for rank(s) 2" in ends[0].reason
     assert isinstance(ranks[2].answer(), Failed)
 
 

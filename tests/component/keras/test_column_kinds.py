@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.fit_config import FitConfig
@@ -26,7 +26,6 @@ from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import Job, difference, weights_of
 from tests.component.torch.job import RUN, SEED, Follower, NoDiscovery, ledger_of
-from tests.patience import until
 from tests.scenarios import Fault
 
 pytestmark = [
@@ -109,27 +108,6 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
     return weights
 
 
-def check_training(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
-    """The launch's result, once it is seen to be what undisturbed training gives. inject_fault: in epoch 1."""
-    write(folder, "arrow")
-    store, manifest = open_data(folder)
-    launcher = ProcessLauncher(
-        job.task(store, manifest, str(folder / "ledger")),
-        SystemClock(),
-        preload=("keras",),
-        room=2,
-        spare_after=3600.0,  # whole slots are killed
-    )
-    batch = job.batch_size * job.workers
-    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site = DriverOptions(run=OwnedRun.acquire(store, RUN))
-    with inject_faults(folder / "faults", {"epoch 1": lambda: inject_fault(launcher, store)}):
-        result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
-    assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
-    assert difference(weights_of(store), train_plain(job, store, manifest)) < 1e-9
-    return result
-
-
 def test_a_transformation_of_images_is_tried_on_a_row_of_the_table(tmp_path: Path) -> None:
     write(tmp_path, "arrow")
     task = JOB.task(*open_data(tmp_path))
@@ -142,18 +120,22 @@ def test_a_transformation_of_images_is_tried_on_a_row_of_the_table(tmp_path: Pat
 
 @pytest.mark.faults  # of the kinds of columns; each build has Keras's promises in test_elastic_training.py
 def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -> None:
-    def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
-        fault(kill, launcher, min(launcher.slots()))
-
-    assert len(check_training(JOB, tmp_path, inject_fault).worlds) > 1, "nobody was lost"
-
-
-@pytest.mark.faults
-def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
-    def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
-        until(CheckpointStore(store, RUN).read_published)
-        for slot in launcher.slots():
-            fault(kill, launcher, slot)
-
-    worlds = check_training(replace(JOB, checkpoint_steps=3), tmp_path, inject_fault).worlds
-    assert any("continues from checkpoint" in world.reason for world in worlds)
+    write(tmp_path, "arrow")
+    store, manifest = open_data(tmp_path)
+    launcher = ProcessLauncher(
+        JOB.task(store, manifest, str(tmp_path / "ledger")),
+        SystemClock(),
+        preload=("keras",),
+        room=2,
+        spare_after=3600.0,  # whole slots are killed
+    )
+    batch = JOB.batch_size * JOB.workers
+    limits = Limits(JOB.workers, 1, JOB.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
+    site = DriverOptions(run=OwnedRun.acquire(store, RUN))
+    with inject_faults(
+        tmp_path / "faults", {"epoch 1": lambda: fault(kill, launcher, min(launcher.slots()))}
+    ):
+        result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
+    assert len(result.worlds) > 1, "nobody was lost"
+    assert ledger_of(tmp_path / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
+    assert difference(weights_of(store), train_plain(JOB, store, manifest)) < 1e-9

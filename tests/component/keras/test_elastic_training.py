@@ -22,7 +22,7 @@ from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
-from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
+from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, check_every_row_once, make_data
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -81,9 +81,7 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
     ):
         result = supervise(launcher, NoDiscovery(), site, limits, config, "test", Follower())
     assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
-    seen = ledger_of(tmp_path / "ledger")
-    assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
+    check_every_row_once(tmp_path / "ledger", job.epochs)
     return (store, manifest), result
 
 

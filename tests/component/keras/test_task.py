@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -17,9 +16,9 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.protocol.types import INITIAL_VERSION
 from tests.checkpoints import reload_from_checkpoint
 from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
+from tests.component.threads import make_handle, make_world
 from tests.component.torch.job import ROWS, make_data
 from tests.unit.torch.worlds import run_in_world
 
@@ -79,12 +78,6 @@ def test_losses_of_outputs_are_nan_only_where_all_sample_weights_are_zero(
 
 
 def train_in_two(job: Job, store: Store, manifest: Manifest) -> list[dict[str, Any]]:
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-    handle: Any = SimpleNamespace(
-        membership_version=lambda: INITIAL_VERSION,
-        report_position=lambda position: None,
-        report_metrics=lambda numbers: None,
-    )
     tasks = [job.task(store, manifest) for _ in range(2)]
     for task in tasks:  # one after the other: Keras builds no two models at a time
         task._spec = replace(task._spec, checkpoints=None)
@@ -92,7 +85,7 @@ def train_in_two(job: Job, store: Store, manifest: Manifest) -> list[dict[str, A
 
     def work(group: Group) -> Any:
         task = tasks[group.rank]
-        outcome = task.run(world, group, handle)
+        outcome = task.run(make_world(), group, make_handle())
         digest = task._state.digest()
         reload_from_checkpoint(task._state)  # all of it goes into a checkpoint and back
         assert task._state.digest() == digest

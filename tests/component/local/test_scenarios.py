@@ -125,20 +125,14 @@ def test_min_hosts_timeout(tmp_path: Path, fault: Fault) -> None:
 
 
 @pytest.mark.scenario("E7")
-@pytest.mark.parametrize("limit", [1, 2])
-def test_reset_limit(tmp_path: Path, fault: Fault, limit: int) -> None:
-    options = ("-np", "3", "--min-np", "1", "-H", "localhost:3", "--reset-limit", str(limit))
+def test_reset_limit(tmp_path: Path, fault: Fault) -> None:
+    options = ("-np", "4", "--min-np", "1", "-H", "localhost:4", "--reset-limit", "2")
     with start_watched(tmp_path, fault, *options, *LONG) as job:
-        job.await_size(3)
-        fault(job.order, 2, "exit")
-        job.await_size(2)
-        fault(job.order, 1, "exit")
-        if limit == 1:
-            assert job.wait_for_exit() == 1
-            assert "(reset_limit 1)" in job.stderr()
-        else:
-            job.await_size(1)
-            assert job.stop() == 0
+        for size in (4, 3, 2):
+            job.await_size(size)
+            fault(job.order, size - 1, "exit")
+        assert job.wait_for_exit() == 1
+        assert "(reset_limit 2)" in job.stderr()
 
 
 @pytest.mark.scenario("E8")

@@ -99,6 +99,7 @@ def test_a_job_is_ended_by_its_handle() -> None:
         _run(program, launcher, AtStep(3, lambda: handle.cancel("enough is enough")), handle=handle)
 
 
+@pytest.mark.faults  # tests/component/torch/test_hand_written_resume.py kills the driver of a loop in every build
 def test_a_run_id_resumes_after_its_command_was_killed(tmp_path: Path) -> None:
     """`spark-elastic-run --run-id`: killed once a commit is durable, the same command continues after that commit."""
     durable = ("--run-id", "mine", "--store", str(tmp_path / "store"), "--checkpoint-steps", "5")

@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -186,28 +187,35 @@ class _ShortHeadConnection(Connection):
     head_seconds = 0.1
 
 
-def serve_with_short_timeouts(connection: type[Connection]) -> Iterator[int]:
-    """The port of a server that gives bodies a tenth of a second, and heads what `connection` gives them."""
+@contextmanager
+def serve(
+    connection: type[Connection], certificate: auth.Certificate | None = None, body_seconds: float = 60.0
+) -> Iterator[int]:
+    """The port of a server of its own, which gives bodies that long, and heads what `connection` gives them."""
 
     async def answer_beat(call: Call) -> object:
         return Acknowledged()
 
-    gate = AuthMiddleware(KEY, ATTEMPT, {Heartbeat: answer_beat}, RequestLimits(body_seconds=0.1))
+    gate = AuthMiddleware(KEY, ATTEMPT, {Heartbeat: answer_beat}, RequestLimits(body_seconds=body_seconds))
     listener = listen(Bind())
-    serving = HttpServer(gate, listener, connection)
+    serving = HttpServer(gate, listener, connection, certificate and certificate.context)
     serving.start()
-    yield listener.getsockname()[1]
-    serving.close()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        serving.close()
 
 
 @pytest.fixture
 def impatient() -> Iterator[int]:
-    yield from serve_with_short_timeouts(_ShortHeadConnection)
+    with serve(_ShortHeadConnection) as port:
+        yield port
 
 
 @pytest.fixture
 def impatient_with_bodies() -> Iterator[int]:
-    yield from serve_with_short_timeouts(Connection)
+    with serve(Connection, body_seconds=0.1) as port:
+        yield port
 
 
 @pytest.mark.parametrize(
@@ -243,20 +251,12 @@ class _ThreeClientConnection(Connection):
 def test_unauthenticated_clients_cannot_take_all_connections(encrypted: bool) -> None:
     """With one more than there may be, the first is hung up on; whoever proved the key keeps its connection. Strangers
     that never begin to speak of TLS count as well."""
-
-    async def answer_beat(call: Call) -> object:
-        return Acknowledged()
-
-    listener = listen(Bind())
-    port = listener.getsockname()[1]
     certificate = auth.create_certificate() if encrypted else None
-    serving = HttpServer(
-        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: answer_beat}),
-        listener,
-        _ThreeClientConnection,
-        certificate and certificate.context,
-    )
-    serving.start()
+    with serve(_ThreeClientConnection, certificate) as port:
+        keep_honest_connection(port, certificate)
+
+
+def keep_honest_connection(port: int, certificate: auth.Certificate | None) -> None:
     honest = (
         http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         if certificate is None
@@ -293,64 +293,38 @@ def test_unauthenticated_clients_cannot_take_all_connections(encrypted: bool) ->
     finally:
         for connection in (honest, *silent):
             connection.close()
-        serving.close()
 
 
 def test_replayed_hellos_hold_no_more_connections_than_silence_does() -> None:
-    async def acknowledge(call: Call) -> object:
-        return Acknowledged()
-
-    listener = listen(Bind())
-    address = listener.getsockname()
-    serving = HttpServer(
-        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: acknowledge}), listener, _ThreeClientConnection
-    )
-    serving.start()
     hello = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"").header()
     replay = f"POST {auth.HELLO} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nauthorization: {hello}\r\n\r\n"
     thieves: list[socket.socket] = []
-    client = RendezvousClient(f"127.0.0.1:{address[1]}", KEY, ATTEMPT, SystemClock())
-    try:
+    with ExitStack() as stack:
+        port = stack.enter_context(serve(_ThreeClientConnection))
+        client = stack.enter_context(RendezvousClient(f"127.0.0.1:{port}", KEY, ATTEMPT, SystemClock()))
         client.ask(Heartbeat("1-0"))
         for _ in range(6):
-            thieves.append(socket.create_connection(address, timeout=PATIENCE))
+            connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+            thieves.append(stack.enter_context(connection))
             thieves[-1].sendall(replay.encode())
             assert thieves[-1].recv(65536).startswith(b"HTTP/1.1 200")
         for hung_up_on in thieves[:3]:
             assert read_all(hung_up_on) == b""
         client.ask(Heartbeat("1-0"))
-    finally:
-        client.close()
-        for thief in thieves:
-            thief.close()
-        serving.close()
 
 
 def test_connections_whose_tls_handshake_fails_are_forgotten() -> None:
     """Else those who came later would be hung up on for their sake."""
-
-    async def acknowledge(call: Call) -> object:
-        return Acknowledged()
-
-    listener = listen(Bind())
-    serving = HttpServer(
-        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: acknowledge}),
-        listener,
-        _ThreeClientConnection,
-        auth.create_certificate().context,
-    )
-    serving.start()
-    try:
-        with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as first:
+    with serve(_ThreeClientConnection, auth.create_certificate()) as port:
+        address = "127.0.0.1", port
+        with socket.create_connection(address, timeout=PATIENCE) as first:
             for _ in range(6):
-                with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as noisy:
+                with socket.create_connection(address, timeout=PATIENCE) as noisy:
                     noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
                     read_all(noisy)
             first.setblocking(False)
             with pytest.raises(BlockingIOError):
                 first.recv(1)
-    finally:
-        serving.close()
 
 
 def test_unauthenticated_requests_cost_one_line_of_the_log(

@@ -153,15 +153,6 @@ def test_each_fault_is_survived_by_reads_and_writes(
 
 
 @pytest.mark.faults
-def test_no_row_is_lost_or_doubled_by_sixty_faults(store: Store, server: FaultyServer, faulty: Store) -> None:
-    manifest = write_rows(store)
-    server.rates = RATES
-    _, longest = train_until(60, faulty, manifest, server)
-    assert set(server.injected) == set(RATES)
-    assert longest < LIMIT
-
-
-@pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_no_row_is_lost_or_doubled_by_a_thousand_faults(
     store: Store, server: FaultyServer, faulty: Store
@@ -169,6 +160,7 @@ def test_no_row_is_lost_or_doubled_by_a_thousand_faults(
     manifest = write_rows(store)
     server.rates = RATES
     _, longest = train_until(1000, faulty, manifest, server)
+    assert set(server.injected) == set(RATES)
     assert longest < LIMIT
 
 

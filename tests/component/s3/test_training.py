@@ -5,54 +5,38 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
-    CLASSES,
     RUN,
-    WIDTH,
     Follower,
-    Job,
-    SlowNet,
+    LauncherFactory,
     difference,
-    launcher,
     make_data,
     train_elastic,
     train_plain,
 )
+from tests.component.torch.resumed_job import make_job
 from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
+@pytest.mark.faults  # in every build tests/spark/test_hosts.py trains from a bucket, and test_resume.py loses all
 def test_p7_all_workers_are_lost_and_training_continues_from_the_bucket(store: Store, tmp_path: Path) -> None:
     here, manifest = make_data(tmp_path)
     for name in ("rows/part.parquet", "manifest.json"):
         store.write_bytes(name, here.read_bytes(name))
-    torch.manual_seed(1)
-    net = SlowNet(
-        torch.nn.Sequential(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
-    )
-    job = Job(
-        net.double(), lambda given: torch.optim.SGD(given, lr=0.05, momentum=0.9), torch.nn.CrossEntropyLoss(),
-        checkpoint_steps=3,
-    )  # fmt: skip
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
+    job = make_job()
+    make = LauncherFactory()
 
     def inject_fault() -> None:
         until(lambda: any(each.position.epoch == 1 for each in CheckpointStore(store, RUN).read_published()))
-        for slot in made[0].slots():
-            kill(made[0], slot)
+        for slot in make.made.slots():
+            kill(make.made, slot)
 
     ledger = tmp_path / "ledger"
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):

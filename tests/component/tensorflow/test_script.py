@@ -12,7 +12,8 @@ import pytest
 
 from tests.sources import PACKAGES, ROOT
 
-pytestmark = [pytest.mark.native, pytest.mark.timeout(400)]
+# In every build test_hand_written.py loses a worker.
+pytestmark = [pytest.mark.native, pytest.mark.faults, pytest.mark.timeout(400)]
 BATCHES = 200
 HELD = """
 # Runs the script that follows the name of a file; its batch 60 waits until that file is there.

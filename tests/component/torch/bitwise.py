@@ -50,7 +50,7 @@ def everything() -> torch.nn.Module:
 def hash_state(state: dict[str, Any]) -> str:
     """SHA-256 of all tensors, by name."""
     hasher = hashlib.sha256()
-    for name, tensor in state.items():
+    for name, tensor in sorted(state.items()):
         hasher.update(name.encode() + tensor.numpy().tobytes())
     return hasher.hexdigest()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from functools import reduce as reduce_by
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,13 @@ REFERENCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "PRODUCT": lambda all_ranks: all_ranks.prod(0),
     "MIN": lambda all_ranks: all_ranks.amin(0),
     "MAX": lambda all_ranks: all_ranks.amax(0),
-    "BAND": lambda all_ranks: all_ranks[0] & all_ranks[1] & all_ranks[2],
-    "BOR": lambda all_ranks: all_ranks[0] | all_ranks[1] | all_ranks[2],
-    "BXOR": lambda all_ranks: all_ranks[0] ^ all_ranks[1] ^ all_ranks[2],
+    "BAND": lambda all_ranks: reduce_by(operator.and_, all_ranks),
+    "BOR": lambda all_ranks: reduce_by(operator.or_, all_ranks),
+    "BXOR": lambda all_ranks: reduce_by(operator.xor, all_ranks),
 }
 
 
-def values(rank: int, dtype: str, count: int = 6) -> torch.Tensor:
+def values(rank: int, dtype: str, count: int = 8) -> torch.Tensor:
     """Small numbers of a rank, no two ranks alike."""
     return (torch.arange(count) * (rank + 1) % 7).to(getattr(torch, dtype))
 
@@ -66,10 +68,10 @@ def broadcast(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tenso
 
 
 def broadcast_strided(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
-    columns = tensor.reshape(2, 3).t()
+    columns = tensor.reshape(2, 4).t()
     work = dist.broadcast(columns if group is None else columns.contiguous(), 2, group=group, async_op=True)
     work.wait()
-    return [columns if group is None else values(2, str(tensor.dtype)[6:]).reshape(2, 3).t()]
+    return [columns if group is None else values(2, str(tensor.dtype)[6:]).reshape(2, 4).t()]
 
 
 def all_gather(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
@@ -79,7 +81,7 @@ def all_gather(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tens
 
 
 def all_gather_coalesced(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
-    """Tensors of other sizes, an empty one among them; as many as ranks minus one."""
+    """Tensors of other sizes, an empty one among them; fewer than there are ranks."""
     sent = [tensor[:2], tensor[:0]]
     lists = [[torch.zeros_like(part) for part in sent] for _ in range(size)]
     dist.all_gather_coalesced(lists, sent, group=group, async_op=True).wait()
@@ -108,17 +110,17 @@ def scatter(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors
 
 
 def all_to_all_single(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
-    out, rows = torch.zeros_like(tensor), torch.zeros(3 * rank, 2, dtype=tensor.dtype)
+    out, rows = torch.zeros_like(tensor), torch.zeros(size * rank, 2, dtype=tensor.dtype)
     dist.all_to_all_single(out, tensor, group=group)
     ragged = tensor[0] if tensor.dtype is torch.bool else tensor.view(-1)[:1]
-    own = ragged.reshape(1, 1).expand(3, 2).contiguous()  # rank r gets r rows of each rank
+    own = ragged.reshape(1, 1).expand(sum(range(size)), 2).contiguous()  # rank r gets r rows of each rank
     dist.all_to_all_single(rows, own, [rank] * size, list(range(size)), group=group)
     return [out, rows]
 
 
 def send_and_receive(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
     """Round the ring, a short and a long message in one call each."""
-    came, long = torch.zeros_like(tensor), torch.zeros(3000, dtype=tensor.dtype)
+    came, long = torch.zeros_like(tensor), torch.zeros(4000, dtype=tensor.dtype)
     sent = dist.isend(tensor, (rank + 1) % size, group=group)
     dist.irecv(came, (rank - 1) % size, group=group).wait()
     sent.wait()
@@ -272,14 +274,14 @@ def observe(group: Group, rank: int, size: int) -> list[Any]:
     """What a profiler and a dispatch mode see of each collective."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    ones, many = torch.ones(6), torch.ones(size * 2, dtype=torch.complex64)
+    ones, many = torch.ones(8), torch.ones(size * 2, dtype=torch.complex64)
     calls: list[Callable[[], Any]] = [
         lambda: all_reduce(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: all_reduce_async(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: all_reduce_coalesced(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group),
         lambda: all_gather_coalesced(ones, rank, size, group),
-        lambda: dist.all_gather_into_tensor(torch.ones(size * 6), ones, group=group),
+        lambda: dist.all_gather_into_tensor(torch.ones(size * 8), ones, group=group),
         lambda: dist.all_to_all_single(torch.empty_like(many), many, group=group),
         lambda: dist.barrier(group=group),
         *(partial(move, ones, rank, size, group) for move in (broadcast, all_gather, gather)),
@@ -381,33 +383,23 @@ def train_first_fsdp(steps: int = 3) -> list[float]:
 
 def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
-    from torch.distributed.device_mesh import init_device_mesh
 
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank})
-    found["objects"] = objects
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.full((2,), rank + 1.0), (3,))
     dist.all_reduce(sparse)
     found["sparse"] = sparse.to_dense().tolist()
     number = torch.full((1,), 2.0 * rank)
     dist.all_reduce(number, dist._make_nccl_premul_sum(0.5))
     found["premultiplied"] = number.item()
-    found["functional"] = functional.all_reduce(torch.full((1,), float(rank)), "sum", dist.group.WORLD).item()
     mixed = [torch.full((3,), rank + 0.5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     sums = functional.all_reduce_coalesced(mixed, "sum", dist.group.WORLD)
     found["of two dtypes"] = [part.float().tolist() for part in sums]
     future = dist.all_reduce(torch.full((1,), float(rank)), async_op=True).get_future()
     found["in a callback"] = future.then(reduce_again).wait().item()
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "columns"))
-    sums = [torch.full((1,), float(rank)) for _ in range(2)]
-    for number, name in zip(sums, ("rows", "columns"), strict=True):
-        dist.all_reduce(number, group=mesh.get_group(name))
-    found["mesh"] = [number.item() for number in sums]
     pair = dist.new_group([0, 2], backend="gloo")
     number = torch.full((1,), float(rank))
-    if rank != 1:
+    if rank in (0, 2):
         dist.all_reduce(number, group=pair)
-    found["pair"] = None if rank == 1 else number.item()
+    found["pair"] = number.item() if rank in (0, 2) else None
     every = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     dist.monitored_barrier(every)
     found["backend names"] = dist.get_backend(), dist.get_backend(every), *found.pop("named")
@@ -443,7 +435,7 @@ def make_mistakes(found: dict[str, Any], rank: int) -> None:
     pairs = torch.ones(2, dtype=torch.complex64)
     found["complex product"] = attempt(lambda: dist.reduce(pairs, 0, dist.ReduceOp.PRODUCT))
     found["too few tensors"] = attempt(lambda: dist.all_gather([torch.ones(1)], ones))
-    found["a shorter tensor"] = attempt(lambda: dist.all_gather([torch.ones(6)] * 3, ones))
+    found["a shorter tensor"] = attempt(lambda: dist.all_gather([torch.ones(6)] * 4, ones))
     found["a tensor elsewhere"] = attempt(lambda: dist.all_reduce(torch.ones(1, device="meta")))
 
 

@@ -283,6 +283,24 @@ def assert_exact(results: list[dict[str, Any]], steps: int = STEPS) -> None:
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
 
 
+def assert_continued(run: Run, results: list[Any], alone: dict[str, Any], ledger: float, *names: str) -> None:
+    """P1 and P2 of a Trainer of another library: a worker was lost and another one took its place.
+
+    alone: what one process has. ledger: how much each row counts at the end. names: of what all have alike besides.
+    """
+    assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
+    expected = torch.tensor(alone["weights"], dtype=torch.float64)
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        got = torch.tensor(result["weights"], dtype=torch.float64)
+        assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
+        assert max(abs(counted - ledger) for counted in result["ledger"]) < 1e-9
+        assert {name: result[name] for name in names} == {name: alone[name] for name in names}
+    trained = max((result["trained"] for result in results), key=len)
+    assert trained[-1] == alone["trained"][-1]
+    assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
+
+
 # What carries the tensors of torch.distributed: the engine, or the simulated NCCL wherever NCCL would.
 CARRIERS = ["engine", simulated_nccl.NAME]
 

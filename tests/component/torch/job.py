@@ -239,6 +239,26 @@ def launcher(
     return DeviceLauncher(device, task, preload=preload, room=room, spare_after=0.0 if spares else 3600.0)
 
 
+class LauncherFactory:
+    """Makes the launcher of a training, and keeps it for what a test does to it. options: of `launcher`."""
+
+    made: ProcessLauncher
+
+    def __init__(self, room: int = 3, **options: Any) -> None:
+        self._room = room
+        self._options = options
+
+    def __call__(self, task: TorchTrainProgram) -> ProcessLauncher:
+        self.made = launcher(task, self._room, **self._options)
+        return self.made
+
+
+def check_every_row_once(folder: Path, epochs: int) -> None:
+    seen = ledger_of(folder)
+    assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
+    assert set(seen.values()) == {1}
+
+
 def train_plain(
     job: Job, store: Store, manifest: Manifest, most: int | None = None
 ) -> dict[str, torch.Tensor]:

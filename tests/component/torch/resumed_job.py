@@ -9,18 +9,12 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from tests.component.torch.job import PACE, ROWS, Job, ledger_of
+from tests.component.torch.job import PACE, Job, check_every_row_once
 from tests.component.torch.nets import mlp, sgd
 
 
 def make_job() -> Job:
     return Job(mlp(PACE), sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
-
-
-def check_every_row_once(folder: Path, epochs: int) -> None:
-    seen = ledger_of(folder)
-    assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
 
 
 DRIVER = """
@@ -46,12 +40,7 @@ def read_data(folder: Path) -> tuple[Store, Manifest]:
 
 
 def check_every_row_once_by_attempt(folder: Path, epochs: int) -> None:
-    """What the later driver did stands."""
-    check_every_row_once(renumber_generations(folder), epochs)
-
-
-def renumber_generations(folder: Path) -> Path:
-    """A folder with the same ledger, in which generations grow from driver to driver: they begin anew with each."""
+    """What the later driver did stands: generations, which begin anew with each driver, are made to grow."""
     lines = [
         json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
     ]
@@ -60,4 +49,4 @@ def renumber_generations(folder: Path) -> Path:
     merged = folder / "merged"
     merged.mkdir()
     merged.joinpath("all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return merged
+    check_every_row_once(merged, epochs)

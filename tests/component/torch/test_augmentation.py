@@ -19,9 +19,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
-from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import SyncBatchNorm
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
@@ -29,6 +27,7 @@ from tests.component.torch.job import (
     SEED,
     Follower,
     Job,
+    LauncherFactory,
     SlowNet,
     difference,
     launcher,
@@ -109,17 +108,6 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.T
     return model.state_dict()
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.faults)])
-def test_augmented_weights_are_those_of_a_plain_loop_in_any_world(
-    tmp_path: Path, workers: int, processes: int
-) -> None:
-    job = replace(JOB, workers=workers, batch_size=24 // workers, transformation_workers=processes)
-    data = make_pictures(tmp_path)
-    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=workers))
-    assert [world.size for world in result.worlds] == [workers]
-    assert difference(ours, train_plain(job, *data)) < 1e-9
-
-
 @dataclass(frozen=True)
 class JobOfFewRows(PictureJob):
     """One of three ranks has none."""
@@ -135,9 +123,8 @@ def augment_any(columns: dict[str, Any], rng: RowRandom | None) -> dict[str, Any
     return {**columns, "x": np.zeros((0, SIDE - 2, SIDE - 2, 3))}
 
 
-@pytest.mark.parametrize("shares_statistics", [pytest.param(False, marks=pytest.mark.faults), True])
-def test_a_rank_without_rows_takes_the_step_of_the_others(tmp_path: Path, shares_statistics: bool) -> None:
-    """`augment` cannot stack no rows; a forward pass that exchanges statistics needs their shape."""
+def test_a_rank_without_rows_takes_the_step_of_the_others(tmp_path: Path) -> None:
+    """Its forward pass exchanges statistics, and needs the rows' shape for that."""
 
     def build(norm: type[torch.nn.Module]) -> torch.nn.Module:
         torch.manual_seed(3)
@@ -146,31 +133,26 @@ def test_a_rank_without_rows_takes_the_step_of_the_others(tmp_path: Path, shares
         layers = torch.nn.Flatten(), norm(width, eps=1.0), torch.nn.Linear(width, CLASSES)
         return SlowNet(torch.nn.Sequential(*layers).double(), pace=0.0)
 
-    norms = (SyncBatchNorm, torch.nn.BatchNorm1d) if shares_statistics else (torch.nn.LayerNorm,) * 2
     job = JobOfFewRows(
-        build(norms[0]),
+        build(SyncBatchNorm),
         sgd,
         torch.nn.CrossEntropyLoss(),
         epochs=1,
-        transformation=augment_any if shares_statistics else augment,
+        transformation=augment_any,
     )
     data = make_pictures(tmp_path)
     ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=3))
     assert [world.size for world in result.worlds] == [3]
-    assert difference(ours, train_plain(replace(job, model=build(norms[1])), *data)) < 1e-9
+    assert difference(ours, train_plain(replace(job, model=build(torch.nn.BatchNorm1d)), *data)) < 1e-9
 
 
 @pytest.mark.scenario("G1")
 def test_augmented_weights_are_those_of_a_plain_loop_through_a_kill(tmp_path: Path, fault: Fault) -> None:
     job, data = replace(JOB, transformation_workers=1), make_pictures(tmp_path)
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
+    make = LauncherFactory()
 
     def inject_fault() -> None:
-        fault(kill, made[0], sorted(made[0].slots())[0])
+        fault(kill, make.made, sorted(make.made.slots())[0])
 
     ledger = tmp_path / "ledger"
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):

@@ -24,12 +24,11 @@ from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.hand_written import STEPS, Run, assert_exact, train
 from tests.component.torch.job import (
-    ROWS,
     Follower,
     Job,
+    check_every_row_once,
     difference,
     launcher,
-    ledger_of,
     make_data,
     train_elastic,
     train_plain,
@@ -87,9 +86,7 @@ class Training:
                 self._job, *self._data, str(ledger), self.follower, make, lease=lease
             )
         assert difference(ours, train_plain(self._job, *self._data)) < 1e-9
-        assert ledger_of(ledger) == {
-            (epoch, row): 1 for epoch in range(self._job.epochs) for row in range(ROWS)
-        }
+        check_every_row_once(ledger, self._job.epochs)
         return result
 
 

@@ -1,10 +1,7 @@
-"""P1, P2 and P7 under kills on files that somebody else wrote: all kinds of columns, in a model of five inputs."""
+"""P1 and P2 under a kill on files that somebody else wrote: all kinds of columns, in a model of five inputs."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,24 +15,19 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.torch.spec import TorchUserObjects
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
 from tests.component.torch.job import (
-    RUN,
     Follower,
     Job,
+    LauncherFactory,
     SlowNet,
     difference,
-    launcher,
     ledger_of,
     train_elastic,
 )
-from tests.component.torch.resumed_job import renumber_generations
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -68,7 +60,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan, epochs: int) -> Any:
+def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan) -> Any:
     """One process over the whole table in memory."""
     table = read_table(store, manifest)
     tensors = {
@@ -76,83 +68,36 @@ def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: 
         for name, values in table.items()
     }
     optimizer = sgd(model.parameters())
-    for epoch in range(epochs):
-        for step in range(plan.steps):
-            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
-            optimizer.zero_grad()
-            output = model(*(tensors[name][rows] for name in FEATURES))
-            torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()
-            optimizer.step()
+    for step in range(plan.steps):
+        rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(0, step, 0, 1)))
+        optimizer.zero_grad()
+        output = model(*(tensors[name][rows] for name in FEATURES))
+        torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()
+        optimizer.step()
     return model.state_dict()
 
 
-def make_job(reader: str, epochs: int = 1, checkpoint_steps: int | None = None) -> Kinds:
+def make_job(reader: str) -> Kinds:
     torch.manual_seed(1)
     net, loss = SlowNet(Net()).double(), torch.nn.CrossEntropyLoss()
-    return Kinds(net, sgd, loss, reader=reader, epochs=epochs, workers=2, checkpoint_steps=checkpoint_steps)
+    return Kinds(net, sgd, loss, reader=reader, epochs=1, workers=2)
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
     write(tmp_path, reader)
     (store, manifest), job = open_data(tmp_path), make_job(reader)
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=2))
-        return made[0]
+    make = LauncherFactory(room=2)
 
     ledger = tmp_path / "ledger"
-    with inject_faults(tmp_path / "faults", {"epoch 0": lambda: fault(kill, made[0], min(made[0].slots()))}):
+    with inject_faults(
+        tmp_path / "faults", {"epoch 0": lambda: fault(kill, make.made, min(make.made.slots()))}
+    ):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make)
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)
     assert seen == {(0, row): 1 for row in range(ROWS)}
-    assert (
-        difference(ours, train_plain(make_job(reader).model, store, manifest, job.plan(manifest), 1)) < 1e-9
-    )
-
-
-DRIVER = """
-import os, signal, sys
-from pathlib import Path
-from spark_elastic.runs.checkpoint import CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
-from tests.component.torch import test_column_kinds as here
-
-folder, reader = Path(sys.argv[1]), sys.argv[2]
-store, manifest = here.open_data(folder)
-
-def die(epoch, step):
-    if CheckpointStore(store, here.RUN).read_published():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-run = OwnedRun.acquire(store, here.RUN)
-here.train_elastic(
-    here.make_job(reader, 2, 3), store, manifest, str(folder / "ledger"), here.Follower(die),
-    lambda task: here.launcher(task, room=2), run=run,
-)
-"""
-
-
-@pytest.mark.faults  # of the kinds of columns; each build has P7 itself in test_resume.py
-@pytest.mark.parametrize("reader", READERS)
-def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path: Path) -> None:
-    write(tmp_path, reader)
-    (store, manifest), job = open_data(tmp_path), make_job(reader, 2, 3)
-    first = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), reader], timeout=120, check=False)
-    assert first.returncode == -signal.SIGKILL
-    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
-    ours, result = train_elastic(
-        job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
-    )
-    assert "continues from checkpoint" in result.worlds[0].reason
-    assert ledger_of(renumber_generations(ledger)) == {
-        (epoch, row): 1 for epoch in range(2) for row in range(ROWS)
-    }
-    assert (
-        difference(ours, train_plain(make_job(reader).model, store, manifest, job.plan(manifest), 2)) < 1e-9
-    )
+    assert difference(ours, train_plain(make_job(reader).model, store, manifest, job.plan(manifest))) < 1e-9
 
 
 @pytest.mark.parametrize("reader", READERS[1:])

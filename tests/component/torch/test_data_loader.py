@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.component.torch.hand_written import Run, hold
+from tests.component.torch.hand_written import Run, assert_continued, hold
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -98,19 +98,11 @@ def test_p1_p2_each_row_is_in_the_weights_once_per_epoch_whatever_the_world_did(
     run.at(6, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert run.sizes()[0] == 2
-    assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
-    expected = torch.tensor(alone["weights"], dtype=torch.float64)
+    assert alone["trained"] == list(range(STEPS))
+    assert_continued(run, results, alone, EPOCHS)
     for result in results:
-        assert result["weights"] == results[0]["weights"]
         assert result["ledger"] == results[0]["ledger"]
         assert result["processes"] == 1, "processes of a former world live on"
         assert result["epoch"] == EPOCHS
-    got = torch.tensor(results[0]["weights"], dtype=torch.float64)
-    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
-    counts = torch.tensor(results[0]["ledger"], dtype=torch.float64)
-    assert float((counts - EPOCHS).abs().max()) < 1e-9
-    steps = max((result["trained"] for result in results), key=len)
-    assert steps[-1] == STEPS - 1
-    assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
     pids = [int(path.name) for path in disturbed.iterdir()]
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -27,11 +27,11 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.handwritten.torch_state import OptimizerStateHandler
 from spark_elastic.integrations.torch_distributed.process_group import ElasticProcessGroup
-from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.training.torch.forward import rng_state, set_rng_state
-from spark_elastic.training.torch.trainer import TorchTrainProgram
+from spark_elastic.training.torch.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
 from spark_elastic.worker.context import WaitRecorder
 from tests.checkpoints import reload_from_checkpoint
+from tests.component.threads import make_world, run_task
 from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
 from tests.component.torch.hooked_job import check_history, make_job, train_hooked_plain
 from tests.component.torch.job import CLASSES, WIDTH, Job, difference, make_data, train_plain
@@ -68,42 +68,56 @@ def net(*layers: torch.nn.Module) -> torch.nn.Module:
 
 
 def train(
-    task: TorchTrainProgram, group: Group, then: Callable[[TorchTrainProgram], None] = lambda task: None
+    task: TorchTrainProgram,
+    group: Group,
+    then: Callable[[TorchTrainProgram], None] = lambda task: None,
+    **reports: Callable[..., object],
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """The weights that a rank has at the end, on the CPU, and the training's outcome. Leaves out checkpoints."""
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-    handle: Any = SimpleNamespace(
-        membership_version=lambda: INITIAL_VERSION,
-        report_position=lambda position: None,
-        report_metrics=lambda numbers: None,
-    )
-    task._spec = replace(task._spec, checkpoints=None)
-    task.prepare()
-    outcome = task.run(world, group, handle)
-    then(task)
-    weights = {name: value.cpu() for name, value in task._trainer.state.model.state_dict().items()}
-    task.close()
-    return weights, outcome
+    outcome = run_task(task, group, then, **reports)
+    return {name: value.cpu() for name, value in task._trainer.state.model.state_dict().items()}, outcome
 
 
 def test_p2_losses_metrics_schedules_callbacks_and_validation(
     device: torch.device, data: tuple[Store, Manifest]
 ) -> None:
-    job = make_job()
+    job, told = make_job(), list[Any]()
 
     def work(group: Group) -> tuple[dict[str, torch.Tensor], Any]:
         task = job.task(*data)
+        reports = {"report_metrics": told.append} if group.rank == 0 else {}
 
         def check(task: TorchTrainProgram) -> None:
             assert {tensor.device for tensor in task._trainer.state.model.state_dict().values()} == {device}
             reload_from_checkpoint(task._state)  # all of it goes into a checkpoint and back
 
-        return train(task, group, check)
+        return train(task, group, check, **reports)
 
     (ours, outcome), *_ = run_in_world(2, work)
     theirs, history = train_hooked_plain(job, *data)
     assert difference(ours, theirs) < 1e-9
     check_history(SimpleNamespace(results=[outcome.result]), history)
+    entries = json.loads(outcome.result)["history"]
+    check_reports(told, entries)
+    numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
+    known = list_epoch_numbers(job.task(*data)._trainer._objects, ["y", "w"])
+    assert {name.removeprefix("val_") for name in numbers} <= {*known, *NOT_METRICS}
+
+
+def check_reports(told: list[Any], history: list[Any]) -> None:
+    """Each report has the numbers of the last closed epoch, for the progress line, the status page and /metrics."""
+    names = {name for name, value in history[0].items() if isinstance(value, float)} - {"seconds", "loss"}
+    steps = history[0]["steps"]
+    assert {"val_loss", "learning_rate"} < names
+    assert not names & told[0].keys()
+    for entry in history:
+        closing = told[(entry["epoch"] + 1) * (steps + 1) - 1]
+        assert (closing["epoch"], closing["step"]) == (entry["epoch"], steps)
+        assert {name: closing[name] for name in (*names, "loss")} == {
+            name: entry[name] for name in (*names, "loss")
+        }
+    assert told[steps + 1]["val_loss"] == history[0]["val_loss"], "stays until the next epoch's is known"
+    assert told[-1] == closing
 
 
 @pytest.mark.parametrize(
@@ -197,7 +211,7 @@ def test_a_newcomer_takes_over_the_state_and_the_generator(
     device: torch.device, data: tuple[Store, Manifest]
 ) -> None:
     job = Job(net(torch.nn.Dropout(0.5)), adam, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=(1,))
+    world = make_world(receivers=(1,))
 
     def train_first(group: Group) -> Any:
         task = job.task(*data)

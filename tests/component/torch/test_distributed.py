@@ -1,4 +1,4 @@
-"""torch.distributed over the engine on real processes, beside torch's own Gloo."""
+"""torch.distributed over the engine on real processes: its calls beside torch's own Gloo, and what it has besides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from elastic_collectives import CollectiveTimeout
 from spark_elastic.integrations.torch_distributed.work import EngineWork, PendingWorks
-from tests.component.torch import distributed_calls
+from tests.component.torch import distributed_calls, distributed_programs
 from tests.component.torch.distributed_calls import (
     MOVED,
     MOVES,
@@ -30,6 +30,7 @@ from tests.component.torch.distributed_calls import (
     train_alone,
     train_ddp,
 )
+from tests.component.torch.distributed_programs import PROGRAMS, SIZE, run_programs
 from tests.component.torch.hand_written import CARRIERS, Run, run_over
 from tests.conformance import suite
 from tests.conformance.suite import CHOSEN, RESULTS, find_unexplained
@@ -37,15 +38,30 @@ from tests.devices import ACCELERATORS
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
-for module in (__name__, distributed_calls.__name__, suite.__name__):
+for module in (__name__, distributed_calls.__name__, distributed_programs.__name__, suite.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
 @pytest.fixture(scope="module", params=CARRIERS)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of all calls, by rank: one world makes them all."""
+    """Of all calls and programs, by rank: one world makes them all."""
     suite = str(tmp_path_factory.mktemp("suite")) if request.param == "engine" else ""
-    return run_over(request.param, partial(compare, suite), 3)[0]
+    return run_over(request.param, partial(call_and_run, suite), SIZE)[0]
+
+
+def call_and_run(suite: str) -> dict[str, Any]:
+    return compare(suite) | run_programs()
+
+
+@pytest.mark.parametrize("program", [program.__name__ for program in PROGRAMS])
+def test_it_works_as_torch_documents_it(results: list[dict[str, Any]], program: str) -> None:
+    for of_rank in results:
+        found = of_rank[program]
+        if found == "absent":
+            pytest.skip("this version of torch lacks it")
+        assert not isinstance(found, str), found
+        for got, expected in found:
+            assert got == expected
 
 
 @pytest.mark.parametrize("call", [move.__name__ for move in MOVES])
@@ -82,16 +98,13 @@ def test_ddp_and_fsdp_train_as_over_gloo(results: list[Any]) -> None:
 
 def test_other_calls_of_torch_distributed_agree_with_gloo(results: list[Any]) -> None:
     for rank, of_rank in enumerate(results):
-        assert of_rank["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert of_rank["sparse"] == [6.0, 0.0, 6.0]
-        assert of_rank["premultiplied"] == 3.0
-        assert of_rank["functional"] == 3.0
-        assert of_rank["of two dtypes"] == [[4.5] * 3] * 2
-        assert of_rank["in a callback"] == 9.0
-        assert of_rank["mesh"] == [3.0, float(rank)]
-        assert of_rank["pair"] == (None if rank == 1 else 2.0)
+        assert of_rank["sparse"] == [10.0, 0.0, 10.0]
+        assert of_rank["premultiplied"] == 6.0
+        assert of_rank["of two dtypes"] == [[8.0] * 3] * 2
+        assert of_rank["in a callback"] == 24.0
+        assert of_rank["pair"] == (2.0 if rank in (0, 2) else None)
         assert of_rank["backend names"] == ("undefined", "gloo", "gloo", "nccl", "elastic")
-        assert of_rank["store"] == (True, 3, b"by one rank")
+        assert of_rank["store"] == (True, SIZE, b"by one rank")
 
 
 def test_profilers_and_dispatch_modes_see_collectives_as_those_of_gloo(results: list[Any]) -> None:
@@ -104,12 +117,12 @@ def test_groups_and_stores_describe_themselves_as_torchs_own(results: list[Any])
     for rank, of_rank in enumerate(results):
         assert of_rank["counted"] == 1
         assert of_rank["named"] == ("gloo", 50.0)
-        assert of_rank["keys"] == (b"of the group", 3)
+        assert of_rank["keys"] == (b"of the group", SIZE)
         assert re.search(r"no rank has set .* within 1 s", of_rank["a missing key"])
         if rank == 0:
             at_once, later = of_rank["alone in a barrier"]
             assert "Rank 0 timed out in monitoredBarrier" in at_once
-            assert "Ranks 1, 2 failed to pass monitoredBarrier in 1000 ms" in later
+            assert "Ranks 1, 2, 3 failed to pass monitoredBarrier in 1000 ms" in later
 
 
 def test_torchs_own_tests_of_each_collective_pass(results: list[Any]) -> None:
@@ -135,7 +148,7 @@ def test_what_torchs_suite_says_of_gloo_it_says_of_elastic() -> None:
         ),
         ("bool average", r"InvalidInput: ReduceOp.AVG takes no bool: convert"),
         ("complex product", r"InvalidInput: ReduceOp.PRODUCT takes no complex numbers"),
-        ("too few tensors", r"InvalidInput: all_gather takes a tensor for each of 3 ranks; got 1"),
+        ("too few tensors", r"InvalidInput: all_gather takes a tensor for each of 4 ranks; got 1"),
         ("a shorter tensor", r"InvalidInput: all_gather puts 1 elements into this rank's tensor .* has 6"),
         (
             "a tensor elsewhere",
@@ -143,7 +156,7 @@ def test_what_torchs_suite_says_of_gloo_it_says_of_elastic() -> None:
         ),
         (
             "another rank",
-            r"InvalidInput: this worker is rank \d of 3, and the process group was asked for as rank",
+            r"InvalidInput: this worker is rank \d of 4, and the process group was asked for as rank",
         ),
     ],
 )

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.job import (
-    ROWS,
     Follower,
     Job,
+    LauncherFactory,
+    check_every_row_once,
     difference,
-    launcher,
-    ledger_of,
     make_data,
     train_elastic,
     train_plain,
@@ -33,14 +29,6 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 @pytest.fixture
 def data(tmp_path: Path) -> tuple[Store, Manifest]:
     return make_data(tmp_path)
-
-
-def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest]) -> None:
-    """Two workers and one net: the kills below cover the others, and a start of processes is what takes the time."""
-    job = replace(JOBS["class weights, clipped"], workers=2, epochs=1)
-    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=2))
-    assert [world.size for world in result.worlds] == [2]
-    assert difference(ours, train_plain(job, *data)) < 1e-9
 
 
 @pytest.mark.scenario("G1", "G2", "G3")
@@ -63,16 +51,12 @@ def test_p1_p2_p3_p4_hold_under_two_kills_on_a_device(
 
 
 def kill_two(job: Job, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, device: str) -> None:
-    made: list[ProcessLauncher] = []
+    make = LauncherFactory(device=device)
     killed: list[int] = []
 
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3, device=device))
-        return made[0]
-
     def inject_fault(which: int) -> None:
-        killed.append(sorted(made[0].slots())[which])
-        fault(kill, made[0], killed[-1])
+        killed.append(sorted(make.made.slots())[which])
+        fault(kill, make.made, killed[-1])
 
     ledger = tmp_path / "ledger"
     # One slot in the first epoch, and rank 0's in the second.
@@ -83,6 +67,4 @@ def kill_two(job: Job, data: tuple[Store, Manifest], tmp_path: Path, fault: Faul
     assert len(killed) == 2
     assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, train_plain(job, *data)) < 1e-9
-    seen = ledger_of(ledger)
-    assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
+    check_every_row_once(ledger, job.epochs)

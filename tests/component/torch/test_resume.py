@@ -1,11 +1,14 @@
-"""P7 on real processes: what is durable outlives all workers, and the driver too."""
+"""P7 on real processes: what is durable outlives all workers, and the driver too, killed at any moment."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +18,12 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     RUN,
     Follower,
+    LauncherFactory,
+    check_every_row_once,
     difference,
     launcher,
     make_data,
@@ -29,7 +32,6 @@ from tests.component.torch.job import (
 )
 from tests.component.torch.resumed_job import (
     DRIVER,
-    check_every_row_once,
     check_every_row_once_by_attempt,
     make_job,
 )
@@ -37,6 +39,8 @@ from tests.patience import until
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+
+SEEDS = [None, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(20))]
 
 
 @pytest.fixture
@@ -49,18 +53,14 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:
     job, (store, manifest) = make_job(), data
-    made: list[ProcessLauncher] = []
+    make = LauncherFactory()
     killed: list[int] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
 
     def inject_fault() -> None:
         until(lambda: is_epoch_durable(store, 1))
-        for slot in made[0].slots():
+        for slot in make.made.slots():
             killed.append(slot)
-            fault(kill, made[0], slot)
+            fault(kill, make.made, slot)
 
     ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
@@ -81,10 +81,45 @@ def is_epoch_durable(store: Store, epoch: int) -> bool:
     return any(each.position.epoch == epoch for each in CheckpointStore(store, RUN).read_published())
 
 
-@pytest.mark.scenario("G6", "G18")
-def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
-    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(10))
+def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
+    data: tuple[Store, Manifest], tmp_path: Path, seed: int
 ) -> None:
+    """Twice: at a step of the seed's, and then some way into the next exchange, commit or checkpoint."""
+    draw = random.Random(seed)
+    job, (store, manifest) = make_job(), data
+    steps = [draw.randrange(5, 13), draw.randrange(15, 26)]
+    make = LauncherFactory(room=job.workers)
+    struck: list[threading.Thread] = []
+
+    def kill_all() -> None:
+        time.sleep(draw.uniform(0.0, 0.3))
+        for slot in make.made.slots():
+            make.made.kill(slot)
+
+    def start_kill(epoch: int, step: int) -> None:
+        if len(struck) < len(steps) and epoch * job.plan(manifest).steps + step >= steps[len(struck)]:
+            struck.append(threading.Thread(target=kill_all))
+            struck[-1].start()
+
+    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(start_kill), make, run=run)
+    for thread in struck:
+        thread.join()
+    assert len(struck) == len(steps)
+    assert any("continues from checkpoint" in world.reason for world in result.worlds)
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    check_every_row_once(ledger, job.epochs)
+
+
+@pytest.mark.scenario("G6", "G18")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_p7_another_driver_resumes_with_other_workers_after_a_kill(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, seed: int | None
+) -> None:
+    """In the second epoch; or at a moment of the seed's."""
+    draw = random.Random(seed)
     job, (store, manifest) = make_job(), data
     ledger = tmp_path / "ledger"
 
@@ -92,18 +127,23 @@ def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
         until(lambda: is_epoch_durable(store, 1))
         fault(first.kill)
 
-    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
+    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault} if seed is None else {}):
         first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
         try:
+            if seed is not None:
+                until(CheckpointStore(store, RUN).read_published, 240)
+                time.sleep(draw.uniform(0.0, 1.0))
+                fault(first.kill)
             first.wait(150)
         finally:
             first.kill()
             first.wait(60)
     run = OwnedRun.acquire(store, RUN)
-    fewer = replace(job, workers=2, batch_size=12)
-    assert fewer.plan(manifest) == job.plan(manifest)
+    workers = 2 if seed is None else draw.choice([1, 2, 3])
+    other = replace(job, workers=workers, batch_size=job.batch_size * job.workers // workers)
+    assert other.plan(manifest) == job.plan(manifest)
     ours, result = train_elastic(
-        fewer, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
+        other, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=workers), run=run
     )
     assert run.attempt == 2
     assert "continues from checkpoint 000001-" in result.worlds[0].reason

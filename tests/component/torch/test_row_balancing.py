@@ -19,13 +19,12 @@ from spark_elastic.torch import progress, rank
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import (
     CLASSES,
-    ROWS,
     WIDTH,
     Follower,
     Job,
+    check_every_row_once,
     difference,
     launcher,
-    ledger_of,
     make_data,
     train_elastic,
     train_plain,
@@ -95,9 +94,7 @@ def test_p1_p2_a_slow_worker_gets_fewer_rows_and_nothing_else_changes(shares: in
     assert slow < 0.7 * EQUAL
     assert fast > EQUAL
     assert any("from now on, by their speed" in line for line in follower.lines)
-    seen = ledger_of(ledger)
-    assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
+    check_every_row_once(ledger, job.epochs)
     assert difference(ours, train_plain(job, *data)) < 1e-9
 
 
@@ -113,7 +110,5 @@ def test_p1_p2_a_worker_that_stays_slow_whatever_it_is_given_is_exchanged(tmp_pa
     slow = int((tmp_path / "slow").read_text())
     assert slow in mean_rows(ledger, epoch=1)
     assert slow not in mean_rows(ledger, epoch=job.epochs - 1)
-    seen = ledger_of(ledger)
-    assert set(seen) == {(epoch, row) for epoch in range(job.epochs) for row in range(ROWS)}
-    assert set(seen.values()) == {1}
+    check_every_row_once(ledger, job.epochs)
     assert difference(ours, train_plain(job, *data)) < 1e-9

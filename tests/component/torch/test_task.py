@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,51 +14,20 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.training.spec import Rows
 from spark_elastic.training.torch.callbacks import Callback, Training
-from spark_elastic.training.torch.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.program import Stopped
-from tests.checkpoints import reload_from_checkpoint
+from tests.component.threads import make_handle, make_world, run_task
 from tests.component.torch.elastic_jobs import JOBS
-from tests.component.torch.hooked_job import HookedJob, check_history, make_job, train_hooked_plain
-from tests.component.torch.job import ROWS, RUN, difference, make_data
+from tests.component.torch.hooked_job import HookedJob, make_job
+from tests.component.torch.job import ROWS, RUN, make_data
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
-
-
-def test_p2_holds_with_schedules_weights_callbacks_and_validation(tmp_path: Path) -> None:
-    (store, manifest), job = make_data(tmp_path), make_job()
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-    told: list[Any] = []
-
-    def work(group: Group) -> tuple[Any, Any]:
-        report = told.append if group.rank == 0 else lambda numbers: None
-        handle: Any = SimpleNamespace(
-            membership_version=lambda: INITIAL_VERSION,
-            report_position=lambda position: None,
-            report_metrics=report,
-        )
-        task = job.task(store, manifest)
-        task._spec = replace(task._spec, checkpoints=None)
-        task.prepare()
-        outcome = task.run(world, group, handle)
-        reload_from_checkpoint(task._state)  # all of it goes into a checkpoint and back
-        task.close()
-        return task._trainer.state.model.state_dict(), outcome
-
-    (ours, outcome), *_ = run_in_world(2, work)
-    theirs, history = train_hooked_plain(job, store, manifest)
-    assert difference(ours, theirs) < 1e-9
-    check_history(SimpleNamespace(results=[outcome.result]), history)
-    entries = json.loads(outcome.result)["history"]
-    check_reports(told, entries)
-    numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
-    known = list_epoch_numbers(job.task(store, manifest)._trainer._objects, ["y", "w"])
-    assert {name.removeprefix("val_") for name in numbers} <= {*known, *NOT_METRICS}
 
 
 class TwoHeads(torch.nn.Module):
@@ -83,12 +51,6 @@ def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[
     """
     folder.mkdir()
     (store, manifest), job = make_data(folder, weight), JOBS["row weights"]
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-    handle: Any = SimpleNamespace(
-        membership_version=lambda: INITIAL_VERSION,
-        report_position=lambda position: None,
-        report_metrics=lambda numbers: None,
-    )
     plan = replace(job.plan(manifest), shuffle=False, global_batch=validation_batch, lanes=2)
     seen = Rows(store, manifest, plan)
 
@@ -96,14 +58,10 @@ def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[
         made = job.task(store, manifest)
         trainer: Any = made._trainer
         config = replace(made._spec.config, label_cols=("y", "w"))
-        spec = replace(made._spec, config=config, validation=seen, checkpoints=None)
+        spec = replace(made._spec, config=config, validation=seen)
         model, losses = TwoHeads(trainer._objects.model), (*trainer._objects.losses, torch.nn.MSELoss())
         objects = replace(trainer._objects, model=model, losses=losses, loss_weights=(0.25, 0.75))
-        task = TorchTrainProgram(spec, objects)
-        task.prepare()
-        outcome = task.run(world, group, handle)
-        task.close()
-        return json.loads(outcome.result)["history"][0]
+        return json.loads(run_task(TorchTrainProgram(spec, objects), group).result)["history"][0]
 
     entry: dict[str, Any] = run_in_world(2, work)[0]
     return entry
@@ -126,22 +84,6 @@ def test_losses_of_several_outputs_do_not_depend_on_the_size_of_validation_steps
         assert small[f"{prefix}loss"] == pytest.approx(parts)
 
 
-def check_reports(told: list[Any], history: list[Any]) -> None:
-    """Each report has the numbers of the last closed epoch, for the progress line, the status page and /metrics."""
-    names = {name for name, value in history[0].items() if isinstance(value, float)} - {"seconds", "loss"}
-    steps = history[0]["steps"]
-    assert {"val_loss", "learning_rate"} < names
-    assert not names & told[0].keys()
-    for entry in history:
-        closing = told[(entry["epoch"] + 1) * (steps + 1) - 1]
-        assert (closing["epoch"], closing["step"]) == (entry["epoch"], steps)
-        assert {name: closing[name] for name in (*names, "loss")} == {
-            name: entry[name] for name in (*names, "loss")
-        }
-    assert told[steps + 1]["val_loss"] == history[0]["val_loss"], "stays until the next epoch's is known"
-    assert told[-1] == closing
-
-
 class SetLearningRate(Callback):
     def on_fit_begin(self, training: Training) -> None:
         training.learning_rate = 0.01
@@ -149,7 +91,7 @@ class SetLearningRate(Callback):
 
 def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=(1,))
+    world = make_world(receivers=(1,))
 
     def work(group: Group) -> float:
         task = job.task(store, manifest)
@@ -193,20 +135,9 @@ class StopTraining(Callback):
 @pytest.mark.parametrize("who", [0, 1])
 def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-    handle: Any = SimpleNamespace(
-        membership_version=lambda: INITIAL_VERSION,
-        report_position=lambda position: None,
-        report_metrics=lambda numbers: None,
-    )
 
     def work(group: Group) -> Any:
-        task = job.task(store, manifest)
-        task._spec = replace(task._spec, checkpoints=None)
-        task.prepare()
-        outcome: Any = task.run(world, group, handle)
-        task.close()
-        return json.loads(outcome.result)["history"]
+        return json.loads(run_task(job.task(store, manifest), group).result)["history"]
 
     plan = job.plan(manifest)
     for history in run_in_world(2, work):
@@ -230,26 +161,18 @@ def test_r18_the_last_step_before_the_time_limit_is_durable(
 ) -> None:
     """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""
     (store, manifest), job = make_data(tmp_path), replace(make_job(), batch_size=batch_size)
-    world: Any = SimpleNamespace(
-        version=INITIAL_VERSION, fence=Fence(1, 1), source=0, resume=(), receivers=()
-    )
     told: list[Checkpoint] = []
 
     def work(group: Group) -> tuple[Any, Any]:
         heard = iter(
             [INITIAL_VERSION] * (last - 1 + group.rank) + [INITIAL_VERSION.next(job_ends=True)] * job.workers
         )
-        handle: Any = SimpleNamespace(
-            membership_version=lambda: next(heard),
-            report_position=lambda position: None,
-            report_metrics=lambda numbers: None,
-            report_checkpoint=told.append,
-        )
+        handle = make_handle(membership_version=lambda: next(heard), report_checkpoint=told.append)
         task = job.task(store, manifest)
         rare = CheckpointPolicy(RUN, 100_000, None)
         task._spec = replace(task._spec, checkpoints=rare, validation=None)
         task.prepare()
-        outcome = task.run(world, group, handle)
+        outcome = task.run(make_world(), group, handle)
         task.close()
         return outcome, task.position()
 

@@ -23,10 +23,10 @@ from torch.nn.functional import mse_loss
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.training.spec import Rows
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
+from tests.component.threads import run_task
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
 from tests.pages import blocks
 from tests.unit.torch.worlds import run_in_world
@@ -156,20 +156,12 @@ def train(
     seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
     spec = job.task(store, manifest)._spec
     config = replace(spec.config, label_cols=("w",), **case.options)
-    spec = replace(spec, config=config, validation=seen, checkpoints=None)
+    spec = replace(spec, config=config, validation=seen)
     objects = case.objects()  # once: threads that draw at the same time get other numbers
-    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-    handle: Any = SimpleNamespace(
-        membership_version=lambda: INITIAL_VERSION,
-        report_position=lambda at: None,
-        report_metrics=lambda n: None,
-    )
 
     def work(group: Group) -> tuple[Any, Any, Any]:
         task = TorchTrainProgram(spec, copy.deepcopy(objects))
-        task.prepare()
-        outcome: Any = task.run(world, group, handle)
-        task.close()
+        outcome = run_task(task, group)
         model: Any = task._trainer.state.model  # type: ignore[attr-defined]
         return model.state_dict(), json.loads(outcome.result)["history"], getattr(model, "seen", set())
 

@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.torch.callbacks import Callback, Training
 from spark_elastic.training.torch.spec import TorchUserObjects
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.hooked_job import ForkingLoss, check_history, make_job, train_hooked_plain
 from tests.component.torch.job import (
@@ -25,6 +23,7 @@ from tests.component.torch.job import (
     WIDTH,
     Follower,
     Job,
+    LauncherFactory,
     SlowNet,
     difference,
     launcher,
@@ -42,15 +41,11 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path: Path, fault: Fault) -> None:
     """One worker is lost in training and one in validation; or all, and training continues from a checkpoint."""
     (store, manifest), job = make_data(tmp_path), make_job()
-    made: list[ProcessLauncher] = []
-
-    def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
-        return made[0]
+    make = LauncherFactory()
 
     def inject_fault() -> None:
-        for slot in sorted(made[0].slots())[: None if lost == "all" else 1]:
-            fault(kill, made[0], slot)
+        for slot in sorted(make.made.slots())[: None if lost == "all" else 1]:
+            fault(kill, make.made, slot)
 
     run = OwnedRun.acquire(store, RUN)
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
