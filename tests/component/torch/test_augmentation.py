@@ -42,12 +42,12 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 ROWS, SIDE = 600, 10
 
 
-def make_pictures(folder: Path) -> tuple[Store, Manifest]:
+def make_pictures(folder: Path, rows: int = ROWS) -> tuple[Store, Manifest]:
     """A table of JPEGs in a column of bytes, with their classes."""
     from PIL import Image
 
     rng, pictures, labels = np.random.default_rng(3), [], []
-    for number in range(ROWS):
+    for number in range(rows):
         label = number % CLASSES
         numbers = rng.integers(0, 160, (SIDE, SIDE, 3), dtype=np.uint8)
         numbers[:, :, label] += 60
@@ -140,7 +140,7 @@ def test_a_rank_without_rows_takes_the_step_of_the_others(tmp_path: Path) -> Non
         epochs=1,
         transformation=augment_any,
     )
-    data = make_pictures(tmp_path)
+    data = make_pictures(tmp_path, 100)
     ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=3))
     assert [world.size for world in result.worlds] == [3]
     assert difference(ours, train_plain(replace(job, model=build(torch.nn.BatchNorm1d)), *data)) < 1e-9

@@ -11,7 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
+from elastic_collectives import MismatchError
 from elastic_collectives.fakes import FakeFabric
+from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
@@ -62,6 +64,20 @@ def test_a_function_that_exits_with_zero_has_succeeded_without_a_result(
         outcome = program.run(worker.world, worker.group, handle)
         assert isinstance(outcome, Completed)
         assert decode_result(outcome.result, 0) is None
+
+
+def test_collectives_that_do_not_match_get_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end the job: another world would not help."""
+
+    def reduce_mismatched() -> None:
+        raise MismatchError((1,), "rank 1 has other sizes")
+
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1).group(0))
+    worker: Any = get_context()
+    handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called)
+    with patch.dict(os.environ), pytest.raises(InvalidInput, match="collectives do not match: rank 1 has"):
+        FunctionProgram(reduce_mismatched).run(worker.world, worker.group, handle)
 
 
 TALKS = """
