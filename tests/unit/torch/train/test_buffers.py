@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,7 +126,7 @@ def take_steps(net: nn.Module, size: int, steps: int = 2) -> list[dict[str, torc
     def work(group: Group) -> dict[str, torch.Tensor]:
         trainee = TrainedModel(net, batch_size=ROWS)
         WORLD.group = group
-        with trainee.exchange:
+        with closing(trainee.exchange):
             for _ in range(steps):
                 trainee.take(group, range(ROWS) if size == 1 else SHARES[size][group.rank])
         return dict(trainee.model.named_buffers())
@@ -221,7 +222,7 @@ def test_trying_a_forward_pass_changes_nothing_of_the_model() -> None:
 
     def work(group: Group) -> tuple[int, torch.Tensor]:
         trainee = TrainedModel(net, batch_size=ROWS)
-        with trainee.exchange:
+        with closing(trainee.exchange):
             trainee.take(group, range(ROWS) if group.size == 1 else SHARES[2][group.rank])
         return trainee.model.calls, trainee.model.slow.weight.detach()
 
