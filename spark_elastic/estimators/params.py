@@ -7,7 +7,6 @@ Each parameter is declared once with its documentation and stands with its defau
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +16,9 @@ import numpy as np
 from pyspark import keyword_only
 from pyspark.ml.param import Param, Params
 
-from spark_elastic.config import ElasticConfig
+from spark_elastic.config import ElasticConfig, check_setting_names
 from spark_elastic.data.store import check_storage_options
-from spark_elastic.errors import InvalidInput, suggest_name
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.outputs import HALF, OutputColumns, find_threshold
 
 if TYPE_CHECKING:
@@ -413,12 +412,8 @@ class EstimatorParams(ColumnParams):
         """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
         values = translate_names(values, self.hasParam, self.refused)
         settings = {name: value for name, value in values.items() if not self.hasParam(name)}
-        known = {field.name for field in dataclasses.fields(ElasticConfig)}
-        for name in settings.keys() - known:
-            near = suggest_name(name, {*known, *(param.name for param in self.params)})
-            raise InvalidInput(
-                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig{near}."
-            )
+        names = [param.name for param in self.params]
+        check_setting_names(settings, names, f"a parameter of {type(self).__name__}")
         self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
         self._set(settings={**self.getOrDefault("settings"), **settings})
         return self
