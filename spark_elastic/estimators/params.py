@@ -1,7 +1,7 @@
 """The parameters of the estimators as Params of Spark ML: keywords, `setX`/`getX`, `copy`, param maps.
 
-Each parameter is declared once with its documentation and stands with its default in the signature of `TorchParams`,
-`KerasParams` or both. Also Horovod's names: mapped to ours, or refused with the reason. The values are checked by
+Each parameter is declared once with its documentation and stands once with its default, in the signature of
+`EstimatorParams`. Also Horovod's names: mapped to ours, or refused with the reason. The values are checked by
 `FitConfig` and `validation.py` when `fit` is called.
 """
 
@@ -398,6 +398,80 @@ class EstimatorParams(ColumnParams):
     config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
     settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
 
+    @keyword_only
+    def __init__(  # noqa: PLR0913 - the keywords are the Params of all frameworks; each refuses the others'
+        self,
+        *,
+        model: torch.nn.Module | keras.Model | Callable[[], torch.nn.Module | keras.Model] | None = None,
+        optimizer: torch.optim.Optimizer
+        | Callable[..., torch.optim.Optimizer]
+        | keras.optimizers.Optimizer
+        | str
+        | None = None,
+        learning_rate: float | None = None,
+        scale_lr: bool = False,
+        loss: Any = None,
+        loss_weights: Sequence[float] | None = None,
+        loss_scope: str | None = None,
+        metrics: Any = None,
+        callbacks: Sequence[Callback | keras.callbacks.Callback] | None = None,
+        train_minibatch_fn: Callable[..., torch.Tensor] | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
+        transformation_workers: int = 0,
+        transformation_pool: str = "process",
+        feature_cols: str | Sequence[str] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        label_shapes: Sequence[Sequence[int]] | None = None,
+        prediction_col: str = "prediction",
+        probability_col: str | None = "probability",
+        raw_prediction_col: str | None = "rawPrediction",
+        threshold: float = HALF,
+        thresholds: Sequence[float] | None = None,
+        activation: str | None = None,
+        raw_outputs: bool = False,
+        output_cols: Sequence[str] | None = None,
+        validation: float | str | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        backward_passes_per_step: int = 1,
+        epochs: int = 1,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        max_workers: int | None = None,
+        store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        missing: str | Mapping[str, str] = "refuse",
+        seed: int = 0,
+        shuffle: bool = True,
+        row_order: str | None = None,
+        lanes: int | None = None,
+        materialize: str = "auto",
+        gradient_clip_norm: float | None = None,
+        gradient_clip_value: float | None = None,
+        determinism: str | None = None,
+        virtual_shares: int = 8,
+        verify_steps: int | None = None,
+        precision: str | None = None,
+        compile_model: bool = False,
+        gradient_compression: str | None = None,
+        reader: str = "arrow",
+        balance_rows: bool = False,
+        terminate_on_nan: bool = True,
+        inmemory_cache_all: bool = False,
+        run_id: str | None = None,
+        verbose: int = 1,
+        keep_data: bool = False,
+        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
+        config: ElasticConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._set_arguments(self._input_kwargs)
+
     def _set_arguments(self, given: Mapping[str, Any]) -> None:
         """Take the constructor's defaults, and what was given."""
         # Also finds the keywords of a base class of the user's subclass.
@@ -464,74 +538,6 @@ class TorchParams(EstimatorParams):
         "largest absolute value of a gradient's elements (clipped to it), or None"
     )
 
-    @keyword_only
-    def __init__(  # noqa: PLR0913 - the keywords are the Params
-        self,
-        *,
-        model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
-        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
-        learning_rate: float | None = None,
-        scale_lr: bool = False,
-        loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
-        loss_weights: Sequence[float] | None = None,
-        loss_scope: str | None = None,
-        metrics: Sequence[Any] | Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] | None = None,
-        train_minibatch_fn: Callable[..., torch.Tensor] | None = None,
-        transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
-        transformation_workers: int = 0,
-        transformation_pool: str = "process",
-        feature_cols: str | Sequence[str] | None = None,
-        label_cols: str | Sequence[str] | None = None,
-        sample_weight_col: str | None = None,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        label_shapes: Sequence[Sequence[int]] | None = None,
-        prediction_col: str = "prediction",
-        probability_col: str | None = "probability",
-        raw_prediction_col: str | None = "rawPrediction",
-        threshold: float = HALF,
-        thresholds: Sequence[float] | None = None,
-        activation: str | None = None,
-        raw_outputs: bool = False,
-        output_cols: Sequence[str] | None = None,
-        validation: float | str | None = None,
-        batch_size: int = 32,
-        val_batch_size: int | None = None,
-        backward_passes_per_step: int = 1,
-        epochs: int = 1,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        max_workers: int | None = None,
-        store: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        missing: str | Mapping[str, str] = "refuse",
-        seed: int = 0,
-        shuffle: bool = True,
-        row_order: str | None = None,
-        lanes: int | None = None,
-        materialize: str = "auto",
-        gradient_clip_norm: float | None = None,
-        gradient_clip_value: float | None = None,
-        determinism: str | None = None,
-        virtual_shares: int = 8,
-        verify_steps: int | None = None,
-        precision: str | None = None,
-        compile_model: bool = False,
-        gradient_compression: str | None = None,
-        reader: str = "arrow",
-        balance_rows: bool = False,
-        terminate_on_nan: bool = True,
-        inmemory_cache_all: bool = False,
-        run_id: str | None = None,
-        verbose: int = 1,
-        keep_data: bool = False,
-        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
-        config: ElasticConfig | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self._set_arguments(self._input_kwargs)
-
 
 @with_accessors
 class KerasParams(EstimatorParams):
@@ -550,68 +556,6 @@ class KerasParams(EstimatorParams):
     callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", to_list)
     class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
     custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")
-
-    @keyword_only
-    def __init__(  # noqa: PLR0913 - the keywords are the Params
-        self,
-        *,
-        model: keras.Model | Callable[[], keras.Model] | None = None,
-        optimizer: keras.optimizers.Optimizer | str | None = None,
-        learning_rate: float | None = None,
-        scale_lr: bool = False,
-        loss: Any = None,
-        loss_weights: Sequence[float] | None = None,
-        loss_scope: str | None = None,
-        metrics: Any = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        class_weight: Mapping[int, float] | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
-        transformation_workers: int = 0,
-        transformation_pool: str = "process",
-        feature_cols: str | Sequence[str] | None = None,
-        label_cols: str | Sequence[str] | None = None,
-        sample_weight_col: str | None = None,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        label_shapes: Sequence[Sequence[int]] | None = None,
-        prediction_col: str = "prediction",
-        probability_col: str | None = "probability",
-        raw_prediction_col: str | None = "rawPrediction",
-        threshold: float = HALF,
-        thresholds: Sequence[float] | None = None,
-        activation: str | None = None,
-        raw_outputs: bool = False,
-        output_cols: Sequence[str] | None = None,
-        validation: float | str | None = None,
-        batch_size: int = 32,
-        val_batch_size: int | None = None,
-        backward_passes_per_step: int = 1,
-        epochs: int = 1,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        max_workers: int | None = None,
-        store: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        missing: str | Mapping[str, str] = "refuse",
-        seed: int = 0,
-        shuffle: bool = True,
-        row_order: str | None = None,
-        lanes: int | None = None,
-        materialize: str = "auto",
-        gradient_compression: str | None = None,
-        reader: str = "arrow",
-        balance_rows: bool = False,
-        terminate_on_nan: bool = True,
-        inmemory_cache_all: bool = False,
-        run_id: str | None = None,
-        verbose: int = 1,
-        keep_data: bool = False,
-        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
-        config: ElasticConfig | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self._set_arguments(self._input_kwargs)
 
 
 def with_horovod_names(owner: T) -> T:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from spark_elastic.checks import COUNT, WHOLE, make_choice
 from spark_elastic.data.plan import (
     DataPlan,
     Division,
@@ -26,7 +27,6 @@ from spark_elastic.data.plan import (
     draw_permutation,
     draw_uniform,
 )
-from spark_elastic.checks import COUNT, WHOLE, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.gradients.ranks import rank, size

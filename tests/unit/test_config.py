@@ -90,7 +90,7 @@ def test_values_are_read_by_their_kind() -> None:
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "0-3"}, "cooldown_range"),
         ({"SPARK_ELASTIC_TLS_KEY": "key.pem"}, "tls_certificate and tls_key go together"),
         ({"SPARK_ELASTIC_LOG_BYTES": "-1"}, "log_bytes"),
-        ({"SPARK_ELASTIC_RESET_LIMIT": "-1"}, "reset_limit must be 0 or more, or None"),
+        ({"SPARK_ELASTIC_RESET_LIMIT": "-1"}, "reset_limit must be a whole number of 0 or more, or None"),
         ({"SPARK_ELASTIC_IDLE_SLOT_TIMEOUT": "0"}, "idle_slot_timeout"),
         ({"SPARK_ELASTIC_SPARE_AFTER": "-1"}, "spare_after must be 0 seconds or more; got -1"),
     ],

@@ -110,8 +110,10 @@ def test_both_timeouts_of_horovods_run_elastic_are_taken() -> None:
         parse({"start_timeout": 7.0, "elastic_timeout": 8.0, "gather_timeout": 9.0})
 
 
-def test_unknown_names_are_refused_with_a_list() -> None:
-    with pytest.raises(InvalidInput, match=r"no argument 'num_worker'.*num_workers"):
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"'num_worker' is neither an argument .*did you mean 'num_workers'"
+    ):
         parse({"num_worker": 2})
 
 
