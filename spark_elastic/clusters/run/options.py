@@ -25,6 +25,7 @@ ALIASES = {
     "host_discovery_script": "host_discovery",
 }
 _MESH = "workers speak to each other over the job's own mesh"
+_ADDRESS = "workers use the address at which the driver reaches them: set bind_address and advertise_address"
 _SPARK = "workers run where Spark's executors are; spark-elastic-run takes hosts"
 # Horovod's name -> (values that are accepted and ignored, why any other is refused).
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -32,14 +33,8 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_mpi": ((None, False), _MESH),
     "extra_mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
     "mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
-    "nics": (
-        (None,),
-        "workers use the address at which the driver reaches them: set bind_address and advertise_address",
-    ),
-    "network_interfaces": (
-        (None,),
-        "workers use the address at which the driver reaches them: set bind_address and advertise_address",
-    ),
+    "nics": ((None,), _ADDRESS),
+    "network_interfaces": ((None,), _ADDRESS),
     "executable": ((None,), "workers run the Python of Spark's executors: set spark.pyspark.python"),
     "stderr": ((None,), "what workers write to either stream comes in one, in order: give stdout alone"),
     "hosts": ((None,), _SPARK),
