@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -142,6 +142,6 @@ def build_model(
 
 def list_callbacks(given: Any, kind: type[M], words: str) -> tuple[M, ...]:
     """The user's callbacks, one or several. Raises InvalidInput if one is none."""
-    several = given if isinstance(given, list | tuple) else () if given is None else (given,)
+    several = given if isinstance(given, Sequence) else () if given is None else (given,)
     check = make_kind(f"instances of {words}", kind)
     return tuple(check("callbacks", callback) for callback in several)

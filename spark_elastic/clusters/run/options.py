@@ -123,12 +123,12 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
             if not any(value is one or value == one for one in accepted):
                 raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
             continue
-        own = names.get(name, name)
-        if not changes_setting(own, value):
+        ours = names.get(name, name)
+        if not changes_setting(ours, value):
             continue
-        if own in values:
-            raise InvalidInput(f"{spelled[own]} and {name} are two names of one setting: give one of them.")
-        values[own], spelled[own] = value, name
+        if ours in values:
+            raise InvalidInput(f"{spelled[ours]} and {name} are two names of one setting: give one of them.")
+        values[ours], spelled[ours] = value, name
     own = {name: check(name, values.pop(name)) for name, check in _CHECKS.items() if name in values}
     if ("run_id" in own) is not ("store" in own):
         raise InvalidInput(
@@ -145,9 +145,11 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
     return Options(config=build_config(config, values), **own)
 
 
-def _to_variables(env: Any) -> Mapping[str, str]:
+def _check_variables(name: str, env: Any) -> Mapping[str, str]:
     if not isinstance(env, Mapping) or not all(_is_variable(*pair) for pair in env.items()):
-        raise TypeError
+        raise InvalidInput(  # without the values, which may be secrets
+            f"{name} must map names of variables to their values, all of them text without NUL, the names without '='."
+        )
     return env
 
 
@@ -181,10 +183,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_workers": COUNT,
     "min_workers": COUNT,
     "max_workers": COUNT,
-    "env": Check(
-        "a mapping from names of variables to their values, all of them text without NUL, the names without '='",
-        _to_variables,
-    ),
+    "env": _check_variables,
     "stdout": Check("an open text file", _to_stream),
     "verbose": VERBOSE,
     "prefix_output_with_timestamp": FLAG,
