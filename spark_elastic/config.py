@@ -9,14 +9,24 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
-from numbers import Integral, Real
-from operator import le, lt
 from typing import Any
 
+from spark_elastic.checks import (
+    COUNT,
+    FLAG,
+    SECONDS,
+    TEXT,
+    WHOLE,
+    Check,
+    make_choice,
+    make_kind,
+    make_number,
+    make_range,
+    make_whole,
+)
 from spark_elastic.errors import InvalidInput, suggest_name
 
 log = logging.getLogger("spark_elastic")
@@ -41,50 +51,45 @@ _HOROVODS = {
 DEVICES = ("auto", "cpu", "cuda")
 _SIOCGIFADDR = 0x8915  # Linux: asks for the address of an interface
 
-# The beginning of a setting's annotation -> of what kind its values are, and that in words.
-_KINDS: dict[str, tuple[Any, str]] = {
-    "bool": (bool, "True or False"),
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "tuple": (tuple | list, "two numbers"),
-    "str | Callable": (str | os.PathLike | Callable, "a function or the path of an executable"),
-    "str": (str | os.PathLike, "text"),
-    "object": (object, "a JobHandle"),
+# Annotation of a setting -> what its values must be.
+_KINDS = {
+    "bool": FLAG,
+    "bool | None": FLAG.or_none(),
+    "str | None": TEXT.or_none(),
+    "float": SECONDS,
+    "float | None": SECONDS.or_none(),
+    "int": WHOLE,
+    "int | None": COUNT.or_none(),
+    "object | None": make_kind("a JobHandle", object),
 }
-# The same for a variable of the environment.
+# The same for settings of which the annotation does not say it.
+_CHECKS = {
+    "driver_port": make_whole(0, 65535, "a port number, or 0 for any"),
+    "worker_port_range": make_range(
+        "two ports, the first not above the last", make_whole(1, 65535)
+    ).or_none(),
+    "collective_timeout": make_number(
+        "seconds from 0.001 to 1e9",
+        lambda seconds: 1e-3 <= seconds <= 1e9,  # what the engine can count
+    ),
+    "spare_after": make_number("0 seconds or more", lambda seconds: 0 <= seconds < math.inf),
+    "cooldown_range": make_range("two numbers of seconds above 0, the first not above the last", SECONDS),
+    "host_discovery": Check(
+        "a function or the path of an executable",
+        lambda value: value if callable(value) else TEXT.convert(value),
+    ).or_none(),
+    "reset_limit": WHOLE.or_none(),
+    "checkpoints_kept": COUNT,
+    "slots_per_gpu": COUNT,
+    "device": make_choice(*DEVICES),
+}
+# Beginning of an annotation -> what the text of a variable of the environment must be.
 _FORMS = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
     "tuple[int": "first-last, as in 20000-20099",
     "tuple[float": "lower-upper in seconds, as in 1-60",
-}
-# Setting -> what it must be, in words; None passes where they end in "or None".
-_ABOVE_0 = {
-    **dict.fromkeys(
-        (
-            "gather_timeout",
-            "start_timeout",
-            "lease",
-            "stall_after",
-            "regroup_timeout",
-            "driver_timeout",
-            "failure_window",
-            "idle_slot_timeout",
-        ),
-        "a number of seconds above 0",
-    ),
-    "checkpoint_seconds": "above 0, or None",
-    "max_runtime": "seconds above 0, or None",
-}
-_LEAST = {
-    "checkpoint_steps": (1, "1 or more, or None"),
-    "cpus_per_worker": (1, "1 or more, or None"),
-    "checkpoints_kept": (1, "1 or more"),
-    "slots_per_gpu": (1, "1 or more"),
-    "failure_budget": (0, "0 or more"),
-    "reset_limit": (0, "0 or more, or None"),
-    "log_bytes": (0, "0, to keep nothing, or more"),
 }
 
 
@@ -185,65 +190,38 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._check_kind(field.name, str(field.type))
-        if not 0 <= self.driver_port < 65536:
-            raise InvalidInput(f"driver_port must be a port number or 0 for any; got {self.driver_port}.")
+            check = _CHECKS.get(field.name) or _KINDS[str(field.type)]
+            object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
         if (self.tls_certificate is None) is not (self.tls_key is None):
             raise InvalidInput("tls_certificate and tls_key go together: give the files of both, in PEM.")
-        if self.worker_port_range is not None:
-            first, last = self.worker_port_range
-            if not 0 < first <= last < 65536:
-                raise InvalidInput(
-                    f"worker_port_range must be two ports, the first not above the last; got {self.worker_port_range}."
-                )
-        for name, wanted in _ABOVE_0.items():
-            self._check(name, wanted, partial(lt, 0))
-        for name, (least, wanted) in _LEAST.items():
-            self._check(name, wanted, partial(le, least))
-        if not 1e-3 <= self.collective_timeout <= 1e9:  # what the engine can count
-            raise InvalidInput(
-                f"collective_timeout must be seconds from 0.001 to 1e9; got {self.collective_timeout!r}."
-            )
-        if self.device not in DEVICES:
-            raise InvalidInput(f"device must be 'auto', 'cpu' or 'cuda'; got {self.device!r}.")
-        if not 0 <= self.spare_after < math.inf:
-            raise InvalidInput(f"spare_after must be 0 seconds or more; got {self.spare_after!r}.")
-        lower, upper = self.cooldown_range
-        if not 0 < lower <= upper:
-            raise InvalidInput(
-                f"cooldown_range must be two numbers of seconds above 0, the first not above the last; got "
-                f"{self.cooldown_range}."
-            )
-
-    def _check_kind(self, name: str, annotation: str) -> None:
-        value = getattr(self, name)
-        optional = annotation.endswith(" | None")
-        kind, wanted = next(_KINDS[start] for start in _KINDS if annotation.startswith(start))
-        if not (value is None and optional) and not _is_of(kind, value):
-            raise InvalidInput(f"{name} must be {wanted}{', or None' if optional else ''}; got {value!r}.")
-        object.__setattr__(self, name, _plain(value))
-
-    def _check(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> None:
-        value = getattr(self, name)
-        if not (value is None and wanted.endswith("or None")) and not fits(value):
-            raise InvalidInput(f"{name} must be {wanted}; got {value!r}.")
 
 
-def _is_of(kind: Any, value: Any) -> bool:
-    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        return False
-    return kind != tuple | list or (len(value) == 2 and all(_is_of(Real, number) for number in value))
+def build_config(config: Any, settings: Mapping[str, Any]) -> ElasticConfig:
+    """Settings that override a config, or, if that is None, those of the environment.
+
+    Raises:
+        InvalidInput: it is no config, or a setting is unknown or has a value that does not fit.
+    """
+    check_setting_names(settings)
+    if config is None:
+        return from_env(**settings)
+    make_kind("an ElasticConfig", ElasticConfig)("config", config)
+    changes = {name: value for name, value in settings.items() if changes_setting(name, value)}
+    return dataclasses.replace(config, **changes)
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of numpy, which JSON cannot hold, as Python's own, and paths as text."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    if isinstance(value, int | float) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
+def check_setting_names(names: Iterable[str], others: Iterable[str] = (), owner: str = "") -> None:
+    """Raise InvalidInput with the first name that is no setting.
+
+    Args:
+        others: names that the user may have meant, too.
+        owner: what takes the others, in words.
+    """
+    known = {field.name for field in dataclasses.fields(ElasticConfig)}
+    for name in sorted(set(names) - known):
+        near = suggest_name(name, {*known, *others})
+        kinds = f"neither {owner} nor a field of ElasticConfig" if owner else "no field of ElasticConfig"
+        raise InvalidInput(f"{name!r} is {kinds}{near}: docs/params.md lists them.")
 
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
@@ -256,12 +234,7 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     environment = os.environ if environment is None else environment
     check_environment(environment)
     values = _read_environment(ElasticConfig, environment)
-    fields = {field.name for field in dataclasses.fields(ElasticConfig)}
-    unknown = sorted(set(explicit) - fields)
-    if unknown:
-        raise InvalidInput(
-            f"unknown setting {unknown[0]!r}{suggest_name(unknown[0], fields)}: docs/params.md lists them."
-        )
+    check_setting_names(explicit)
     values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
     interface = values.get("network_interface")
     if interface and "advertise_address" not in values:

@@ -27,13 +27,17 @@ ROWS = (
     ("rendezvous", "tables"),
     ("data",),
     ("protocol", "data.plan", "gradients.buckets"),
-    ("errors", "config", "clock"),
+    ("errors", "checks", "config", "clock"),
 )
 CORE = ROWS[4:]  # knows nothing of the three audiences above it
 # Modules that only give a public name to what a higher part defines.
 FACES = ("estimators.export", "estimators.mlflow_fit", "estimators.optuna_pruning")
 # Steps sideways that are meant: who imports -> whom, with the reason.
-SIDEWAYS = {("config", "errors"): "a wrong setting is InvalidInput"}
+SIDEWAYS = {
+    ("checks", "errors"): "a wrong value is InvalidInput",
+    ("config", "errors"): "a wrong setting is InvalidInput",
+    ("config", "checks"): "settings are checked as other values are",
+}
 # The folders of csrc/, highest first; "" is csrc/ itself. A file may include those of lower ones, and its own.
 ENGINE = ("", "calls", "shared", "transport", "numbers")
 PURE = ("protocol", "data.plan", "gradients.buckets")

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from spark_elastic.checks import make_kind, make_whole
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial, check_loss_scope
-from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
     check_runs,
@@ -26,10 +27,10 @@ from spark_elastic.estimators.two_rows import (
     has_hook,
     transform_rows,
 )
+from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callback_states import check_watched_names
-from spark_elastic.training.fit_config import check_seed, describe_type, name_failing
 from spark_elastic.training.keras.archive import (
     Archive,
     collect_custom_objects,
@@ -71,7 +72,9 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
         )
-    check_seed("seed", values["seed"], 32)  # numpy takes no more, whose generator Keras seeds, too
+    make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")(
+        "seed", values["seed"]
+    )  # numpy takes no more, whose generator Keras seeds, too
     model = compile_model(values)
     _check_steps(model)
     _check_columns(model, values)
@@ -258,18 +261,15 @@ def find_activation(model: Any) -> str | None:
     return "probability" if name.startswith("binary") else "identity"
 
 
+@contextmanager
+def _draw_weights(seed: int) -> Iterator[None]:
+    with seeded_rng(seed):
+        keras.utils.set_random_seed(seed)
+        yield
+
+
 def _model(model: Any, seed: Any) -> Any:
-    if isinstance(model, type):
-        raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
-    if not isinstance(model, keras.Model) and callable(model):
-        with MODEL_FACTORY_LOCK, seeded_rng(int(seed)):
-            keras.utils.set_random_seed(int(seed))
-            with name_failing("model"):
-                model = model()
-    if not isinstance(model, keras.Model):
-        raise InvalidInput(
-            f"model must be a Keras model or a function that makes one; got {describe_type(model)}."
-        )
+    model = build_model(model, keras.Model, "a Keras model", functools.partial(_draw_weights, int(seed)))
     if not model.built:
         raise InvalidInput("the model has no weights yet: give it an Input, or call model.build(shape).")
     if not model.trainable_variables:
@@ -436,14 +436,8 @@ def _check_rate(model: Any, rate: Any, scales: Any) -> None:
 
 
 def _callbacks(callbacks: Any) -> tuple[Any, ...]:
-    found = (
-        tuple(callbacks) if isinstance(callbacks, list | tuple) else () if callbacks is None else (callbacks,)
-    )
+    found = list_callbacks(callbacks, keras.callbacks.Callback, "keras.callbacks.Callback")
     for callback in found:
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise InvalidInput(
-                f"callbacks must be instances of keras.callbacks.Callback; got {describe_type(callback)}."
-            )
         if type(callback).__name__ == _BACKUP_CALLBACK:
             raise InvalidInput(
                 f"{_BACKUP_CALLBACK} has no meaning here: checkpoints are written by themselves, and a fit with the "
@@ -457,8 +451,5 @@ def _class_weight(weights: Any, labels: Any) -> dict[int, float] | None:
         return None
     if len(labels) != 1:
         raise InvalidInput("class_weight needs one label column: use sample_weight_col for several.")
-    if not isinstance(weights, Mapping):
-        raise InvalidInput(
-            f"class_weight must be a dict of class numbers and weights; got {describe_type(weights)}."
-        )
+    make_kind("a dict of class numbers and weights", Mapping)("class_weight", weights)
     return {int(number): float(weight) for number, weight in weights.items()}

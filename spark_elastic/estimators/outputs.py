@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.checks import FLAG, make_choice
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.fit_config import check_choice, check_flag
 
 Floats = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -78,9 +78,9 @@ class OutputColumns:
                 raise InvalidInput(
                     f"{name!r} is a feature column, and transform is to add it: choose another name for predictions."
                 )
-        activation = check_choice("activation", values["activation"], ACTIVATIONS) or implied
+        activation = make_choice(*ACTIVATIONS).or_none()("activation", values["activation"]) or implied
         asked = [name for name in OF_CLASSES if name in named and values[name] not in (None, "")]
-        if check_flag("raw_outputs", values["raw_outputs"]) or outputs is not None:
+        if FLAG("raw_outputs", values["raw_outputs"]) or outputs is not None:
             if asked:
                 other = "raw_outputs" if outputs is None else "output_cols"
                 raise InvalidInput(

@@ -1,13 +1,12 @@
 """The parameters of the estimators as Params of Spark ML: keywords, `setX`/`getX`, `copy`, param maps.
 
-Each parameter is declared once with its documentation and stands with its default in the signature of `TorchParams`,
-`KerasParams` or both. Also Horovod's names: mapped to ours, or refused with the reason. The values are checked by
+Each parameter is declared once with its documentation and stands once with its default, in the signature of
+`EstimatorParams`. Also Horovod's names: mapped to ours, or refused with the reason. The values are checked by
 `FitConfig` and `validation.py` when `fit` is called.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +16,9 @@ import numpy as np
 from pyspark import keyword_only
 from pyspark.ml.param import Param, Params
 
-from spark_elastic.config import ElasticConfig
+from spark_elastic.config import ElasticConfig, check_setting_names
 from spark_elastic.data.store import check_storage_options
-from spark_elastic.errors import InvalidInput, suggest_name
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.outputs import HALF, OutputColumns, find_threshold
 
 if TYPE_CHECKING:
@@ -399,90 +398,26 @@ class EstimatorParams(ColumnParams):
     config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
     settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
 
-    def _set_arguments(self, given: Mapping[str, Any]) -> None:
-        """Take the constructor's defaults, and what was given."""
-        # Also finds the keywords of a base class of the user's subclass.
-        constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
-        signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
-        keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
-        defaults = {k.name: k.default for k in keywords if k.default is not k.empty and self.hasParam(k.name)}
-        self._setDefault(settings={}, **defaults)
-        self.setParams(**given)
-
-    def setParams(self, **values: Any) -> Self:
-        """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
-        values = translate_names(values, self.hasParam, self.refused)
-        settings = {name: value for name, value in values.items() if not self.hasParam(name)}
-        known = {field.name for field in dataclasses.fields(ElasticConfig)}
-        for name in settings.keys() - known:
-            near = suggest_name(name, {*known, *(param.name for param in self.params)})
-            raise InvalidInput(
-                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig{near}."
-            )
-        self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
-        self._set(settings={**self.getOrDefault("settings"), **settings})
-        return self
-
-
-@with_accessors
-class TorchParams(EstimatorParams):
-    """The other parameters of `ElasticTorchEstimator`."""
-
-    model: Param[Any] = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
-    optimizer: Param[Any] = declare(
-        "a torch optimizer over the model's parameters, or a function that makes one from parameters"
-    )
-    loss: Param[Any] = declare(
-        "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
-        "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
-        "weights w make it sum(w * loss) / sum(w)",
-        to_list,
-    )
-    metrics: Param[Any] = declare(
-        "functions of (output, label) or torchmetrics, as a list or by name; a lambda in a list is named metric",
-        to_list,
-    )
-    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
-    train_minibatch_fn: Param[Any] = declare(
-        "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
-    )
-    determinism: Param[str] = declare(
-        "bitwise: the trained weights have the same bits for any number of workers; None: the same up to rounding"
-    )
-    virtual_shares: Param[int] = declare(
-        "parts that each step is cut into with determinism='bitwise', each computed by one worker; at least max_workers"
-    )
-    verify_steps: Param[int] = declare(
-        "with determinism='bitwise': every so many steps one virtual share is computed by two other workers, too, and "
-        "compared by bits, which finds faulty memory and processors; None: never"
-    )
-    precision: Param[str] = declare(
-        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
-    )
-    compile_model: Param[bool] = declare(
-        "whether each worker compiles the model's forward pass with torch.compile, in its first step"
-    )
-    gradient_clip_norm: Param[float] = declare(
-        "largest norm of all gradients together (clipped to it), or None"
-    )
-    gradient_clip_value: Param[float] = declare(
-        "largest absolute value of a gradient's elements (clipped to it), or None"
-    )
-
     @keyword_only
-    def __init__(  # noqa: PLR0913 - the keywords are the Params
+    def __init__(  # noqa: PLR0913 - the keywords are the Params of all frameworks; each refuses the others'
         self,
         *,
-        model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
-        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+        model: torch.nn.Module | keras.Model | Callable[[], torch.nn.Module | keras.Model] | None = None,
+        optimizer: torch.optim.Optimizer
+        | Callable[..., torch.optim.Optimizer]
+        | keras.optimizers.Optimizer
+        | str
+        | None = None,
         learning_rate: float | None = None,
         scale_lr: bool = False,
-        loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
+        loss: Any = None,
         loss_weights: Sequence[float] | None = None,
         loss_scope: str | None = None,
-        metrics: Sequence[Any] | Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] | None = None,
+        metrics: Any = None,
+        callbacks: Sequence[Callback | keras.callbacks.Callback] | None = None,
         train_minibatch_fn: Callable[..., torch.Tensor] | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
         transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
         transformation_workers: int = 0,
         transformation_pool: str = "process",
@@ -537,6 +472,72 @@ class TorchParams(EstimatorParams):
         super().__init__()
         self._set_arguments(self._input_kwargs)
 
+    def _set_arguments(self, given: Mapping[str, Any]) -> None:
+        """Take the constructor's defaults, and what was given."""
+        # Also finds the keywords of a base class of the user's subclass.
+        constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
+        signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
+        keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
+        defaults = {k.name: k.default for k in keywords if k.default is not k.empty and self.hasParam(k.name)}
+        self._setDefault(settings={}, **defaults)
+        self.setParams(**given)
+
+    def setParams(self, **values: Any) -> Self:
+        """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
+        values = translate_names(values, self.hasParam, self.refused)
+        settings = {name: value for name, value in values.items() if not self.hasParam(name)}
+        names = [param.name for param in self.params]
+        check_setting_names(settings, names, f"a parameter of {type(self).__name__}")
+        self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
+        self._set(settings={**self.getOrDefault("settings"), **settings})
+        return self
+
+
+@with_accessors
+class TorchParams(EstimatorParams):
+    """The other parameters of `ElasticTorchEstimator`."""
+
+    model: Param[Any] = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
+    optimizer: Param[Any] = declare(
+        "a torch optimizer over the model's parameters, or a function that makes one from parameters"
+    )
+    loss: Param[Any] = declare(
+        "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
+        "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
+        "weights w make it sum(w * loss) / sum(w)",
+        to_list,
+    )
+    metrics: Param[Any] = declare(
+        "functions of (output, label) or torchmetrics, as a list or by name; a lambda in a list is named metric",
+        to_list,
+    )
+    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
+    train_minibatch_fn: Param[Any] = declare(
+        "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
+    )
+    determinism: Param[str] = declare(
+        "bitwise: the trained weights have the same bits for any number of workers; None: the same up to rounding"
+    )
+    virtual_shares: Param[int] = declare(
+        "parts that each step is cut into with determinism='bitwise', each computed by one worker; at least max_workers"
+    )
+    verify_steps: Param[int] = declare(
+        "with determinism='bitwise': every so many steps one virtual share is computed by two other workers, too, and "
+        "compared by bits, which finds faulty memory and processors; None: never"
+    )
+    precision: Param[str] = declare(
+        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
+    )
+    compile_model: Param[bool] = declare(
+        "whether each worker compiles the model's forward pass with torch.compile, in its first step"
+    )
+    gradient_clip_norm: Param[float] = declare(
+        "largest norm of all gradients together (clipped to it), or None"
+    )
+    gradient_clip_value: Param[float] = declare(
+        "largest absolute value of a gradient's elements (clipped to it), or None"
+    )
+
 
 @with_accessors
 class KerasParams(EstimatorParams):
@@ -555,68 +556,6 @@ class KerasParams(EstimatorParams):
     callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", to_list)
     class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
     custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")
-
-    @keyword_only
-    def __init__(  # noqa: PLR0913 - the keywords are the Params
-        self,
-        *,
-        model: keras.Model | Callable[[], keras.Model] | None = None,
-        optimizer: keras.optimizers.Optimizer | str | None = None,
-        learning_rate: float | None = None,
-        scale_lr: bool = False,
-        loss: Any = None,
-        loss_weights: Sequence[float] | None = None,
-        loss_scope: str | None = None,
-        metrics: Any = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        class_weight: Mapping[int, float] | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
-        transformation_workers: int = 0,
-        transformation_pool: str = "process",
-        feature_cols: str | Sequence[str] | None = None,
-        label_cols: str | Sequence[str] | None = None,
-        sample_weight_col: str | None = None,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        label_shapes: Sequence[Sequence[int]] | None = None,
-        prediction_col: str = "prediction",
-        probability_col: str | None = "probability",
-        raw_prediction_col: str | None = "rawPrediction",
-        threshold: float = HALF,
-        thresholds: Sequence[float] | None = None,
-        activation: str | None = None,
-        raw_outputs: bool = False,
-        output_cols: Sequence[str] | None = None,
-        validation: float | str | None = None,
-        batch_size: int = 32,
-        val_batch_size: int | None = None,
-        backward_passes_per_step: int = 1,
-        epochs: int = 1,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        max_workers: int | None = None,
-        store: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        missing: str | Mapping[str, str] = "refuse",
-        seed: int = 0,
-        shuffle: bool = True,
-        row_order: str | None = None,
-        lanes: int | None = None,
-        materialize: str = "auto",
-        gradient_compression: str | None = None,
-        reader: str = "arrow",
-        balance_rows: bool = False,
-        terminate_on_nan: bool = True,
-        inmemory_cache_all: bool = False,
-        run_id: str | None = None,
-        verbose: int = 1,
-        keep_data: bool = False,
-        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
-        config: ElasticConfig | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self._set_arguments(self._input_kwargs)
 
 
 def with_horovod_names(owner: T) -> T:

@@ -12,16 +12,15 @@ import inspect
 import io
 import logging
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
 
+from spark_elastic.checks import FUNCTION, Check, describe, make_number
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.loss_scope import check_loss_scope
@@ -36,9 +35,9 @@ from spark_elastic.estimators.two_rows import (
     has_hook,
     transform_rows,
 )
+from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks, name_failing
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.layout import find_trainable
-from spark_elastic.training.fit_config import describe_type, name_failing
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.build_optimizer import build_optimizer, check_steps_alone
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
@@ -58,14 +57,6 @@ def check_serializable(model: torch.nn.Module) -> None:
     """Raise InvalidInput with the first layer that cannot be copied and pickled for the workers."""
     for name, part in model.named_modules():
         layer = _format_layer(name)
-        if isinstance(part, torch.jit.ScriptModule):
-            raise InvalidInput(f"{layer} is a ScriptModule: pass the module that it was made from.")
-        if is_parametrized(part):
-            names = ", ".join(part.parametrizations)
-            raise InvalidInput(
-                f"{layer} has parametrizations (of {names}; weight_norm, spectral_norm and the like), which cannot be "
-                "pickled for the workers: compute that tensor in forward, or remove_parametrizations() before the fit."
-            )
         if any(is_lazy(each) for each in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             raise InvalidInput(
                 f"{layer} is lazy and has no weights yet: call the model on one row first, or give its sizes."
@@ -75,14 +66,6 @@ def check_serializable(model: torch.nn.Module) -> None:
             raise InvalidInput(
                 f"{layer} has a hook on the gradient of {hooked[0]}, which torch leaves out of the workers' copy: "
                 "register it in a callback's on_fit_begin (training.model)."
-            )
-        computed = [
-            key for key, value in vars(part).items() if isinstance(value, torch.Tensor) and not value.is_leaf
-        ]
-        if computed:
-            raise InvalidInput(
-                f"{layer} holds {computed[0]}, a tensor computed from parameters (as weight_norm's hook does), which "
-                "cannot be copied for the workers: compute it in forward."
             )
     _check_picklable(model)
 
@@ -124,11 +107,6 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-# Only one thread at a time calls a user's model factory: initial weights come from the process's random generators, and
-# parallel fits of several folds call the factories in threads.
-MODEL_FACTORY_LOCK = threading.RLock()
-
-
 Trial = tuple[
     torch.optim.Optimizer, tuple[Callback, ...]
 ]  # an optimizer over a copy of the model, and its schedules
@@ -161,8 +139,6 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
             "metrics are of the model's outputs, which train_minibatch_fn and a LightningModule's training_step keep "
             "to themselves: leave metrics out (a LightningModule has self.log)."
         )
-    if not own_step:
-        _check_forward(model, values["feature_cols"] or ())
     if values.get("determinism") == "bitwise":
         check_layers(model, keeps_buffers=True)
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
@@ -177,7 +153,7 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         loss_weights=_check_loss_weights(values["loss_weights"], len(losses)),
         metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
-        train_minibatch_fn=_check_minibatch_fn(values["train_minibatch_fn"]),
+        train_minibatch_fn=FUNCTION.or_none()("train_minibatch_fn", values["train_minibatch_fn"]),
         transformation=check_transformation(values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
     )
@@ -194,18 +170,17 @@ def find_activation(loss: Any) -> str | None:
     return next((ACTIVATIONS[kind] for kind in kinds if kind in ACTIVATIONS), None)
 
 
+@contextlib.contextmanager
+def _draw_weights(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def _check_model(model: Any, seed: Any) -> torch.nn.Module:
-    if isinstance(model, type):
-        raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
-    if not isinstance(model, torch.nn.Module) and callable(model):
-        with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(seed))
-            with name_failing("model"):
-                model = model()
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidInput(
-            f"model must be a torch.nn.Module or a function that makes one; got {describe_type(model)}."
-        )
+    model = build_model(
+        model, torch.nn.Module, "a torch.nn.Module", functools.partial(_draw_weights, int(seed))
+    )
     check_serializable(model)
     if is_lightning(model):
         check_lightning(model)
@@ -213,20 +188,6 @@ def _check_model(model: Any, seed: Any) -> torch.nn.Module:
     _check_dense(model)
     check_storable(model.state_dict(), "the model")
     return model
-
-
-def _check_forward(model: torch.nn.Module, features: Sequence[str]) -> None:
-    """Refuse a forward that does not take one tensor for each feature column."""
-    try:
-        inspect.signature(model.forward).bind(*features)
-    except ValueError:
-        return  # it does not say what it takes
-    except TypeError as error:
-        raise InvalidInput(
-            f"{type(model).__name__}.forward is given one tensor for each of feature_cols {list(features)}, which it "
-            f"does not take ({error}): combine columns of numbers into one by VectorAssembler, or write a forward with "
-            "these parameters."
-        ) from error
 
 
 # Hooks that run before the first forward pass.
@@ -246,8 +207,8 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
     if is_large or is_compiled:
         return
     if not (is_lightning(model) or has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))):
-        describe = functools.partial(_find_advice, objects, spec)
-        check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe)
+        advise = functools.partial(_find_advice, objects, spec)
+        check_runs(spec, functools.partial(_run_on_rows, objects, spec), advise)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
     with MODEL_FACTORY_LOCK:
         check_loss_scope(
@@ -364,10 +325,7 @@ def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[...,
         if isinstance(one, type):
             raise InvalidInput(f"loss is the class {one.__name__}; pass an instance: loss={one.__name__}().")
         if not callable(one):
-            such = f", such as torch.nn.functional.{_find_loss_name(one)}" if isinstance(one, str) else ""
-            raise InvalidInput(
-                f"loss must be a function or module of (output, label){such}; got {describe_type(one)}."
-            )
+            raise InvalidInput(f"loss must be a function or module of (output, label); got {describe(one)}.")
         if isinstance(one, torch.nn.Module) and any(each.requires_grad for each in one.parameters()):
             raise InvalidInput(
                 f"loss {type(one).__name__} has parameters that require a gradient, which nothing would train: make "
@@ -379,23 +337,16 @@ def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[...,
     return losses
 
 
-def _find_loss_name(text: str) -> str:
-    """torch's function that a loss of this name, as Keras has them, may mean."""
-    names = [text, f"{text}_loss", {"mae": "l1_loss"}.get(text, "")]
-    return next((name for name in names if callable(getattr(torch.nn.functional, name, None))), "mse_loss")
+_WEIGHTS = Check(
+    "a list of numbers", lambda weights: tuple(map(make_number("", math.isfinite).convert, weights))
+)
 
 
 def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
     """The factor of each of several losses."""
     if weights is None:
         return (1.0 / losses,) * losses if losses > 1 else ()
-    try:
-        found = tuple(float(weight) for weight in weights)
-        is_finite = all(map(math.isfinite, found))
-    except (TypeError, ValueError):
-        is_finite = False
-    if not is_finite:
-        raise InvalidInput(f"loss_weights must be a list of numbers; got {weights!r}.")
+    found = _WEIGHTS("loss_weights", weights)
     if len(found) != losses:
         raise InvalidInput(f"loss_weights has {len(found)} weights for {losses} losses: give one for each.")
     if losses == 1:
@@ -415,31 +366,16 @@ def _check_optimizer(
             )
         _check_parameters(optimizer, model)
         return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
-    is_class = isinstance(optimizer, type)
-    is_usable = _is_optimizer_class(optimizer) if is_class else callable(optimizer)
-    if not is_usable and not (optimizer is None and is_lightning(model)):
-        name = optimizer.__name__ if is_class else describe_type(optimizer)
+    if not callable(optimizer) and not (optimizer is None and is_lightning(model)):
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
-            f"lambda params: SGD(params, lr=0.1); got {name}."
+            f"lambda params: SGD(params, lr=0.1); got {describe(optimizer)}."
         )
     trial = copy.deepcopy(model)
     with name_failing("optimizer"):
         tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
-
-
-def _is_optimizer_class(given: type) -> bool:
-    """Whether it is a class of optimizers that takes parameters alone."""
-    if not issubclass(given, torch.optim.Optimizer):
-        return False
-    make: Callable[..., Any] = given
-    try:
-        make([torch.nn.Parameter(torch.zeros(1))])
-    except Exception:  # such as one without a default for lr
-        return False
-    return True
 
 
 def _find_watched_metrics(
@@ -483,12 +419,8 @@ _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    found = tuple(callbacks) if isinstance(callbacks, Sequence) else () if callbacks is None else (callbacks,)
+    found = list_callbacks(callbacks, Callback, "spark_elastic.torch.callbacks.Callback")
     for callback in found:
-        if not isinstance(callback, Callback):
-            raise InvalidInput(
-                f"callbacks must be instances of spark_elastic.torch.callbacks.Callback; got {describe_type(callback)}."
-            )
         unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in _HOOKS]
         if unknown:
             raise InvalidInput(
@@ -496,23 +428,3 @@ def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 f"{', '.join(_HOOKS)}; rename it if it is none."
             )
     return found
-
-
-def _check_minibatch_fn(function: Any) -> Any:
-    """Check the signature: Horovod's takes seven arguments and steps the optimizer itself."""
-    if function is None:
-        return None
-    try:
-        inspect.signature(_check_function(function, "train_minibatch_fn")).bind(None, (), ())
-    except TypeError:
-        raise InvalidInput(
-            "train_minibatch_fn must be a function of (model, features, labels) that returns the rows' losses or their "
-            "mean: backward pass and optimizer step are done for it, on the gradients of all workers."
-        ) from None
-    return function
-
-
-def _check_function(function: Any, name: str) -> Any:
-    if function is not None and not callable(function):
-        raise InvalidInput(f"{name} must be a function; got {describe_type(function)}.")
-    return function

@@ -7,27 +7,26 @@ checked in `torch_objects.py` and `keras_objects.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from spark_elastic.config import ElasticConfig, changes_setting, from_env
+from spark_elastic.checks import FLAG, FUNCTION, VERBOSE, make_choice, make_kind
+from spark_elastic.config import ElasticConfig, build_config
 from spark_elastic.data.store import parse_store_url
-from spark_elastic.errors import InvalidInput, suggest_name
+from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.runs import owned_run
-from spark_elastic.training.fit_config import (
-    FitConfig,
-    check_flag,
-    check_whole_number,
-    describe_type,
-)
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import UserObjects
 from spark_elastic.training.transformation import reshape_results
 
 MATERIALIZE = ("auto", "always", "never")
 
 O = TypeVar("O", bound=UserObjects)  # noqa: E741
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,11 @@ class FitRequest(Generic[O]):
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
 
+# Only one thread at a time calls a user's model factory: initial weights come from the process's random generators, and
+# parallel fits of several folds call the factories in threads.
+MODEL_FACTORY_LOCK = threading.RLock()
+
+
 def build_request(
     values: Mapping[str, Any], check_objects: Callable[[Mapping[str, Any]], O]
 ) -> FitRequest[O]:
@@ -81,12 +85,12 @@ def build_request(
         store=None if store is None else parse_store_url(store),
         storage_options=values["storage_options"] or {},
         missing=MissingValues.parse(values["missing"]),
-        materialize=_check_materialize(values["materialize"]),
+        materialize=make_choice(*MATERIALIZE)("materialize", values["materialize"]),
         run_id=run_id,
-        verbose=check_whole_number("verbose", values["verbose"]),
-        keep_data=check_flag("keep_data", values["keep_data"]),
-        on_progress=_check_listener(values["on_progress"]),
-        elastic=_build_elastic_config(values["config"], values["settings"]),
+        verbose=VERBOSE("verbose", values["verbose"]),
+        keep_data=FLAG("keep_data", values["keep_data"]),
+        on_progress=FUNCTION.or_none()("on_progress", values["on_progress"]),
+        elastic=build_config(values["config"], values["settings"] or {}),
     )
 
 
@@ -101,28 +105,43 @@ def _reshape_inputs(objects: O, config: FitConfig) -> O:
     return found
 
 
-def _check_materialize(value: Any) -> str:
-    if value not in MATERIALIZE:
-        raise InvalidInput(f"materialize must be one of {', '.join(map(repr, MATERIALIZE))}; got {value!r}.")
-    return str(value)
-
-
-def _check_listener(listener: Any) -> Any:
-    if listener is not None and not callable(listener):
-        raise InvalidInput(f"on_progress must be a function of one dict; got {describe_type(listener)}.")
-    return listener
-
-
-def _build_elastic_config(config: Any, settings: Mapping[str, Any] | None) -> ElasticConfig:
-    settings = {name: value for name, value in (settings or {}).items() if changes_setting(name, value)}
-    if config is None:
-        return from_env(**settings)
-    if not isinstance(config, ElasticConfig):
-        raise InvalidInput(f"config must be an ElasticConfig; got {describe_type(config)}.")
-    known = {field.name for field in dataclasses.fields(ElasticConfig)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
+@contextmanager
+def name_failing(parameter: str) -> Iterator[None]:
+    """A user's function that raises inside the block raises an InvalidInput with the name of its parameter."""
+    try:
+        yield
+    except ElasticError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise InvalidInput(
-            f"unknown setting {unknown[0]!r}{suggest_name(unknown[0], known)}: docs/params.md lists them."
-        )
-    return dataclasses.replace(config, **settings)
+            f"the function given as {parameter} fails, with {reason}: call it yourself, as this does, to see where."
+        ) from error
+
+
+def build_model(
+    given: Any, kind: type[M], words: str, seeded: Callable[[], AbstractContextManager[Any]]
+) -> M:
+    """The user's model, or what the user's function makes.
+
+    Args:
+        kind: class of models, words: in words.
+        seeded: makes a context in which the function is called, with the seed of the fit.
+
+    Raises:
+        InvalidInput: it is no model, or the function fails.
+    """
+    if not isinstance(given, kind) and not isinstance(given, type) and callable(given):
+        with MODEL_FACTORY_LOCK, seeded(), name_failing("model"):
+            given = given()
+    if isinstance(given, type):
+        raise InvalidInput(f"model is the class {given.__name__}; pass an instance of it.")
+    model: M = make_kind(f"{words} or a function that makes one", kind)("model", given)
+    return model
+
+
+def list_callbacks(given: Any, kind: type[M], words: str) -> tuple[M, ...]:
+    """The user's callbacks, one or several. Raises InvalidInput if one is none."""
+    several = given if isinstance(given, Sequence) else () if given is None else (given,)
+    check = make_kind(f"instances of {words}", kind)
+    return tuple(check("callbacks", callback) for callback in several)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from spark_elastic.checks import COUNT, WHOLE, make_choice
 from spark_elastic.data.plan import (
     DataPlan,
     Division,
@@ -32,7 +33,6 @@ from spark_elastic.gradients.ranks import rank, size
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.runs.handlers import StateDictHandler
-from spark_elastic.training.fit_config import check_choice, check_whole_number
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
 from spark_elastic.worker.outside import ENTERED, STATE
 
@@ -97,13 +97,13 @@ class ElasticDataLoader:
         _check_dataset(dataset)
         _check_options(options)
         # What is made independent of the world beyond the rows of a step.
-        self.determinism = check_choice("determinism", determinism, ("rows", "bitwise"))
+        self.determinism = make_choice("rows", "bitwise").or_none()("determinism", determinism)
         # Parts that each step is cut into in bitwise mode; 0: the ranks divide its rows.
         is_bitwise = determinism == "bitwise"
-        self.virtual_shares = check_whole_number("virtual_shares", virtual_shares, 1) if is_bitwise else 0
+        self.virtual_shares = COUNT("virtual_shares", virtual_shares) if is_bitwise else 0
         self.dataset = dataset
         self.global_batch_size = global_batch_size
-        self.seed = check_whole_number("seed", seed)
+        self.seed = WHOLE("seed", seed)
         self.shuffle = shuffle
         self.drop_last = drop_last
         # The epoch under way, and its batches that the loop has received on each rank.

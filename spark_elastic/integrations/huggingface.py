@@ -19,13 +19,13 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
+from spark_elastic.checks import make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import get_generators, set_generators
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import TorchState, get_handler_registry, run
 from spark_elastic.runs.handlers import Registry, SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
-from spark_elastic.training.fit_config import check_choice
 from spark_elastic.worker.context import get_context
 
 
@@ -97,7 +97,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             raise InvalidInput(f"commit_every is {commit_every}: give a number of steps, at least 1.")
         self.global_batch_size = global_batch_size
         self.commit_every = commit_every
-        self.determinism = check_choice("determinism", determinism, ("rows",))
+        self.determinism = make_choice("rows").or_none()("determinism", determinism)
         # The rows of all epochs; made by `train`.
         self._loader: ElasticDataLoader | None = None
         # What the worlds hand on; None outside of `train`.

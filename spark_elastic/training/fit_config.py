@@ -9,107 +9,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from spark_elastic.checks import (
+    ABOVE_0,
+    COLUMN,
+    COUNT,
+    FLAG,
+    WHOLE,
+    Check,
+    check_workers,
+    make_choice,
+    make_number,
+    make_whole,
+)
 from spark_elastic.data.reading.readers import check_reader
-from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.errors import InvalidInput
 
-Shapes = tuple[tuple[int, ...], ...]
-Check = Callable[[str, Any], Any]  # (name, value) -> the value to keep; raises InvalidInput
-
-
-@contextmanager
-def name_failing(parameter: str) -> Iterator[None]:
-    """A user's function that raises inside the block raises an InvalidInput with the name of its parameter."""
-    try:
-        yield
-    except ElasticError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        raise InvalidInput(
-            f"the function given as {parameter} fails, with {reason}: call it yourself, as this does, to see where."
-        ) from error
-
-
-def describe_type(value: Any) -> str:
-    """The type of a value for a message; of a string also its beginning."""
-    return f"{type(value).__name__} ({str(value)[:40]!r})" if isinstance(value, str) else type(value).__name__
-
-
-def check_whole_number(name: str, value: Any, least: int = 0) -> int:
-    try:
-        number = None if isinstance(value, bool) and name != "verbose" else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise InvalidInput(f"{name} must be a whole number of {least} or more; got {value!r}.")
-    return number
-
-
-def check_seed(name: str, value: Any, bits: int = 64) -> int:
-    """The seed, of at most as many bits as the framework's generators take."""
-    number = check_whole_number(name, value)
-    if number >= 2**bits:
-        raise InvalidInput(f"{name} must be a whole number below 2**{bits}; got {value!r}.")
-    return number
-
-
-def check_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise InvalidInput(f"{name} must be True or False; got {value!r}.")
-    return bool(value)
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
-    if value is not None and value not in allowed:
-        raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, or None; got {value!r}.")
-    return None if value is None else str(value)
-
-
-def _check_count(name: str, value: Any) -> int:
-    return check_whole_number(name, value, least=1)
-
-
-def _check_optional_count(name: str, value: Any) -> int | None:
-    return None if value is None else _check_count(name, value)
-
-
-def _check_16_bit(name: str, value: Any) -> str | None:
-    return check_choice(name, value, ("bf16", "fp16"))
-
-
-def _check_determinism(name: str, value: Any) -> str | None:
-    return check_choice(name, value, ("bitwise",))
-
-
-def _check_loss_scope(name: str, value: Any) -> str | None:
-    return check_choice(name, value, ("worker",))
-
-
-def _check_row_order(name: str, value: Any) -> str | None:
-    return check_choice(name, value, ("hash", "table"))
-
-
-def _check_positive(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise InvalidInput(f"{name} must be a number above 0, or None; got {value!r}.")
-    return float(value)
-
-
-def _check_rate(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise InvalidInput(f"{name} must be a number of 0 or more, or None; got {value!r}.")
-    return float(value)
+SIXTEEN_BITS = make_choice("bf16", "fp16").or_none()
+SEED = make_whole(0, 2**64 - 1, "a whole number from 0, below 2**64")
 
 
 def _check_columns(name: str, value: Any) -> tuple[str, ...]:
@@ -122,46 +42,20 @@ def _check_columns(name: str, value: Any) -> tuple[str, ...]:
     return columns
 
 
-def _check_column(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InvalidInput(f"{name} must be a column's name; got {describe_type(value)}.")
-    return value
+def _to_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    shapes = [tuple(map(operator.index, shape)) for shape in value]
+    shapes = [shape[1:] if shape[:1] == (-1,) else shape for shape in shapes]  # Horovod's include the rows
+    return tuple(tuple(map(COUNT.convert, shape)) for shape in shapes)
 
 
-def _check_shapes(name: str, value: Any) -> Shapes | None:
-    if value is None:
+def _to_validation(value: Any) -> float | str | None:
+    if value is None or value == 0:
         return None
-    try:
-        found = tuple(tuple(operator.index(size) for size in shape) for shape in value)
-    except TypeError:
-        role = name.partition("_")[0].replace("input", "feature")
-        raise InvalidInput(
-            f"{name} must be one shape per {role} column, such as [(1, 28, 28)]; got {value!r}."
-        ) from None
-    found = tuple(shape[1:] if shape[:1] == (-1,) else shape for shape in found)  # Horovod's include the rows
-    if any(size < 1 for shape in found for size in shape):
-        raise InvalidInput(f"{name} must be of sizes of 1 or more; got {value!r}.")
-    return found
-
-
-def _check_validation(name: str, value: Any) -> float | str | None:
-    if value is None or value == 0 or (isinstance(value, str) and value):
-        return value or None
-    if isinstance(value, bool) or not isinstance(value, float) or not 0 < value < 1:
-        raise InvalidInput(
-            f"{name} must be a fraction of the rows below 1, or the name of a column; got {value!r}."
-        )
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise ValueError
     return value
-
-
-def _check_workers(name: str, value: Any) -> int:
-    if value is None:
-        raise InvalidInput(f"{name} is missing: say how many workers are to train.")
-    return _check_count(name, value)
-
-
-def _check_pool(name: str, value: Any) -> str:
-    return check_choice(name, value, ("process", "thread")) or "process"
 
 
 def _check_reader(name: str, value: Any) -> str:
@@ -169,7 +63,13 @@ def _check_reader(name: str, value: Any) -> str:
     return str(value)
 
 
-def _param(check: Check, default: Any = dataclasses.MISSING, *, may_change: bool = False) -> Any:
+_SHAPES = Check("one shape per column, of sizes of 1 or more, such as [(1, 28, 28)]", _to_shapes).or_none()
+_VALIDATION = Check("a fraction of the rows below 1, or the name of a column", _to_validation)
+
+
+def _param(
+    check: Callable[[str, Any], Any], default: Any = dataclasses.MISSING, *, may_change: bool = False
+) -> Any:
     """A field. may_change: a later fit of the same run may have another value."""
     metadata = {"check": check, "may_change": may_change}
     if default is dataclasses.MISSING:
@@ -186,69 +86,71 @@ class FitConfig:
     # Columns fed to the loss.
     label_cols: tuple[str, ...] = _param(_check_columns)
     # Column with a weight for each row, or None.
-    sample_weight_col: str | None = _param(_check_column, None)
+    sample_weight_col: str | None = _param(COLUMN.or_none(), None)
     # Shape of one row of each feature column as the model takes it; None: as it is stored.
-    input_shapes: tuple[tuple[int, ...], ...] | None = _param(_check_shapes, None)
+    input_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)
     # The same for label columns.
-    label_shapes: tuple[tuple[int, ...], ...] | None = _param(_check_shapes, None)
+    label_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)
     # Rows to validate with: a fraction, or the name of the column that marks them; None: no validation.
-    validation: float | str | None = _param(_check_validation, None)
+    validation: float | str | None = _param(_VALIDATION, None)
     # Rows of one forward pass of a worker.
-    batch_size: int = _param(_check_count, 32)
+    batch_size: int = _param(COUNT, 32)
     # The same in validation; None: batch_size.
-    val_batch_size: int | None = _param(_check_optional_count, None, may_change=True)
+    val_batch_size: int | None = _param(COUNT.or_none(), None, may_change=True)
     # Forward passes of a worker whose gradients are one step.
-    backward_passes_per_step: int = _param(_check_count, 1)
+    backward_passes_per_step: int = _param(COUNT, 1)
     # Passes over the data.
-    epochs: int = _param(_check_count, 1, may_change=True)
+    epochs: int = _param(COUNT, 1, may_change=True)
     # Workers at the start; the global batch is made for them.
-    num_workers: int = _param(_check_workers, 1, may_change=True)
+    num_workers: int = _param(COUNT, 1, may_change=True)
     # Fewest workers to continue with.
-    min_workers: int = _param(_check_count, 1, may_change=True)
+    min_workers: int = _param(COUNT, 1, may_change=True)
     # Most workers ever; None stands for num_workers and is replaced by it.
-    max_workers: int = _param(_check_optional_count, None, may_change=True)
+    max_workers: int = _param(COUNT.or_none(), None, may_change=True)
     # Seed of the order of rows and of the workers' random numbers.
-    seed: int = _param(check_seed, 0)
+    seed: int = _param(SEED, 0)
     # Whether each epoch has its own order of rows.
-    shuffle: bool = _param(check_flag, True)
+    shuffle: bool = _param(FLAG, True)
     # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.
-    row_order: str | None = _param(_check_row_order, None)
+    row_order: str | None = _param(make_choice("hash", "table").or_none(), None)
     # Streams that an epoch is cut into, as far as memory and rows of a step suffice; None: 16, or 2 for each worker.
-    lanes: int | None = _param(_check_optional_count, None)
+    lanes: int | None = _param(COUNT.or_none(), None)
     # Learning rate of all parameter groups; None: the optimizer's own.
-    learning_rate: float | None = _param(_check_rate, None)
+    learning_rate: float | None = _param(
+        make_number("a number of 0 or more", lambda rate: 0 <= rate < math.inf).or_none(), None
+    )
     # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
-    determinism: str | None = _param(_check_determinism, None)
+    determinism: str | None = _param(make_choice("bitwise").or_none(), None)
     # Parts that a step is cut into in bitwise mode, each computed by one worker.
-    virtual_shares: int = _param(_check_count, 8)
+    virtual_shares: int = _param(COUNT, 8)
     # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
-    verify_steps: int | None = _param(_check_optional_count, None, may_change=True)
+    verify_steps: int | None = _param(COUNT.or_none(), None, may_change=True)
     # Whose rows a loss that compares rows sees: "worker", those of one worker; None: such a loss is refused.
-    loss_scope: str | None = _param(_check_loss_scope, None, may_change=True)
+    loss_scope: str | None = _param(make_choice("worker").or_none(), None, may_change=True)
     # Whether all learning rates are multiplied by num_workers, once.
-    scale_lr: bool = _param(check_flag, False)
+    scale_lr: bool = _param(FLAG, False)
     # Largest 2-norm of all gradients together; None: no limit.
-    gradient_clip_norm: float | None = _param(_check_positive, None)
+    gradient_clip_norm: float | None = _param(ABOVE_0.or_none(), None)
     # Largest absolute value of an element of a gradient; None: no limit.
-    gradient_clip_value: float | None = _param(_check_positive, None)
+    gradient_clip_value: float | None = _param(ABOVE_0.or_none(), None)
     # Forward passes under autocast: "bf16", "fp16" or None.
-    precision: str | None = _param(_check_16_bit, None)
+    precision: str | None = _param(SIXTEEN_BITS, None)
     # Whether workers compile the model's forward pass.
-    compile_model: bool = _param(check_flag, False, may_change=True)
+    compile_model: bool = _param(FLAG, False, may_change=True)
     # Type in which float32 gradients are sent: "bf16", "fp16" or None.
-    gradient_compression: str | None = _param(_check_16_bit, None)
+    gradient_compression: str | None = _param(SIXTEEN_BITS, None)
     # What reads the rows, a name of `data.reading.readers`.
     reader: str = _param(_check_reader, "arrow", may_change=True)
     # Processes or threads of a worker that apply transformation_fn; 0: the training thread does.
-    transformation_workers: int = _param(check_whole_number, 0, may_change=True)
+    transformation_workers: int = _param(WHOLE, 0, may_change=True)
     # Which of them: "process" or "thread".
-    transformation_pool: str = _param(_check_pool, "process", may_change=True)
+    transformation_pool: str = _param(make_choice("process", "thread"), "process", may_change=True)
     # Whether slow workers get fewer rows of a step.
-    balance_rows: bool = _param(check_flag, False, may_change=True)
+    balance_rows: bool = _param(FLAG, False, may_change=True)
     # Whether the first loss of NaN or infinity ends the training.
-    terminate_on_nan: bool = _param(check_flag, True, may_change=True)
+    terminate_on_nan: bool = _param(FLAG, True, may_change=True)
     # Whether a worker keeps all decoded rows, as far as memory allows.
-    inmemory_cache_all: bool = _param(check_flag, False, may_change=True)
+    inmemory_cache_all: bool = _param(FLAG, False, may_change=True)
 
     def __post_init__(self) -> None:
         if not self.max_workers:
@@ -264,7 +166,7 @@ class FitConfig:
         fields = dataclasses.fields(cls)
         checked = {f.name: f.metadata["check"](f.name, values[f.name]) for f in fields if f.name in values}
         config = cls(**checked)
-        config._check_world()
+        check_workers(config.min_workers, config.num_workers, config.max_workers or config.num_workers)
         config._check_shares()
         for name, role, columns in (
             ("input_shapes", "feature", config.feature_cols),
@@ -302,17 +204,6 @@ class FitConfig:
             for field in dataclasses.fields(self)
             if not field.metadata["may_change"]
         }
-
-    def _check_world(self) -> None:
-        number, least, most = self.num_workers, self.min_workers, self.max_workers
-        if least > number:
-            raise InvalidInput(
-                f"min_workers is {least} and num_workers {number}: the first must not be above the second."
-            )
-        if number > most:
-            raise InvalidInput(
-                f"num_workers is {number} and max_workers {most}: the first must not be above the second."
-            )
 
     def _check_shares(self) -> None:
         if not self.shares:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.checks import FUNCTION
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.errors import InvalidInput
 
@@ -27,8 +28,7 @@ def check_transformation(function: Any) -> Any:
     """Check the parameter transformation_fn. Raises InvalidInput unless it is None or a function as above."""
     if function is None:
         return None
-    if not callable(function):
-        raise InvalidInput(f"transformation_fn must be a function; got {type(function).__name__}.")
+    FUNCTION("transformation_fn", function)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

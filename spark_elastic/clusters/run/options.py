@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import IO, Any
 
-from spark_elastic.config import ElasticConfig, changes_setting, from_env
+from spark_elastic.checks import COUNT, FLAG, TEXT, VERBOSE, Check, check_workers
+from spark_elastic.config import ElasticConfig, build_config, changes_setting, check_setting_names
 from spark_elastic.data.store import Store, check_storage_options, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.runs import owned_run
@@ -26,6 +25,7 @@ ALIASES = {
     "host_discovery_script": "host_discovery",
 }
 _MESH = "workers speak to each other over the job's own mesh"
+_ADDRESS = "workers use the address at which the driver reaches them: set bind_address and advertise_address"
 _SPARK = "workers run where Spark's executors are; spark-elastic-run takes hosts"
 # Horovod's name -> (values that are accepted and ignored, why any other is refused).
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -33,14 +33,8 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_mpi": ((None, False), _MESH),
     "extra_mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
     "mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
-    "nics": (
-        (None,),
-        "workers use the address at which the driver reaches them: set bind_address and advertise_address",
-    ),
-    "network_interfaces": (
-        (None,),
-        "workers use the address at which the driver reaches them: set bind_address and advertise_address",
-    ),
+    "nics": ((None,), _ADDRESS),
+    "network_interfaces": ((None,), _ADDRESS),
     "executable": ((None,), "workers run the Python of Spark's executors: set spark.pyspark.python"),
     "stderr": ((None,), "what workers write to either stream comes in one, in order: give stdout alone"),
     "hosts": ((None,), _SPARK),
@@ -51,10 +45,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "disable_cache": ((None, False), "no check of the hosts is kept from one call to the next"),
     "output_filename": ((None,), "give an open file as stdout"),
 }
-OWN = (
-    "num_workers", "min_workers", "max_workers", "env", "stdout", "verbose", "prefix_output_with_timestamp", "preload",
-    "run_id", "store", "storage_options",
-)  # fmt: skip
 # Settings that apply only to a run with a name.
 RUN_OPTIONS = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept")
 
@@ -107,11 +97,7 @@ class Options:
             number = number if self.max_workers is None else min(number, self.max_workers)
         least = number if self.min_workers is None else self.min_workers
         most = number if self.max_workers is None else self.max_workers
-        if not 1 <= least <= number <= most:
-            raise InvalidInput(
-                "the numbers of workers must be 1 <= min_workers <= num_workers <= max_workers; "
-                f"got {least}, {number}, {most}."
-            )
+        check_workers(least, number, most)
         return number, least, most
 
 
@@ -127,8 +113,6 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
     Raises:
         InvalidInput: a name is unknown, refused, or one of two names of one setting.
     """
-    if config is not None and not isinstance(config, ElasticConfig):
-        raise InvalidInput(f"config must be an ElasticConfig; got {config!r}.")
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     both = None not in (given.get("start_timeout"), given.get("elastic_timeout"))
@@ -139,64 +123,34 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
             if not any(value is one or value == one for one in accepted):
                 raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
             continue
-        own = names.get(name, name)
-        if not changes_setting(own, value):
+        ours = names.get(name, name)
+        if not changes_setting(ours, value):
             continue
-        if own in values:
-            raise InvalidInput(f"{spelled[own]} and {name} are two names of one setting: give one of them.")
-        values[own], spelled[own] = value, name
-    mine = {name: values.pop(name) for name in OWN if name in values}
-    _check(mine)
-    settings = {field.name for field in dataclasses.fields(ElasticConfig)}
-    unknown = sorted(set(values) - settings)
-    if unknown:
-        there_are = ", ".join(sorted({*OWN, *settings, *ALIASES, *REFUSED}))
-        raise InvalidInput(f"run() has no argument {unknown[0]!r}; there are: {there_are}.")
-    for name in RUN_OPTIONS:
-        if values.get(name) is not None and "run_id" not in mine:
-            raise InvalidInput(
-                f"{name} is about checkpoints in a store: give run_id and store as well, or leave it out."
-            )
-    whole = from_env(**values) if config is None else dataclasses.replace(config, **values)
-    return Options(config=whole, **mine)
-
-
-def _check(mine: dict[str, Any]) -> None:
-    for name in ("num_workers", "min_workers", "max_workers"):
-        value = mine.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-            raise InvalidInput(f"{name} must be a whole number of at least 1; got {value!r}.")
-        if name in mine:
-            mine[name] = int(value)  # numpy's, too
-    env = mine.get("env", {})
-    if not isinstance(env, Mapping) or not all(_is_variable(*pair) for pair in env.items()):
-        raise InvalidInput(
-            "env must map names of variables to their values, all of them text without NUL, the names without '='."
-        )
-    verbose = mine.get("verbose", 1)
-    if not isinstance(verbose, Integral) or int(verbose) < 0:
-        raise InvalidInput(f"verbose must be 0, 1 or 2; got {verbose!r}.")
-    if "verbose" in mine:
-        mine["verbose"] = int(verbose)
-    timestamps = mine.get("prefix_output_with_timestamp", False)
-    if not isinstance(timestamps, bool):
-        raise InvalidInput(f"prefix_output_with_timestamp must be True or False; got {timestamps!r}.")
-    if "preload" in mine:
-        mine["preload"] = _check_modules(mine["preload"])
-    if (mine.get("run_id") is None) is not (mine.get("store") is None):
+        if ours in values:
+            raise InvalidInput(f"{spelled[ours]} and {name} are two names of one setting: give one of them.")
+        values[ours], spelled[ours] = value, name
+    own = {name: check(name, values.pop(name)) for name, check in _CHECKS.items() if name in values}
+    if ("run_id" in own) is not ("store" in own):
         raise InvalidInput(
             "run_id and store go together: the name of the run, and the folder or url where it is kept."
         )
-    if "store" in mine:
-        mine["store"] = parse_store_url(mine["store"])
-    if "storage_options" in mine and "store" not in mine:
+    if "storage_options" in own and "store" not in own:
         raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
-    if "storage_options" in mine:
-        mine["storage_options"] = check_storage_options(mine["storage_options"])
-    if "run_id" in mine:
-        owned_run.check_name(mine["run_id"])
-    if "stdout" in mine and not _takes_text(mine["stdout"]):
-        raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
+    check_setting_names(values, {*_CHECKS, *ALIASES, *REFUSED}, "an argument of run()")
+    for name in RUN_OPTIONS:
+        if values.get(name) is not None and "run_id" not in own:
+            raise InvalidInput(
+                f"{name} is about checkpoints in a store: give run_id and store as well, or leave it out."
+            )
+    return Options(config=build_config(config, values), **own)
+
+
+def _check_variables(name: str, env: Any) -> Mapping[str, str]:
+    if not isinstance(env, Mapping) or not all(_is_variable(*pair) for pair in env.items()):
+        raise InvalidInput(  # without the values, which may be secrets
+            f"{name} must map names of variables to their values, all of them text without NUL, the names without '='."
+        )
+    return env
 
 
 def _is_variable(name: Any, value: Any) -> bool:
@@ -205,17 +159,36 @@ def _is_variable(name: Any, value: Any) -> bool:
     return bool(name) and "=" not in name and "\0" not in name + value
 
 
-def _check_modules(names: Any) -> tuple[str, ...]:
-    several = isinstance(names, Iterable) and not isinstance(names, str)
-    found = tuple(names) if several else (names,)
-    if not all(isinstance(name, str) for name in found):
-        raise InvalidInput(f"preload must be names of modules, such as ['torch']; got {names!r}.")
-    return found
+def _to_modules(names: Any) -> tuple[str, ...]:
+    return tuple(map(TEXT.convert, [names] if isinstance(names, str) else names))
 
 
-def _takes_text(stream: Any) -> bool:
-    """Whether it is open and not known to take bytes. It need not be a file: notebooks have streams of their own."""
+def _to_stream(stream: Any) -> Any:
+    """Refuse what is closed or known to take bytes. It need not be a file: notebooks have streams of their own."""
     is_binary = isinstance(stream, io.RawIOBase | io.BufferedIOBase) or "b" in str(
         getattr(stream, "mode", "")
     )
-    return hasattr(stream, "write") and not is_binary and not getattr(stream, "closed", False)
+    if not hasattr(stream, "write") or is_binary or getattr(stream, "closed", False):
+        raise TypeError
+    return stream
+
+
+def _check_run_id(_: str, run_id: Any) -> str:
+    owned_run.check_name(run_id)
+    return str(run_id)
+
+
+# What `run` takes beside settings -> its check.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "num_workers": COUNT,
+    "min_workers": COUNT,
+    "max_workers": COUNT,
+    "env": _check_variables,
+    "stdout": Check("an open text file", _to_stream),
+    "verbose": VERBOSE,
+    "prefix_output_with_timestamp": FLAG,
+    "preload": Check("names of modules, such as ['torch']", _to_modules),
+    "run_id": _check_run_id,
+    "store": lambda _, store: parse_store_url(store),
+    "storage_options": lambda _, options: check_storage_options(options),
+}

@@ -88,7 +88,7 @@ def values(**changes: Any) -> dict[str, Any]:
     ("changes", "sentence"),
     [
         ({"model": 3}, "model must be a Keras model or a function"),
-        ({"model": net, "seed": 2**32}, r"seed must be a whole number below 2\*\*32; got 4294967296"),
+        ({"model": net, "seed": 2**32}, r"seed must be a whole number from 0, below 2\*\*32; got 4294967296"),
         ({"model": keras.Sequential}, "model is the class Sequential"),
         ({"model": lambda: keras.Sequential([keras.layers.Dense(1)])}, "has no weights yet"),
         ({"model": net}, "the model is not compiled: call model.compile"),

@@ -7,7 +7,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from spark_elastic.clusters.run.options import ALIASES, REFUSED, parse
@@ -52,13 +51,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "ssh_port": 22,
     "slots": 2,
 }
-
-
-@pytest.mark.parametrize("name", ["num_workers", "verbose"])
-def test_numpys_whole_numbers_are_whole_numbers(name: str) -> None:
-    found = getattr(parse({name: np.int64(2)}), name)
-    assert found == 2
-    assert type(found) is int
 
 
 def test_every_argument_of_horovod_is_mapped_or_refused() -> None:
@@ -110,8 +102,10 @@ def test_both_timeouts_of_horovods_run_elastic_are_taken() -> None:
         parse({"start_timeout": 7.0, "elastic_timeout": 8.0, "gather_timeout": 9.0})
 
 
-def test_unknown_names_are_refused_with_a_list() -> None:
-    with pytest.raises(InvalidInput, match=r"no argument 'num_worker'.*num_workers"):
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"'num_worker' is neither an argument .*did you mean 'num_workers'"
+    ):
         parse({"num_worker": 2})
 
 
@@ -119,14 +113,11 @@ def test_unknown_names_are_refused_with_a_list() -> None:
     "given",
     [
         {"num_workers": 0},
-        {"min_np": True},
-        {"max_np": 1.5},
         {"env": {"A": 1}},
         {"env": {"A=B": "c"}},
         {"env": {"A": "b\0"}},
         {"stdout": "file"},
         {"verbose": "yes"},
-        {"verbose": -1},
         {"prefix_output_with_timestamp": "no"},
         {"preload": 5},
         {"preload": ["torch", 5]},
@@ -175,11 +166,6 @@ def test_r16_defaults_of_the_numbers_of_workers(
     given: dict[str, int], default: int, expected: tuple[int, int, int]
 ) -> None:
     assert parse(given).resolve_workers(default) == expected
-
-
-def test_numbers_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="min_workers <= num_workers"):
-        parse({"num_workers": 2, "min_workers": 3}).resolve_workers(4)
 
 
 def test_every_setting_that_has_the_name_of_a_limit_becomes_that_limit() -> None:

@@ -110,7 +110,7 @@ def test_a_function_of_other_arguments_is_refused() -> None:
         InvalidInput, match=r"transformation_fn takes \(image, label\): make it a function of"
     ):
         check_transformation(lambda image, label: image)
-    with pytest.raises(InvalidInput, match="transformation_fn must be a function; got str"):
+    with pytest.raises(InvalidInput, match="transformation_fn must be a function; got 'decode'"):
         check_transformation("decode")
 
 

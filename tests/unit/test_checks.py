@@ -1,0 +1,82 @@
+"""What each check keeps of a value, and the sentence for one that does not fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_elastic.checks import (
+    ABOVE_0,
+    COUNT,
+    FLAG,
+    FUNCTION,
+    TEXT,
+    VERBOSE,
+    WHOLE,
+    Check,
+    check_workers,
+    make_choice,
+    make_range,
+    make_whole,
+)
+from spark_elastic.errors import InvalidInput
+
+PORTS = make_range("two ports", make_whole(1, 65535))
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "kept"),
+    [
+        (WHOLE, np.int64(3), 3),
+        (VERBOSE, True, 1),
+        (ABOVE_0, np.float32(0.5), 0.5),
+        (ABOVE_0, 2, 2.0),
+        (ABOVE_0.or_none(), None, None),
+        (TEXT, Path("hosts.sh"), "hosts.sh"),
+        (make_choice("bf16", "fp16"), "fp16", "fp16"),
+        (PORTS, [np.int64(7000), 7010], (7000, 7010)),
+        (FUNCTION, len, len),
+    ],
+)
+def test_a_value_that_fits_is_kept_as_pythons_own(check: Check, value: Any, kept: Any) -> None:
+    found = check("name", value)
+    assert (type(found), found) == (type(kept), kept)
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "sentence"),
+    [
+        (COUNT, 0, "name must be a whole number of 1 or more; got 0."),
+        (COUNT, 2.5, "name must be a whole number of 1 or more; got 2.5."),
+        (COUNT, True, "name must be a whole number of 1 or more; got True."),
+        (COUNT.or_none(), "3", "name must be a whole number of 1 or more, or None; got '3'."),
+        (ABOVE_0, math.nan, "name must be a number above 0; got nan."),
+        (ABOVE_0, None, "name must be a number above 0; got None."),
+        (FLAG, 1, "name must be True or False; got 1."),
+        (TEXT, b"path", "name must be text; got b'path'."),
+        (VERBOSE, -1, "name must be 0, 1 or 2; got -1."),
+        (make_choice("bitwise").or_none(), "exact", "name must be 'bitwise', or None; got 'exact'."),
+        (make_choice("bf16", "fp16"), ["bf16"], "name must be one of 'bf16', 'fp16'; got ['bf16']."),
+        (PORTS, (7010, 7000), "name must be two ports; got (7010, 7000)."),
+        (PORTS, 7000, "name must be two ports; got 7000."),
+        (FUNCTION, object(), "name must be a function; got object."),
+        (FUNCTION, "secret" * 20, "name must be a function; got str."),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_in_one_sentence(
+    check: Check, value: Any, sentence: str
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        check("name", value)
+    assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (3, 2, 4), (1, 5, 4)])
+def test_numbers_of_workers_that_contradict_each_other_are_refused(numbers: tuple[int, int, int]) -> None:
+    check_workers(1, 2, 3)
+    with pytest.raises(InvalidInput, match=r"min_workers <= num_workers <= max_workers; got \d, \d, \d\.$"):
+        check_workers(*numbers)
