@@ -1,6 +1,6 @@
 """`spark_elastic.run`: a function or a script on elastic workers. Runs in the caller's thread.
 
-`prepare` checks a call and returns a `Call`, which `run_on_spark` executes, or `cli` without Spark.
+`prepare` checks a call and returns a `RunCall`, which `run_on_spark` executes, or `cli` without Spark.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run(
 
 
 @dataclass(frozen=True)
-class Call:
+class RunCall:
     """A checked call of `run`, which has not begun."""
 
     # What each worker runs.
@@ -177,7 +177,7 @@ class Call:
 
 def prepare(
     fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
-) -> Call:
+) -> RunCall:
     """Check a call, before anything is launched.
 
     Args:
@@ -209,7 +209,7 @@ def prepare(
         fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen), imports
     )
     check_environment({**os.environ, **chosen.env})
-    return Call(program, chosen, chosen.preload or (), name)
+    return RunCall(program, chosen, chosen.preload or (), name)
 
 
 def _find_early_imports(fn: Any) -> tuple[str, ...]:
