@@ -74,22 +74,16 @@ CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class JobSucceeded:
-    # What the workers returned, JSON text in rank order.
-    results: tuple[str, ...]
-    # In the order in which they were formed.
-    worlds: tuple[WorldSpan, ...]
-    # JSON text of a `JobReport`.
-    report: str
+    results: tuple[str, ...]  # what the workers returned, JSON text in rank order
+    worlds: tuple[WorldSpan, ...]  # in the order in which they were formed
+    report: str  # JSON text of a `JobReport`
 
 
 @dataclass(frozen=True)
 class JobEndedInError:
-    # Name of the class in `spark_elastic.errors`.
-    error: str
-    # The error's message; the client raises the error with it.
-    text: str
-    # JSON text of a `JobReport`, if the error has one.
-    report: str | None = None
+    error: str  # name of the class in `spark_elastic.errors`
+    text: str  # the error's message; the client raises the error with it
+    report: str | None = None  # JSON text of a `JobReport`, if the error has one
 
 
 JobEnd: TypeAlias = JobSucceeded | JobEndedInError
@@ -104,16 +98,11 @@ COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
 class Coordinator:
     """The body of the coordinator's task, as it is shipped."""
 
-    # Its end of the channel to the client. Holds the job's key.
-    end: ChannelEnd = field(repr=False)
-    # Of the job.
-    limits: Limits
-    # From `check_config`: without settings that belong to the client's machine.
-    config: ElasticConfig
-    # The job's name.
-    name: str
-    # The server speaks TLS, unless the configuration says otherwise.
-    encrypted: bool
+    end: ChannelEnd = field(repr=False)  # its end of the channel to the client. Holds the job's key.
+    limits: Limits  # of the job
+    config: ElasticConfig  # from `check_config`: without settings that belong to the client's machine
+    name: str  # the job's name
+    encrypted: bool  # the server speaks TLS, unless the configuration says otherwise
     # Why a host with these facts cannot take part, or None.
     check_host: Callable[[Mapping[str, Any]], str | None]
     # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.

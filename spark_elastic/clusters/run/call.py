@@ -113,14 +113,10 @@ def run(
 class RunCall:
     """A checked call of `run`, which has not begun."""
 
-    # What each worker runs.
-    program: FunctionProgram
-    # The arguments that are not the function's.
-    options: options.Options
-    # Modules that the user wants to be imported before a process is warm.
-    preload: tuple[str, ...]
-    # Of the function or script.
-    name: str
+    program: FunctionProgram  # what each worker runs
+    options: options.Options  # the arguments that are not the function's
+    preload: tuple[str, ...]  # modules that the user wants to be imported before a process is warm
+    name: str  # of the function or script
 
     def run_on_spark(self, spark: SparkSession) -> Results[Any]:
         platform = make_platform(spark, self.options.config)
