@@ -138,9 +138,7 @@ class Coordinator:
             has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None
             report = error.report.to_json() if has_report else None  # type: ignore[attr-defined]
             channel.send(JobEndedInError(type(error).__name__, str(error), report))
-        except (
-            Exception
-        ):  # a defect of ours or of the machine: otherwise it would stay in this executor's log
+        except Exception:  # a defect of ours or of the machine, which would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
             channel.send(JobEndedInError(JobFailed.__name__, text))
         finally:
@@ -226,9 +224,8 @@ class CoordinatorClient:
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
         self._task_started = False  # the coordinator's task runs
-        self._waits_since = (
-            0.0  # for a core; the time does not count while another job of the application trains
-        )
+        # Since when it waits for a core; time in which another job of the application trains does not count.
+        self._waits_since = 0.0
         self._end: JobEnd | None = None
         self._losses: list[str] = []  # why the coordinator is gone
         self._ended = threading.Event()

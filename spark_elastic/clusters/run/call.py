@@ -48,8 +48,7 @@ class Results(list[T]):
 
     def __init__(self, returned: Iterable[T], report: JobReport) -> None:
         super().__init__(returned)
-        # Where the job's time went, and what losses cost.
-        self.report = report
+        self.report = report  # where the job's time went, and what losses cost
 
 
 @overload

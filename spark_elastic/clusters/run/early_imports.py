@@ -96,13 +96,8 @@ class _Search:
                 scope.modules[name] = known[name].__name__
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-        except (
-            OSError,
-            TypeError,
-            SyntaxError,
-            ValueError,
-        ):  # typed into an interpreter, or a part of an expression
-            return
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return  # typed into an interpreter, or a part of an expression
         for definition in tree.body:
             self._walk(getattr(definition, "body", []) if _is_function(definition) else [definition], scope)
 
