@@ -58,6 +58,10 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     `global_batch_size` rows. The order of the rows follows from `args.data_seed`, or else `args.seed`.
     """
 
+    current_flos: Any
+    model_init: Any
+    optimizer: Any
+
     def __init__(
         self,
         *args: Any,

@@ -63,9 +63,8 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
     # ---- where this process is
 
     @property
-    def root_device(self) -> torch.device:
-        device: torch.device = (self.parallel_devices or [CPU])[0]
-        return device
+    def root_device(self) -> Any:
+        return (self.parallel_devices or [CPU])[0]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

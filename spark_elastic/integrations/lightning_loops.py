@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -80,10 +79,8 @@ class LightningFit(TrainerAdapter):
         _replace_loops(trainer, self)
         place = list(inspect.signature(fit).parameters).index("ckpt_path")
 
-        worlds = itertools.count()
-
         def fit_in_world() -> Any:
-            if next(worlds) > 0:
+            if self.has_begun:
                 trainer.training = True  # the world may have ended in a validation
                 trainer._teardown()  # Lightning's own end of what the former world had
             given, self.resumes = list(arguments), self.restore()
@@ -161,10 +158,9 @@ class LightningFit(TrainerAdapter):
 
     def enter_epoch(self, epoch: int) -> bool:
         """Whether the loader was in an earlier one: Lightning stops at the last batch, and may make new loaders."""
-        loader = self.loader
-        if loader.epoch >= epoch:
+        if self.loader.epoch >= epoch:
             return False
-        loader.set_epoch(epoch)
+        self.loader.set_epoch(epoch)
         return True
 
 

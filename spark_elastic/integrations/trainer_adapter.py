@@ -45,6 +45,7 @@ class TrainerAdapter(ABC):
         self.state: TrainerState | None = None  # what the worlds hand on; None outside of training
         # A commit (its values, their memory) that the trainer has not restored yet; None: live values are newer.
         self.pending: Any = None
+        self.has_begun = False  # a world came before this one
         self._committed_step = 0
 
     @abstractmethod
@@ -71,7 +72,7 @@ class TrainerAdapter(ABC):
             train: trains in one world, from what `restore` has found.
             values: those of the state that stay through all worlds, such as model=.
         """
-        self.pending, self._committed_step = None, 0
+        self.pending, self.has_begun, self._committed_step = None, False, 0
         self.forget()
         self.state = TrainerState(adapter=self, **values)
         try:
@@ -83,7 +84,9 @@ class TrainerAdapter(ABC):
         """Go back to the newest commit, also where no worker was lost: the trainer makes everything again. Whether
         there is progress in it, which waits in `pending`."""
         assert self.state is not None
-        self.state.restore()
+        if self.has_begun:
+            self.state.restore()
+        self.has_begun = True
         return self.pending is not None
 
     def finish_restoring(self) -> None:
@@ -124,10 +127,9 @@ class _AdapterHandler(SnapshotHandler):
 
 
 class TrainerState(TorchState):
-    """The state of a training, with its adapter and what stays through all worlds."""
+    """The state of a training: its adapter, whose commits have the position of a loader, and what all worlds keep."""
 
     def __contains__(self, value: object) -> bool:
-        # Commits have a loader's position.
         return isinstance(value, ElasticDataLoader) or super().__contains__(value)
 
     @property

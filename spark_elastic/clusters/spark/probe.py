@@ -159,7 +159,7 @@ class Probe:
         began, facts = clock.now(), collect_host_facts()
         host = facts["host"]
         name = f"{PROBES}/{self.token}/{host}-{os.getpid()}-{number}"
-        checks = (
+        checks: tuple[tuple[bool, Callable[[], str | None]], ...] = (
             (True, lambda: self._check_program(program)),
             (self.store is not None, lambda: self._check_store(name)),
             (self.encrypted, self._check_encryption),
@@ -181,9 +181,10 @@ class Probe:
     # ---- checks: each returns what is wrong, as the rest of a sentence that begins with the host, or None
 
     def _check_interface(self) -> str | None:
-        assert self.slot is not None
+        interface = self.slot and self.slot.network_interface
+        assert interface
         try:
-            find_interface_address(self.slot.network_interface)
+            find_interface_address(interface)
         except InvalidInput as error:
             return f": {error}"
         return None
