@@ -181,8 +181,7 @@ class RunOptions:
     log_level: str | None = None
     verbose: bool = False
     preload: tuple[str, ...] = ()
-    # The command line before the command.
-    words: tuple[str, ...] = field(default=(), compare=False)
+    words: tuple[str, ...] = field(default=(), compare=False)  # the command line before the command
     # Variables of the training processes that follow from options.
     environment: Mapping[str, str] = field(default_factory=dict)
 

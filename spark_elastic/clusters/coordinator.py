@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias, get_args
 
 from spark_elastic import errors
@@ -24,9 +25,9 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Launcher
-from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
+from spark_elastic.driver.remote_launcher import Call, DriverStarted, RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
-from spark_elastic.monitoring.listener import AsyncNotifier, JobListener, Metrics
+from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.log_forwarding import (
     LogEntry,
     emit_forwarded,
@@ -37,6 +38,7 @@ from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits
+from spark_elastic.rendezvous import codec
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.runs.store_channel import (
     SEND_EVERY,
@@ -53,89 +55,38 @@ CLOSE_WAIT = 10.0  # seconds for the last messages, and for slots that still run
 LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
 
 
-# ---- what the coordinator sends to its client, beside the requests of its launcher
+# ---- what the coordinator sends to its client
 
-
-@dataclass(frozen=True)
-class LineLogged:
-    """A line that a worker printed."""
-
-    # Its id; "": the process is no worker yet, or the slot itself said it.
-    worker: str
-    # None: the worker is in no world.
-    rank: int | None
-    # Without its line end.
-    line: str
-
-
-@dataclass(frozen=True)
-class ProgressMade:
-    """Metrics that rank 0 reported."""
-
-    # As `JobListener.on_progress` takes them.
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class WorldStarted:
-    # Number of workers.
-    size: int
-    # Why it was formed, in words.
-    reason: str
-
-
-@dataclass(frozen=True)
-class SlotsGathered:
-    """The job has a world: the next job of the application may gather its slots."""
-
-
-@dataclass(frozen=True)
-class SlotsLacking:
-    """Whether the job lacks slots for its next world."""
-
-    # False: it has enough again.
-    lacking: bool
-
-
-@dataclass(frozen=True)
-class UserNotified:
-    """A sentence for people."""
-
-    # As `JobListener.on_message` takes it.
-    text: str
-
-
-@dataclass(frozen=True)
-class RecordLogged:
-    """A record of the coordinator's log, which would otherwise stay in the executor's standard error."""
-
-    # Logged again by the client, under the same logger.
-    entry: LogEntry
+# Target -> method -> types of its arguments: all that a coordinator can have called at its client.
+CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "launcher": {"launch": (int,)},
+    "scheduler": {"finish_gathering": (), "report_shortage": (bool,)},
+    "listener": {
+        "on_output": (str, int | None, str),
+        "on_progress": (dict[str, Any],),
+        "on_world": (int, str),
+        "on_message": (str,),
+    },
+    # A record of the coordinator's log, which would otherwise stay in the executor's standard error.
+    "log": {"emit": (LogEntry,)},
+}
 
 
 @dataclass(frozen=True)
 class JobSucceeded:
-    # What the workers returned, JSON text in rank order.
-    results: tuple[str, ...]
-    # JSON text of a `JobReport`.
-    report: str
+    results: tuple[str, ...]  # what the workers returned, JSON text in rank order
+    report: str  # JSON text of a `JobReport`
 
 
 @dataclass(frozen=True)
 class JobEndedInError:
-    # Name of the class in `spark_elastic.errors`.
-    error: str
-    # The error's message; the client raises the error with it.
-    text: str
-    # JSON text of a `JobReport`, if the error has one.
-    report: str | None = None
+    error: str  # name of the class in `spark_elastic.errors`
+    text: str  # the error's message; the client raises the error with it
+    report: str | None = None  # JSON text of a `JobReport`, if the error has one
 
 
 JobEnd: TypeAlias = JobSucceeded | JobEndedInError
-Message: TypeAlias = (
-    DriverStarted | SlotRequested | LineLogged | ProgressMade | WorldStarted | SlotsGathered | SlotsLacking
-    | UserNotified | RecordLogged | JobEnd
-)  # fmt: skip
+Message: TypeAlias = DriverStarted | Call | JobEnd
 COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
 
 
@@ -146,16 +97,11 @@ COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
 class Coordinator:
     """The body of the coordinator's task, as it is shipped."""
 
-    # Its end of the channel to the client. Holds the job's key.
-    end: ChannelEnd = field(repr=False)
-    # Of the job.
-    limits: Limits
-    # From `check_config`: without settings that belong to the client's machine.
-    config: ElasticConfig
-    # The job's name.
-    name: str
-    # The server speaks TLS, unless the configuration says otherwise.
-    encrypted: bool
+    end: ChannelEnd = field(repr=False)  # its end of the channel to the client. Holds the job's key.
+    limits: Limits  # of the job
+    config: ElasticConfig  # from `check_config`: without settings that belong to the client's machine
+    name: str  # the job's name
+    encrypted: bool  # the server speaks TLS, unless the configuration says otherwise
     # Why a host with these facts cannot take part, or None.
     check_host: Callable[[Mapping[str, Any]], str | None]
     # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.
@@ -175,11 +121,14 @@ class Coordinator:
             check_host=self.check_host,
             run=None if self.run is None else OwnedRun(self.end.store, *self.run),
             key=self.end.key,
-            scheduler=_RemoteScheduler(channel),
+            scheduler=_forward(channel, "scheduler", SimpleNamespace()),
         )
-        listener = _ForwardingListener(channel)
+        listener, records = (
+            _forward(channel, "listener", JobListener()),
+            _forward(channel, "log", SimpleNamespace()),
+        )
         try:
-            with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(listener.forward_log):
+            with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(records.emit):
                 done = supervise(
                     launcher, CombinedDiscovery(), options, self.limits, self.config, self.name, listener
                 )
@@ -188,9 +137,7 @@ class Coordinator:
             has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None
             report = error.report.to_json() if has_report else None  # type: ignore[attr-defined]
             channel.send(JobEndedInError(type(error).__name__, str(error), report))
-        except (
-            Exception
-        ):  # a defect of ours or of the machine: otherwise it would stay in this executor's log
+        except Exception:  # a defect of ours or of the machine, which would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
             channel.send(JobEndedInError(JobFailed.__name__, text))
         finally:
@@ -205,41 +152,19 @@ class Coordinator:
         return f"{self.end.folder}/heartbeat"
 
 
-@dataclass(frozen=True)
-class _ForwardingListener(JobListener):
-    """Sends everything to the client's listener."""
+def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
+    """Have an object pass the calls of its listed methods to the client.
 
-    # To the client.
-    channel: StoreChannel
+    Args:
+        proxy: has all other methods.
+    """
 
-    def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        self.channel.send(LineLogged(worker, rank, line))
+    def pass_on(method: str, *arguments: Any) -> None:
+        channel.send(Call(target, method, arguments))
 
-    def on_progress(self, metrics: Metrics) -> None:
-        self.channel.send(ProgressMade(dict(metrics)))
-
-    def on_world(self, size: int, reason: str) -> None:
-        self.channel.send(WorldStarted(size, reason))
-
-    def on_message(self, text: str) -> None:
-        self.channel.send(UserNotified(text))
-
-    def forward_log(self, entry: LogEntry) -> None:
-        self.channel.send(RecordLogged(entry))
-
-
-@dataclass(frozen=True)
-class _RemoteScheduler:
-    """Passes calls to the scheduler of the client, where the other jobs of the application are."""
-
-    # To the client.
-    channel: StoreChannel
-
-    def finish_gathering(self) -> None:
-        self.channel.send(SlotsGathered())
-
-    def report_shortage(self, is_short: bool) -> None:
-        self.channel.send(SlotsLacking(is_short))
+    for method in CALLS[target]:
+        setattr(proxy, method, partial(pass_on, method))
+    return proxy
 
 
 # ---- the client
@@ -285,15 +210,21 @@ class CoordinatorClient:
         self._spec = spec
         self._launcher = launcher
         self._scheduler = scheduler
-        self._listener = listener
+        log_target = SimpleNamespace(emit=emit_forwarded)
+        # The objects of `CALLS`.
+        self._targets = {
+            "launcher": launcher,
+            "scheduler": scheduler,
+            "listener": listener,
+            "log": log_target,
+        }
         self._clock = clock
         self._channel = StoreChannel(end, COORDINATOR_MESSAGES, self._on_message, clock)
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
         self._task_started = False  # the coordinator's task runs
-        self._waits_since = (
-            0.0  # for a core; the time does not count while another job of the application trains
-        )
+        # Since when it waits for a core; time in which another job of the application trains does not count.
+        self._waits_since = 0.0
         self._end: JobEnd | None = None
         self._losses: list[str] = []  # why the coordinator is gone
         self._ended = threading.Event()
@@ -353,32 +284,34 @@ class CoordinatorClient:
             self._channel.send(event)
 
     def _on_message(self, message: Message) -> None:
-        submit, listener = self._notifier.submit, self._listener
         match message:
             case DriverStarted(address, certificate):
                 self._task_started = True
                 log.info("the coordinator of %s runs in a task, at %s", self._spec.job_name, address)
                 spec = dataclasses.replace(self._spec, address=address, certificate=certificate)
                 self._launcher.start(spec, self._forward)
-            case SlotRequested(launch):
-                self._launcher.launch(launch)
-            case LineLogged(worker, rank, line):
-                submit(partial(listener.on_output, worker, rank, line))
-            case ProgressMade(metrics):
-                self._notifier.submit_latest(partial(listener.on_progress, metrics))
-            case WorldStarted(size, reason):
-                submit(partial(listener.on_world, size, reason))
-            case SlotsGathered():
-                self._scheduler.finish_gathering()
-            case SlotsLacking(lacking):
-                self._scheduler.report_shortage(lacking)
-            case UserNotified(text):
-                submit(partial(listener.on_message, text))
-            case RecordLogged(entry):
-                emit_forwarded(entry)
+            case Call():
+                self._call(message)
             case JobSucceeded() | JobEndedInError():
                 self._end = message
                 self._ended.set()
+
+    def _call(self, call: Call) -> None:
+        """
+        Raises:
+            KeyError: the method is not listed. MalformedMessage: an argument is of another type.
+        """
+        types, name = CALLS[call.target][call.method], f"{call.target}.{call.method}"
+        arguments: Any = [
+            codec.read_as(hint, argument, name) for hint, argument in zip(types, call.arguments, strict=True)
+        ]
+        method = partial(getattr(self._targets[call.target], call.method), *arguments)
+        if call.target != "listener":
+            method()
+        elif call.method == "on_progress":
+            self._notifier.submit_latest(method)
+        else:
+            self._notifier.submit(method)
 
 
 def _unpack_end(end: JobEnd) -> LaunchResult:

@@ -96,9 +96,8 @@ _VARIABLES = "variables of the training processes"
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add these options to a command; none of them becomes an argument of its function."""
-    for option, (arguments, follows) in reversed(
-        PASSED_ON.items()
-    ):  # click shows the option first that was added last
+    # Click shows the option first that was added last.
+    for option, (arguments, follows) in reversed(PASSED_ON.items()):
         command = click.option(
             option, **arguments, default=None, expose_value=False, callback=partial(_pass_on, follows)
         )(command)

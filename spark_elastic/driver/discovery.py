@@ -272,8 +272,7 @@ class ScriptFinder:
     def __init__(self, command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> None:
         self._command = list(command)
         self._parse = parse
-        # The newest script; None: none was started.
-        self._script: subprocess.Popen[str] | None = None
+        self._script: subprocess.Popen[str] | None = None  # the newest script; None: none was started
 
     def __call__(self) -> Mapping[str, int]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -91,10 +91,8 @@ class QueueTimeout:
 class SlotClaim(NamedTuple):
     """Another job's claim to the slots that this job lacks."""
 
-    # The job that has the slots, or that comes first among those that need them.
-    holder: str
-    # The holder trains on them, so the other job need not give back its own.
-    in_use: bool
+    holder: str  # the job that has the slots, or that comes first among those that need them
+    in_use: bool  # the holder trains on them, so the other job need not give back its own
 
 
 class GangScheduler:

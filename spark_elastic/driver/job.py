@@ -58,10 +58,8 @@ FIRST_ATTEMPT = 1  # of a job without a run
 class LaunchResult:
     """A job that succeeded."""
 
-    # What the workers returned, JSON text in rank order.
-    results: tuple[str, ...]
-    # Where the time went.
-    report: JobReport = field(default_factory=JobReport)
+    results: tuple[str, ...]  # what the workers returned, JSON text in rank order
+    report: JobReport = field(default_factory=JobReport)  # where the time went
 
     @property
     def worlds(self) -> tuple[WorldChange, ...]:
@@ -85,20 +83,16 @@ class SlotScheduler(Protocol):
 class DriverOptions:
     """How a job's driver runs: where its server listens, which hosts it admits, and what outlives all workers."""
 
-    # The address at which the server listens.
-    bind: str = "127.0.0.1"
-    # The name under which workers dial it; None: `bind`.
-    advertise: str | None = None
-    # The server speaks TLS, unless the configuration says otherwise.
-    encrypted: bool = False
+    bind: str = "127.0.0.1"  # the address at which the server listens
+    advertise: str | None = None  # the name under which workers dial it; None: `bind`
+    encrypted: bool = False  # the server speaks TLS, unless the configuration says otherwise
     # Given a host's facts, why it cannot take part, or None.
     check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
     # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
     run: OwnedRun | None = None
     # The job's key, if others know it already; None: a new one.
     key: bytes | None = field(default=None, repr=False)
-    # None: no other job competes for slots.
-    scheduler: SlotScheduler | None = None
+    scheduler: SlotScheduler | None = None  # None: no other job competes for slots
 
 
 def check_driver_settings(config: ElasticConfig, encrypted: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
@@ -28,10 +29,12 @@ class DriverStarted:
 
 
 @dataclass(frozen=True)
-class SlotRequested:
-    """The client is to launch a slot."""
+class Call:
+    """A method that the client is to call, if it is one of those that it lists."""
 
-    launch: int  # its number, as in `LaunchSlot`
+    target: str  # name of the object, which the client has
+    method: str  # name
+    arguments: tuple[Any, ...]  # in their order; the client checks their types
 
 
 class RemoteLauncher:
@@ -60,7 +63,7 @@ class RemoteLauncher:
     def launch(self, launch: int) -> None:
         with self._change:
             self._open.add(launch)
-        self.channel.send(SlotRequested(launch))
+        self.channel.send(Call("launcher", "launch", (launch,)))
 
     def close(self, timeout: float) -> list[str]:
         """Wait for the slots, which the driver has released by message. When the client learns of the job's end, it

@@ -21,10 +21,8 @@ CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
 class SlotOutcome(NamedTuple):
     """How a slot ended, as `LaunchEnded` has it."""
 
-    # In words, for people.
-    reason: str
-    # By the user or by Spark: the driver does not launch the slot again.
-    cancelled: bool = False
+    reason: str  # in words, for people
+    cancelled: bool = False  # by the user or by Spark: the driver does not launch the slot again
     # The slot did not end by itself: the cluster reports that the executor is lost.
     executor_lost: bool = False
 
@@ -32,8 +30,7 @@ class SlotOutcome(NamedTuple):
 class ThreadPerSlotLauncher(ABC):
     """Subclasses say how a slot runs and how all slots are cancelled."""
 
-    # The class of the slots' threads.
-    thread_class: ClassVar[type[threading.Thread]] = threading.Thread
+    thread_class: ClassVar[type[threading.Thread]] = threading.Thread  # the class of the slots' threads
     # The part of the time of `close` in which slots may end by themselves before they are cancelled.
     grace: ClassVar[float] = 1 / 3
 

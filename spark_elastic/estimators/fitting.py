@@ -107,7 +107,7 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             with _show_progress(request) as listener:
                 workers = request.config.num_workers
                 platform.preflight(payload, store, framework.packages, workers, PAYLOAD, framework.preload)
-                training = Training(platform, rows, request, framework, store, run_id, ledger, listener)
+                training = FitRun(platform, rows, request, framework, store, run_id, ledger, listener)
                 run = resume_after_coordinator_loss(
                     training.run, CheckpointStore(store, run_id).read_published
                 )
@@ -207,7 +207,7 @@ def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
 
 
 @dataclass(frozen=True)
-class Training(Generic[O]):
+class FitRun(Generic[O]):
     """The inputs of one training."""
 
     # Launches its job.

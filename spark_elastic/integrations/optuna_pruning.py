@@ -32,8 +32,7 @@ class TrialPruning:
                 f"the progress of a training has {monitor!r} of single steps, which cannot be compared: set monitor to "
                 "a number of validation or a metric."
             )
-        # For the estimator's parameter `handle`.
-        self.handle = JobHandle()
+        self.handle = JobHandle()  # for the estimator's parameter `handle`
         self._trial, self._monitor = trial, monitor
         self._reported_epochs = 0
         self._missing = False

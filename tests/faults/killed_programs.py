@@ -68,6 +68,18 @@ def after_step(folder: str, step: int, state: Any) -> None:
         state.check_host_updates()
 
 
+def hold_after_commits(adapter: Any, folder: str) -> None:
+    """Have a `TrainerAdapter` record each committed step."""
+    commit = adapter.commit
+
+    def commit_and_hold() -> None:
+        commit()
+        if adapter.step:
+            after_step(folder, adapter.step, adapter.state)
+
+    adapter.commit = commit_and_hold
+
+
 def train_plain() -> dict[str, list[float]]:
     from spark_elastic.handwritten.torch_state import ElasticDataLoader
 
@@ -175,11 +187,6 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
         def forward(self, row: Any, x: Any, y: Any) -> Any:  # type: ignore[override]
             return {"loss": super().forward(row, x, y, trainer.get_train_dataloader().global_rows)}
 
-    class Held(ElasticTrainer):
-        def _commit(self) -> None:
-            super()._commit()
-            after_step(folder, self.state.global_step, self._elastic_state)
-
     args = transformers.TrainingArguments(
         folder,
         num_train_epochs=EPOCHS,
@@ -195,7 +202,10 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
     optimizer = make_optimizer(net)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     rows = [{"row": row, "x": x, "y": y} for row, x, y in make_rows()]
-    trainer = Held(net, args, train_dataset=rows, global_batch_size=BATCH, optimizers=(optimizer, schedule))
+    trainer = ElasticTrainer(
+        net, args, train_dataset=rows, global_batch_size=BATCH, optimizers=(optimizer, schedule)
+    )
+    hold_after_commits(trainer._adapter, folder)
     trainer.train()
     return read_weights(net)
 
@@ -219,16 +229,12 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.net)
 
-    class Held(ElasticStrategy):
-        def commit(self) -> None:
-            super().commit()
-            if self._trainer.global_step:
-                after_step(folder, self._trainer.global_step, self._state)
-
+    strategy = ElasticStrategy()
+    hold_after_commits(strategy._adapter, folder)
     module = LightningNet()
     trainer = pl.Trainer(
         accelerator="gpu" if find_device() == "cuda" else "cpu",
-        strategy=Held(),
+        strategy=strategy,
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,16 +16,13 @@ from spark_elastic.clusters.coordinator import (
     CoordinatorClient,
     JobEndedInError,
     JobSucceeded,
-    SlotsGathered,
-    SlotsLacking,
-    WorldStarted,
     _unpack_end,
     check_config,
 )
 from spark_elastic.clusters.platforms import MOST_IDLE, resume_after_coordinator_loss
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
-from spark_elastic.driver.remote_launcher import DriverStarted
+from spark_elastic.driver.remote_launcher import Call, DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport
@@ -189,8 +187,31 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
     end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
     with turn.alive_lock, turn:
-        client._on_message(SlotsGathered())
-        client._on_message(SlotsLacking(True))
-        client._on_message(WorldStarted(2, "all are there"))  # its listener is behind
+        client._on_message(Call("scheduler", "finish_gathering", ()))
+        client._on_message(Call("scheduler", "report_shortage", (True,)))
+        client._on_message(Call("listener", "on_world", (2, "all are there")))  # its listener is behind
         clock.advance(60.0)
         assert turn._is_short()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("launcher", "close", (0.0,)),
+        Call("listener", "__class__", ()),
+        Call("os", "system", ("true",)),
+        Call("launcher", "launch", ("3",)),
+        Call("launcher", "launch", (3, 4)),
+        Call("log", "emit", ({"level": 20, "logger": "x"},)),
+    ],
+)
+def test_p6_a_coordinator_has_only_listed_methods_called_with_arguments_of_their_types(call: Call) -> None:
+    channel_end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
+    called: list[Any] = []
+    launcher: Any = SimpleNamespace(launch=called.append, close=called.append)
+    clock = FakeClock()
+    client = CoordinatorClient(channel_end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
+    client._on_message(codec.read(Call, codec.to_plain(Call("launcher", "launch", (3,)))))
+    with pytest.raises((KeyError, ValueError)):
+        client._on_message(codec.read(Call, codec.to_plain(call)))
+    assert called == [3]

@@ -33,14 +33,10 @@ REFUSED = 3  # exit code of a host that cannot run slots; standard output says w
 class LocalSlot:
     """What the launcher tells a slot's process."""
 
-    # The same for all slots of the job.
-    spec: SlotSpec
-    # Of this slot.
-    identity: SlotIdentity
-    # Process id of the launcher; None: it is on another host.
-    parent: int | None
-    # Bytes of the pickled program, which follow.
-    size: int = 0
+    spec: SlotSpec  # the same for all slots of the job
+    identity: SlotIdentity  # of this slot
+    parent: int | None  # process id of the launcher; None: it is on another host
+    size: int = 0  # bytes of the pickled program, which follow
 
     def to_line(self) -> bytes:
         return codec.dumps(self) + b"\n"

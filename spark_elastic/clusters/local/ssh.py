@@ -64,12 +64,9 @@ ADVICE: tuple[tuple[str, str], ...] = (
 class SshOptions:
     """How ssh logs in to other hosts. None: ssh's own configuration decides."""
 
-    # Of the other hosts' ssh servers.
-    port: int | None = None
-    # On the other hosts.
-    user: str | None = None
-    # Path of a private key.
-    identity_file: str | None = None
+    port: int | None = None  # of the other hosts' ssh servers
+    user: str | None = None  # on the other hosts
+    identity_file: str | None = None  # path of a private key
 
     def build_command(self, host: str, *command: str) -> list[str]:
         """The command line of `ssh` that runs a command on a host."""
@@ -130,14 +127,10 @@ def make_header(folder: str, arguments: list[str], environment: Mapping[str, str
 class RemoteEnd:
     """How a process on another host ended."""
 
-    # Of the process; `OWN_FAILURE` if the connection failed.
-    code: int
-    # The host's Python ran.
-    was_ready: bool
-    # What the process printed.
-    output: str
-    # The last lines of standard error, which the login and ssh write to as well.
-    errors: tuple[str, ...]
+    code: int  # of the process; `OWN_FAILURE` if the connection failed
+    was_ready: bool  # the host's Python ran
+    output: str  # what the process printed
+    errors: tuple[str, ...]  # the last lines of standard error, which the login and ssh write to as well
 
     def explain(self) -> str:
         """Why the process did not do its work, without a full stop."""
@@ -162,8 +155,7 @@ class SshProcess:
 
     process: subprocess.Popen[bytes]  # its three standard streams are pipes
     clock: Clock  # for the deadline of the login
-    # Called once the host's Python runs.
-    on_ready: Callable[[], None] = lambda: None
+    on_ready: Callable[[], None] = lambda: None  # called once the host's Python runs
     _output: bytearray = field(default_factory=bytearray)  # standard output, once ready what follows READY
     # The last lines of standard error, without empty ones.
     _errors: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))

@@ -14,16 +14,11 @@ from spark_elastic.worker.imports import find_packages, list_early_imports
 class JobSpec:
     """A job to launch: its program, its limits and its run."""
 
-    # A `worker.program.Program`.
-    program: object
-    # Numbers of workers, times and budgets.
-    limits: Limits
-    # As people see it; "": the application's name and four hex digits.
-    name: str
-    # Modules that a process must be able to import before it is warm.
-    preload: tuple[str, ...] = ()
-    # The run to which the job's checkpoints belong; None: no checkpoints.
-    run: OwnedRun | None = None
+    program: object  # a `worker.program.Program`
+    limits: Limits  # numbers of workers, times and budgets
+    name: str  # as people see it; "": the application's name and four hex digits
+    preload: tuple[str, ...] = ()  # modules that a process must be able to import before it is warm
+    run: OwnedRun | None = None  # the run to which the job's checkpoints belong; None: no checkpoints
 
     @property
     def needs(self) -> tuple[str, ...]:

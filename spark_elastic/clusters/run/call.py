@@ -1,6 +1,6 @@
 """`spark_elastic.run`: a function or a script on elastic workers. Runs in the caller's thread.
 
-`prepare` checks a call and returns a `Call`, which `run_on_spark` executes, or `cli` without Spark.
+`prepare` checks a call and returns a `RunCall`, which `run_on_spark` executes, or `cli` without Spark.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Results(list[T]):
 
     def __init__(self, returned: Iterable[T], report: JobReport) -> None:
         super().__init__(returned)
-        # Where the job's time went, and what losses cost.
-        self.report = report
+        self.report = report  # where the job's time went, and what losses cost
 
 
 @overload
@@ -110,17 +109,13 @@ def run(
 
 
 @dataclass(frozen=True)
-class Call:
+class RunCall:
     """A checked call of `run`, which has not begun."""
 
-    # What each worker runs.
-    program: FunctionProgram
-    # The arguments that are not the function's.
-    options: options.Options
-    # Modules that the user wants to be imported before a process is warm.
-    preload: tuple[str, ...]
-    # Of the function or script.
-    name: str
+    program: FunctionProgram  # what each worker runs
+    options: options.Options  # the arguments that are not the function's
+    preload: tuple[str, ...]  # modules that the user wants to be imported before a process is warm
+    name: str  # of the function or script
 
     def run_on_spark(self, spark: SparkSession) -> Results[Any]:
         platform = make_platform(spark, self.options.config)
@@ -177,7 +172,7 @@ class Call:
 
 def prepare(
     fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
-) -> Call:
+) -> RunCall:
     """Check a call, before anything is launched.
 
     Args:
@@ -209,7 +204,7 @@ def prepare(
         fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen), imports
     )
     check_environment({**os.environ, **chosen.env})
-    return Call(program, chosen, chosen.preload or (), name)
+    return RunCall(program, chosen, chosen.preload or (), name)
 
 
 def _find_early_imports(fn: Any) -> tuple[str, ...]:

@@ -64,14 +64,11 @@ class _SetAtRunTime(Exception):
 class _Scope:
     """What names mean in one file or function."""
 
-    # For relative imports.
-    package: str = ""
+    package: str = ""  # for relative imports
     # Bodies of the functions that were defined so far and not used yet.
     functions: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    # Names of imported modules.
-    modules: dict[str, str] = field(default_factory=dict)
-    # The imports may fail: they stand in a `try`.
-    optional: bool = False
+    modules: dict[str, str] = field(default_factory=dict)  # names of imported modules
+    optional: bool = False  # the imports may fail: they stand in a `try`
 
 
 class _Search:
@@ -99,13 +96,8 @@ class _Search:
                 scope.modules[name] = known[name].__name__
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-        except (
-            OSError,
-            TypeError,
-            SyntaxError,
-            ValueError,
-        ):  # typed into an interpreter, or a part of an expression
-            return
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return  # typed into an interpreter, or a part of an expression
         for definition in tree.body:
             self._walk(getattr(definition, "body", []) if _is_function(definition) else [definition], scope)
 

@@ -213,9 +213,8 @@ class ConnectLauncher(ThreadPerSlotLauncher):
     ) -> None:
         super().__init__(clock)
         self._spark = spark
-        self._slot_arguments = (
-            {} if profile is None else {"profile": profile}
-        )  # Spark 3.5 has no such argument
+        # Spark 3.5 has no such argument.
+        self._slot_arguments = {} if profile is None else {"profile": profile}
         self._make_task = make_task
         self._task: SlotTask | None = None
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"

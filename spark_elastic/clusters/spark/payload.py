@@ -46,8 +46,7 @@ class InlinePayload:
 class ArtifactPayload:
     """Bytes that an executor fetches once, as a file of the session."""
 
-    # The file's name in the session.
-    name: str
+    name: str  # the file's name in the session
 
     @property
     def value(self) -> bytes:
@@ -60,10 +59,8 @@ class ArtifactPayload:
 class SplitPayload:
     """A pickled program in two parts, so that no secret lies in a file that others may read."""
 
-    # The program without its secrets; may lie in a file.
-    bulk: InlinePayload | ArtifactPayload
-    # The secrets, pickled.
-    secrets: bytes = field(repr=False)
+    bulk: InlinePayload | ArtifactPayload  # the program without its secrets; may lie in a file
+    secrets: bytes = field(repr=False)  # the secrets, pickled
 
     @property
     def value(self) -> bytes:

@@ -64,12 +64,9 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1
 class ProbeJob:
     """What the Spark jobs of a preflight have in common."""
 
-    # Their tag, which begins their description.
-    tag: str
-    # Seconds in which they must end.
-    timeout: float
-    # Number of workers that the job wants.
-    workers: int = 1
+    tag: str  # their tag, which begins their description
+    timeout: float  # seconds in which they must end
+    workers: int = 1  # number of workers that the job wants
 
 
 def _probe_executors(sc: SparkContext, task: Task, job: ProbeJob, least: int) -> list[ProbeReport]:

@@ -39,28 +39,22 @@ PEERS_SECONDS = 5.0  # for probes that have not come, and for those that have no
 DIAL_SECONDS = 3.0  # for a connection to another probe
 CANCEL_SECONDS = 5.0  # for the end of a job that was cancelled
 LOOK_EVERY = 0.1  # seconds between two looks into the store
+SHARE = "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
 
 
 @dataclass(frozen=True)
 class ProbeSpec:
     """What the probes of a job check."""
 
-    # cloudpickle of what workers will load.
-    payload: bytes
-    # The store that driver and hosts must share; None: the job uses none.
-    store: Store | None = None
-    # Frameworks that the job uses.
-    needs: tuple[str, ...] = ()
+    payload: bytes  # cloudpickle of what workers will load
+    store: Store | None = None  # the store that driver and hosts must share; None: the job uses none
+    needs: tuple[str, ...] = ()  # frameworks that the job uses
     # Where the job's server will listen; None: whether hosts reach it is not checked.
     bind: Bind | None = None
-    # The payload in words, for errors.
-    what: str = "the program"
-    # Workers talk inside TLS.
-    encrypted: bool = False
-    # The setting of the job.
-    device: str = "auto"
-    # Whether Spark gives GPUs to the job's slots.
-    assigned: bool = False
+    what: str = "the program"  # the payload in words, for errors
+    encrypted: bool = False  # workers talk inside TLS
+    device: str = "auto"  # the setting of the job
+    assigned: bool = False  # whether Spark gives GPUs to the job's slots
     # How the job's slots start workers, without the driver's address and the job's key; None: not known.
     slot: SlotSpec | None = None
 
@@ -75,16 +69,11 @@ class ProbeSpec:
 class ProbeReport:
     """What a probe found."""
 
-    # Host name and versions: `session.collect_host_facts`.
-    facts: dict[str, str]
-    # Id of the executor's process, to count executors of one host.
-    process: int
-    # Name of the object that the probe wrote to the store.
-    written: str
-    # Why the host cannot run the job, in one sentence, or None.
-    fault: str | None
-    # Why the host cannot reach the driver, in one sentence, or None.
-    unreached: str | None = None
+    facts: dict[str, str]  # host name and versions: `session.collect_host_facts`
+    process: int  # id of the executor's process, to count executors of one host
+    written: str  # name of the object that the probe wrote to the store
+    fault: str | None  # why the host cannot run the job, in one sentence, or None
+    unreached: str | None = None  # why the host cannot reach the driver, in one sentence, or None
 
     @property
     def executor(self) -> tuple[str, int]:
@@ -99,12 +88,9 @@ class PeerCheck:
     Probes that do not run at the same time find no fault.
     """
 
-    # All probes reach it.
-    store: Store
-    # The folder of the check.
-    folder: str
-    # Of this probe.
-    address: str
+    store: Store  # all probes reach it
+    folder: str  # the folder of the check
+    address: str  # of this probe
 
     def run(self, expected: int, clock: Clock) -> str | None:
         """Blocks for a few seconds at most. Returns the address of a probe that cannot be dialled, or None.
@@ -158,86 +144,83 @@ class PeerCheck:
 class Probe:
     """The body of a probe's task. It returns what went wrong: if it raised, Spark would try again."""
 
-    # As in `ProbeSpec`; None: it is not checked, and peers neither.
-    store: Store | None
-    # Names this preflight's objects in the store.
-    token: str
-    # As in `ProbeSpec`.
-    what: str = ProbeSpec.what
-    # The address that workers will dial; None: not checked.
-    driver: str | None = None
-    # As in `ProbeSpec`; the host must be able to use TLS then.
-    encrypted: bool = False
-    # Number of probes that check whether they reach one another; 0: not checked.
-    peers: int = 0
+    store: Store | None  # as in `ProbeSpec`; None: it is not checked, and peers neither
+    token: str  # names this preflight's objects in the store
+    what: str = ProbeSpec.what  # as in `ProbeSpec`
+    driver: str | None = None  # the address that workers will dial; None: not checked
+    encrypted: bool = False  # as in `ProbeSpec`; the host must be able to use TLS then
+    peers: int = 0  # number of probes that check whether they reach one another; 0: not checked
     # A host that all executors reach: their own addresses are those on the way to it.
     reachable_host: str | None = None
-    # As in `ProbeSpec`.
-    slot: SlotSpec | None = None
+    slot: SlotSpec | None = None  # as in `ProbeSpec`
 
     def report(self, number: int, program: bytes) -> ProbeReport:
         clock = SystemClock()
-        began, found = clock.now(), collect_host_facts()
-        name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
-        host = found["host"]
-        fault = (
-            self._check_program(host, program)
-            or self._check_store(host, name)
-            or self._check_encryption(host)
-            or self._check_interface(host)
-            or self._check_peers(host)
+        began, facts = clock.now(), collect_host_facts()
+        host = facts["host"]
+        name = f"{PROBES}/{self.token}/{host}-{os.getpid()}-{number}"
+        checks: tuple[tuple[bool, Callable[[], str | None]], ...] = (
+            (True, lambda: self._check_program(program)),
+            (self.store is not None, lambda: self._check_store(name)),
+            (self.encrypted, self._check_encryption),
+            (self.slot is not None and bool(self.slot.network_interface), self._check_interface),
+            (self.store is not None and self.peers > 1, self._check_peers),
         )
-        unreached = self._check_driver(host)
+        fault = next((said for applies, check in checks if applies and (said := check())), None)
+        unreached = self._check_driver()
         clock.sleep(max(0.0, began + HOLD_SECONDS - clock.now()))
         # The parent is the executor's Python daemon: one per executor.
-        return ProbeReport(found, os.getppid(), name, fault, unreached)
+        return ProbeReport(
+            facts,
+            os.getppid(),
+            name,
+            fault and f"host {host}{fault}",
+            unreached and f"host {host}{unreached}",
+        )
 
-    def _check_interface(self, host: str) -> str | None:
-        if self.slot is None or not self.slot.network_interface:
-            return None
+    # ---- checks: each returns what is wrong, as the rest of a sentence that begins with the host, or None
+
+    def _check_interface(self) -> str | None:
+        interface = self.slot and self.slot.network_interface
+        assert interface
         try:
-            find_interface_address(self.slot.network_interface)
+            find_interface_address(interface)
         except InvalidInput as error:
-            return f"host {host}: {error}"
+            return f": {error}"
         return None
 
-    def _check_peers(self, host: str) -> str | None:
-        if self.store is None or self.peers < 2:
-            return None
+    def _check_peers(self) -> str | None:
+        assert self.store is not None
         folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.reachable_host)
         try:
             refused = PeerCheck(self.store, folder, address).run(self.peers, SystemClock())
         except StoreError as error:
-            return f"host {host} could not exchange addresses with other executors, so start the job again: {error}"
+            return f" could not exchange addresses with other executors, so start the job again: {error}"
         return refused and (
-            f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
-            "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
+            f" cannot reach {refused}, another executor: workers exchange gradients directly, which serverless "
+            "compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
         )
 
-    def _check_encryption(self, host: str) -> str | None:
-        if not self.encrypted:
-            return None
+    def _check_encryption(self) -> str | None:
         from spark_elastic.worker.entry import find_tls_problem
 
         refused = find_tls_problem()
-        return refused and f"host {host}: {refused}, or set tls=False."
+        return refused and f": {refused}, or set tls=False."
 
-    def _check_program(self, host: str, program: bytes) -> str | None:
-        if self.slot is not None and self.slot.forks_imports:
-            try:
-                error = find_load_error_in_fork(program, self.slot)
-            except TimeoutError:
-                return (
-                    f"host {host} was still loading {self.what} after {LOAD_SECONDS:.0f} s: see why imports take long "
-                    "there (a busy machine, Python on a network drive), and start the job again."
-                )
-        else:
-            error = find_load_error(program)
+    def _check_program(self, program: bytes) -> str | None:
+        slot = self.slot if self.slot is not None and self.slot.forks_imports else None
+        try:
+            error = find_load_error(program) if slot is None else find_load_error_in_fork(program, slot)
+        except TimeoutError:
+            return (
+                f" was still loading {self.what} after {LOAD_SECONDS:.0f} s: see why imports take long there (a busy "
+                "machine, Python on a network drive), and start the job again."
+            )
         return error and (
-            f"host {host} cannot load {self.what} ({error}): ship their modules with --py-files or install them there."
+            f" cannot load {self.what} ({error}): ship their modules with --py-files or install them there."
         )
 
-    def _check_driver(self, host: str) -> str | None:
+    def _check_driver(self) -> str | None:
         if self.driver is None:
             return None
         name, _, port = self.driver.rpartition(":")
@@ -245,30 +228,28 @@ class Probe:
             socket.create_connection((name.strip("[]"), int(port)), REACH_SECONDS).close()
         except OSError as error:
             return (
-                f"host {host} cannot reach the driver at {self.driver} ({error}): let executors reach it there, or set "
+                f" cannot reach the driver at {self.driver} ({error}): let executors reach it there, or set "
                 "advertise_address and driver_port to what they reach."
             )
         return None
 
-    def _check_store(self, host: str, name: str) -> str | None:
-        if self.store is None:
-            return None
+    def _check_store(self, name: str) -> str | None:
+        assert self.store is not None
+        token, url = self.token.encode(), self.store.url
         try:
-            seen = self.store.read_bytes(f"{PROBES}/{self.token}/driver") == self.token.encode()
+            is_shared = self.store.read_bytes(f"{PROBES}/{self.token}/driver") == token
         except (ElasticError, OSError):
-            seen = False
-        if not seen:
-            return (
-                f"host {host} does not see what the driver wrote to the store {self.store.url}: "
-                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
-            )
+            is_shared = False
+        if not is_shared:
+            return f" does not see what the driver wrote to the store {url}: {SHARE}"
         try:
-            self.store.write_bytes(name, self.token.encode())
-            if self.store.read_bytes(name) != self.token.encode():
-                return f"host {host} reads something else than it wrote in the store {self.store.url}."
+            self.store.write_bytes(name, token)
+            if self.store.read_bytes(name) != token:
+                return f" reads something else than it wrote in the store {url}."
         except (ElasticError, OSError) as error:
-            kind = _describe_error(error)
-            return f"host {host} cannot write to the store {self.store.url} ({kind}): give it the right to."
+            return (
+                f" cannot write to the store {url} ({type(error).__name__}: {error}): give it the right to."
+            )
         return None
 
 
@@ -307,10 +288,6 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
             with suppress(StoreError):  # what the block raised says more; `Store.clean` removes what is left
                 store.remove_tree(f"{PROBES}/{token}")
                 store.remove_empty_folder(PROBES)
-
-
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def await_probes(
@@ -405,8 +382,7 @@ def check_reports(
             store.read_bytes(report.written)
         except (ElasticError, OSError) as error:
             raise PreflightError(
-                f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: "
-                "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
+                f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: {SHARE}"
             ) from error
 
 
@@ -438,24 +414,15 @@ def make_version_check(
 
     def check(host: Mapping[str, Any]) -> str | None:
         for package in packages:
-            own, theirs = driver.get(package), host.get(package)
-            if own is None or (theirs is not None and _agree(str(own), str(theirs), MUST_MATCH[package])):
+            own, theirs, parts = driver.get(package), host.get(package), MUST_MATCH[package]
+            if own is None or (
+                theirs is not None and str(own).split(".")[:parts] == str(theirs).split(".")[:parts]
+            ):
                 continue
+            has = f"no {package}" if theirs is None else f"{package} {theirs}"
+            place = "there" if theirs is None else "on one of them to match"
             name = host.get("host", "unknown")
-            if theirs is None:
-                return (
-                    f"host {name} has no {package}, and the driver has {own}: install {package} {own} there."
-                )
-            return (
-                f"host {name} has {package} {theirs}, and the driver has {own}: "
-                f"install {package} {own} on one of them to match."
-            )
+            return f"host {name} has {has}, and the driver has {own}: install {package} {own} {place}."
         return None
 
     return check
-
-
-def _agree(own: str, theirs: str, parts: int | None) -> bool:
-    if parts is None:
-        return own == theirs
-    return own.split(".")[:parts] == theirs.split(".")[:parts]

@@ -77,47 +77,41 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
     Args:
         plain: host of a Spark Connect server to which the session speaks without TLS.
     """
-    found = []
-    if plain is not None and not is_loopback(plain):
-        found.append(
-            f"a job's key travels to the Spark Connect server {plain} in the clear, and anyone who listens to it can "
-            "take it and join a job. Connect with sc://...;use_ssl=true."
-        )
-    master = settings.get("spark.master", "")
-    if master == "yarn" or master.startswith("k8s://"):
-        found += _check_failure_count(settings)
-    if ADDRESS_SPACE in settings:
-        found.append(
-            f"{ADDRESS_SPACE}={settings[ADDRESS_SPACE]} limits the address space of each worker, not its memory, and "
-            "frameworks reserve much more than they use, CUDA most of all: use spark.executor.memoryOverhead instead."
-        )
-    if not _stays_on_one_machine(settings) and not any(
-        settings.get(name, "false").lower() == "true" for name in ENCRYPTION
-    ):
-        found.append(
-            "a job's key travels inside Spark's tasks, which are not encrypted here, and anyone who listens to the "
-            "network can take it and join a job. Set spark.authenticate=true and spark.network.crypto.enabled=true."
-        )
-    return found
-
-
-def _stays_on_one_machine(settings: Mapping[str, str]) -> bool:
-    if settings.get("spark.master", "local").startswith("local"):
-        return True
-    return is_loopback(settings.get("spark.driver.host", ""))
-
-
-def _check_failure_count(settings: Mapping[str, str]) -> list[str]:
-    """On YARN and Kubernetes Spark ends an application whose executors failed too often, whatever its jobs think."""
+    master = settings.get("spark.master", "local")
+    is_local = master.startswith("local") or is_loopback(settings.get("spark.driver.host", ""))
+    is_encrypted = any(settings.get(name, "false").lower() == "true" for name in ENCRYPTION)
     limit = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
-    expire = any(name in settings for name in VALIDITY)
-    if expire or (limit is not None and limit.isdigit() and int(limit) >= FEW_FAILURES):
-        return []
-    count = f"{limit} executors" if limit is not None else "few executors (twice their number by default)"
-    return [
-        f"Spark ends the whole application after the failure of {count}, and no job can prevent it: set "
-        f"{YARN_DEFAULT} to 1000, or {VALIDITY[0]} to 10m."
-    ]
+    is_high = limit is not None and limit.isdigit() and int(limit) >= FEW_FAILURES
+    failures = "few executors (twice their number by default)" if limit is None else f"{limit} executors"
+    table = (
+        (
+            plain is not None and not is_loopback(plain),
+            f"a job's key travels to the Spark Connect server {plain} in the clear, and anyone who listens to it can "
+            "take it and join a job. Connect with sc://...;use_ssl=true.",
+        ),
+        (
+            # There Spark ends an application whose executors failed too often, whatever its jobs think.
+            _limits_containers(master) and not is_high and not any(name in settings for name in VALIDITY),
+            f"Spark ends the whole application after the failure of {failures}, and no job can prevent it: set "
+            f"{YARN_DEFAULT} to 1000, or {VALIDITY[0]} to 10m.",
+        ),
+        (
+            ADDRESS_SPACE in settings,
+            f"{ADDRESS_SPACE}={settings.get(ADDRESS_SPACE)} limits the address space of each worker, not its memory, "
+            "and frameworks reserve much more than they use, CUDA most of all: use spark.executor.memoryOverhead "
+            "instead.",
+        ),
+        (
+            not is_local and not is_encrypted,
+            "a job's key travels inside Spark's tasks, which are not encrypted here, and anyone who listens to the "
+            "network can take it and join a job. Set spark.authenticate=true and spark.network.crypto.enabled=true.",
+        ),
+    )
+    return [sentence for is_harmful, sentence in table if is_harmful]
+
+
+def _limits_containers(master: str) -> bool:
+    return master == "yarn" or master.startswith("k8s://")
 
 
 # ---- memory: whether the processes of the slots fit beside the executor. All sizes are in bytes.
@@ -131,12 +125,9 @@ LEAST_OVERHEAD = 384 * MEBIBYTE
 class ExecutorMemory:
     """What Spark's settings grant to an executor. The driver reads it; slots compare their processes with it."""
 
-    # Of the executor's JVM.
-    heap: int
-    # What the cluster manager grants beside the JVM; None: it does not count.
-    overhead: int | None
-    # Slots of one executor.
-    slots: int
+    heap: int  # of the executor's JVM
+    overhead: int | None  # what the cluster manager grants beside the JVM; None: it does not count
+    slots: int  # slots of one executor
 
     def find_shortage(
         self, worker: int, spare: int | None = None, server: int | None = None, proc: Path = Path("/proc")
@@ -215,7 +206,7 @@ def read_executor_memory(
     if gpus and device != "cpu":
         slots = min(slots, gpus * slots_per_gpu)
     master = settings.get("spark.master", "")
-    if master != "yarn" and not master.startswith("k8s://"):
+    if not _limits_containers(master):
         return ExecutorMemory(heap, None, slots)
     # In cluster mode, Spark sets the factor for Kubernetes to 0.4 for a Python program.
     default = "0.1" if master == "yarn" else settings.get("spark.kubernetes.memoryOverheadFactor", "0.1")

@@ -35,12 +35,9 @@ from spark_elastic.worker.slot_agent import SlotAgent
 class SlotTask:
     """The task of a slot, shipped to an executor."""
 
-    # The same for all slots of the job.
-    spec: SlotSpec
-    # The pickled program, fetched once by each executor.
-    program: Payload
-    # What Spark's settings leave for the processes of an executor's slots.
-    memory: ExecutorMemory
+    spec: SlotSpec  # the same for all slots of the job
+    program: Payload  # the pickled program, fetched once by each executor
+    memory: ExecutorMemory  # what Spark's settings leave for the processes of an executor's slots
 
     def __call__(self, launches: Iterable[int]) -> Iterator[str]:
         """Serve the slot launch of each number in turn; yields why each ended."""

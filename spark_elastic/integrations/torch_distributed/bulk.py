@@ -107,9 +107,8 @@ def _make_options(name: str, options: Any) -> Any:
     if given is not options and isinstance(options, int):
         given.rootRank = options
     elif given is not options and options is not None:
-        given.reduceOp = getattr(
-            options, "reduceOp", options
-        )  # a reduction, or the options of a coalesced form
+        # A reduction, or the options of a coalesced form.
+        given.reduceOp = getattr(options, "reduceOp", options)
     if hasattr(given, "asyncOp"):
         given.asyncOp = True
     return given

@@ -32,14 +32,10 @@ SHORT = FRAME - HEADING.size  # bytes of a message that fits into its frame
 class _Receive:
     """A posted receive."""
 
-    # That of the messages that it takes.
-    tag: int
-    # The rank that it takes a message from; None: any.
-    source: int | None
-    # Receives the message, which must have its size.
-    target: Operand
-    # Completed with the sender's rank.
-    future: Future[int] = field(default_factory=Future)
+    tag: int  # that of the messages that it takes
+    source: int | None  # the rank that it takes a message from; None: any
+    target: Operand  # receives the message, which must have its size
+    future: Future[int] = field(default_factory=Future)  # completed with the sender's rank
 
     def fits(self, source: int, tag: int) -> bool:
         return self.tag == tag and self.source in (None, source)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.run.call import Call, decode_results, prepare
+from spark_elastic.clusters.run.call import RunCall, decode_results, prepare
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
@@ -189,7 +189,7 @@ class Run:
         self.lines = io.StringIO()
         config = ElasticConfig(gather_timeout=60.0, lease=3.0)
         arguments = {"min_workers": 1, "stdout": self, **arguments}
-        self.call: Call = prepare(fn, given, arguments, config)
+        self.call: RunCall = prepare(fn, given, arguments, config)
         self.cluster = DeviceLauncher(
             device,
             self.call.program,

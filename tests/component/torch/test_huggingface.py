@@ -150,7 +150,7 @@ def _train(
             trained.append(state.global_step)
             print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
             if state.global_step in holds:  # rows and counters belong together here, so the world may change
-                hold(trainers[0]._elastic_state, holds[state.global_step])
+                hold(trainers[0]._adapter.state, holds[state.global_step])
 
     args = transformers.TrainingArguments(
         folder,
@@ -336,7 +336,7 @@ def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, An
             noises.append(len(net.embedding._forward_hooks))
             print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
             if state.global_step in holds:
-                hold(trainers[0]._elastic_state, holds[state.global_step])
+                hold(trainers[0]._adapter.state, holds[state.global_step])
 
     def count_rows(prediction: Any) -> dict[str, float]:
         evaluated.append(len(prediction.predictions))
@@ -382,7 +382,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
 ) -> None:
     import transformers
 
-    from spark_elastic.integrations import huggingface
+    from spark_elastic.integrations import huggingface, trainer_adapter
 
     class Trainer(huggingface.ElasticTrainer):
         def create_accelerator_and_postprocess(self) -> None:
@@ -406,7 +406,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
             return {"loss": super().forward(x).pow(2).mean()}
 
     epochs: list[float] = []  # as users' callbacks see them
-    monkeypatch.setattr(huggingface, "run", run_in_two_worlds)
+    monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     args = transformers.TrainingArguments(
         str(tmp_path), max_steps=4, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True
     )
@@ -460,7 +460,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 ) -> None:
     import transformers
 
-    from spark_elastic.integrations import huggingface
+    from spark_elastic.integrations import huggingface, trainer_adapter
 
     members = tuple(
         Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
@@ -472,7 +472,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
         InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
     ):
         huggingface.create_accelerator()
-    monkeypatch.setattr(huggingface, "run", run_in_two_worlds)
+    monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     args = transformers.TrainingArguments(str(tmp_path), report_to="none")
     trainer = huggingface.ElasticTrainer(
         torch.nn.Linear(4, 1), args, train_dataset=[{"x": torch.ones(4)}], global_batch_size=1

@@ -82,16 +82,20 @@ def train_net(
             trained.append(trainer.global_step)
             print(f"step {trainer.global_step}", flush=True)  # noqa: T201 - what the test waits for
 
-    class HoldingStrategy(ElasticStrategy):
-        def commit(self) -> None:
-            super().commit()
-            if trained and trained[-1] in holds and self._state is not None:
-                hold(self._state, holds[trained[-1]])
+    strategy = ElasticStrategy()
+    adapter: Any = strategy._adapter
+    commit = adapter.commit
 
+    def commit_and_hold() -> None:
+        commit()
+        if trained and trained[-1] in holds:
+            hold(adapter.state, holds[trained[-1]])
+
+    adapter.commit = commit_and_hold
     thawing = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02)
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=HoldingStrategy(),
+        strategy=strategy,
         max_epochs=EPOCHS,
         callbacks=[SlowSteps(), thawing],
         logger=False,
@@ -222,7 +226,7 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
     import lightning.pytorch as pl
 
     from spark_elastic.handwritten.data_loader import ElasticDataLoader
-    from spark_elastic.integrations import lightning
+    from spark_elastic.integrations import trainer_adapter
 
     class Net(pl.LightningModule):  # type: ignore[misc]
         breaks = True
@@ -244,7 +248,7 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    monkeypatch.setattr(lightning, "run", run_in_two_worlds)
+    monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
     trainer = make_fp16_trainer(scaler, tmp_path)
     rows = torch.utils.data.TensorDataset(torch.ones(8, 4))
@@ -269,7 +273,7 @@ def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> No
             return self.linear(batch[0]).mean() * (float("inf") if self.global_step == 1 else 1.0)
 
         def on_train_batch_end(self, *args: Any) -> None:
-            found.append(self.trainer.strategy._state.in_mid_step())
+            found.append(self.trainer.strategy._adapter.state.in_mid_step())
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)

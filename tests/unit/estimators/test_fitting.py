@@ -24,7 +24,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
 from spark_elastic.estimators.fitting import (
-    Training,
+    FitRun,
     _ledger_folder,
     _open_store,
     check_replicas,
@@ -102,7 +102,7 @@ def test_an_unscaled_learning_rate_is_logged_once(
         training: Any = SimpleNamespace(
             platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r"
         )
-        Training.launch(training, plan, SimpleNamespace(run_id="r"))
+        FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
 
 
@@ -119,7 +119,7 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
 
     def fit() -> None:
         with log_to_listener(lambda text: read.wait(60.0), enabled=False):
-            Training.launch(training, plan, SimpleNamespace(run_id="r"))
+            FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
         ended.set()
 
     thread = threading.Thread(target=fit)
@@ -185,8 +185,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     save = RunResult.save
     trained = '{"model": "m", "sha256": "s", "digest": "d", "history": []}'
     launched = SimpleNamespace(results=[trained], worlds=(), report=None)
-    monkeypatch.setattr(Training, "build_spec", lambda *given: None)
-    monkeypatch.setattr(Training, "launch", lambda *given: launched)
+    monkeypatch.setattr(FitRun, "build_spec", lambda *given: None)
+    monkeypatch.setattr(FitRun, "launch", lambda *given: launched)
     monkeypatch.setattr(RunResult, "save", lambda *given: (done.append("result"), save(*given)))
     return done
 
@@ -196,7 +196,7 @@ def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
     wanted = request(
         store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=transformation)
     )
-    training = Training(None, rows, wanted, framework, store, "r", None, None)  # type: ignore[arg-type]
+    training = FitRun(None, rows, wanted, framework, store, "r", None, None)  # type: ignore[arg-type]
     return training.run()
 
 
@@ -240,7 +240,7 @@ def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
 
     store = make_memory_store()
     store.filesystem.rm_file = deny
-    monkeypatch.setattr(Training, "launch", fail)
+    monkeypatch.setattr(FitRun, "launch", fail)
     with pytest.raises(ZeroDivisionError, match="of the training"):
         train(Rows(order), store)
 

@@ -1,0 +1,195 @@
+"""What a Hugging Face Trainer hands on from world to world, and what each world makes anew: `TrainerProgress`.
+
+Training thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from spark_elastic.gradients.generators import get_generators, set_generators
+from spark_elastic.integrations.trainer_adapter import TrainerAdapter
+from spark_elastic.runs.snapshot import SnapshotBuilder
+
+
+class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
+    """Counters, logs, the scale of fp16, exportable callbacks and random generators of a Trainer.
+
+    As a callback it puts right what the Trainer derives from a count of steps that begins with each world.
+    """
+
+    def __init__(self, trainer: Any, commit_every: int) -> None:
+        super().__init__(commit_every)
+        self._trainer = trainer
+        self.has_ended = False  # a callback has ended the training, whose end may come in another world
+        self._fetched: list[float] = []  # weights of the batches that were fetched and are not trained yet
+        # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
+        self.takes_count: bool | None = None
+
+    @property
+    def step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+    def forget(self) -> None:
+        self._trainer.__dict__.pop("_tr_loss", None)
+        self.has_ended = False
+
+    def capture(self, builder: SnapshotBuilder) -> dict[str, Any] | None:
+        trainer = self._trainer
+        if not hasattr(trainer, "_tr_loss"):
+            return None  # before the first step
+        state = copy.copy(trainer.state)
+        state.log_history = list(state.log_history)  # its entries stay as they are
+        scaler = trainer.accelerator.scaler
+        return {
+            "state": state,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "loss": float(trainer._tr_loss),
+            "logged loss": trainer._total_loss_scalar,
+            "logged step": trainer._globalstep_last_logged,
+            "stops": trainer.control.should_training_stop,
+            "callbacks": [copy.deepcopy(each.state()["attributes"]) for each in self._list_exportable()],
+            "random": get_generators(),
+        }
+
+    def restore_state(self) -> int:
+        """What the Trainer has made anew before it prepares model and optimizer; returns the epoch."""
+        trainer, values = self._trainer, self.pending[0]
+        fresh, trainer.state = trainer.state, copy.copy(values["state"])
+        trainer.state.log_history = list(trainer.state.log_history)
+        for name in ("is_local_process_zero", "is_world_process_zero", "max_steps", "num_train_epochs"):
+            setattr(trainer.state, name, getattr(fresh, name))
+        for callback, attributes in zip(self._list_exportable(), values["callbacks"], strict=True):
+            vars(callback).update(copy.deepcopy(attributes))
+        if trainer.accelerator.scaler is not None:
+            trainer.accelerator.scaler.load_state_dict(values["scaler"])
+        return int(self.loader.epoch)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if self.pending is None:
+            return
+        trainer, values = self._trainer, self.pending[0]
+        trainer._tr_loss.fill_(values["loss"])
+        trainer._total_loss_scalar = values["logged loss"]
+        trainer._globalstep_last_logged = values["logged step"]
+        trainer._initial_global_step = 0
+        self.has_ended = values["stops"]
+        set_generators(values["random"])
+        self.finish_restoring()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if self.loader is not None:
+            state.epoch = self.loader.epoch + self.loader.step / len(self.loader)
+
+    def undo_preparation(self, forward: Any) -> None:
+        """Take away what the Trainer has made for a former world, which may have ended in the middle of its work.
+
+        Args:
+            forward: the model's attribute before the first world; None: it had none of its own.
+        """
+        trainer = self._trainer
+        trainer.__dict__.pop("_eval_dataloaders", None)  # they have the rows of this rank in that world
+        noise = trainer.__dict__.pop("neftune_hook_handle", None)
+        if noise is not None:
+            noise.remove()
+        trainer.model.__dict__.pop("forward", None)  # that of mixed precision
+        if forward is not None:
+            trainer.model.forward = forward
+        self._unwrap_model()
+
+    def _unwrap_model(self) -> None:
+        """Put the model back wherever a module of this Trainer, such as a loss of Sentence Transformers, keeps the
+        wrapper of a former world: whoever put it there puts that of the new world there, too."""
+        trainer = self._trainer
+        wrapper, trainer.model_wrapped = trainer.model_wrapped, trainer.model
+        if wrapper is trainer.model:
+            return
+        for holder in list(_list_modules(trainer)):
+            for attributes in (vars(holder), holder._modules):
+                for name in [name for name, value in attributes.items() if value is wrapper]:
+                    attributes[name] = trainer.model
+
+    def _list_exportable(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+    # ---- the loss: normalized by a count of items over all ranks, if the model takes that count
+
+    def fetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a step, which the Trainer trains once it has all."""
+        self._fetched.clear()
+        for batch in batches:
+            self._fetched.append(self.loss_weight)
+            yield batch
+
+    def compute_own(self, compute: Callable[[Any], Any], count: Any, return_outputs: bool) -> Any:
+        """The Trainer's own loss.
+
+        The Trainer gives the count of items to each model whose forward takes **kwargs, and multiplies the loss by the
+        number of ranks, as if every such model divided by that count: from one that averages by itself it is withheld.
+
+        Args:
+            compute: takes a count of items.
+        """
+        count = None if self.takes_count is False else count
+        result = compute(count)
+        if self.takes_count is None and isinstance(count, torch.Tensor) and count.requires_grad:
+            loss = result[0] if return_outputs else result
+            self.takes_count = _depends_on(loss, count)
+            trainer = self._trainer
+            if not self.takes_count and trainer.args.average_tokens_across_devices:
+                loss = loss / max(trainer.accelerator.num_processes, trainer.args.n_gpu)
+                return (loss, *result[1:]) if return_outputs else loss
+        return result
+
+    def compute_weighted(
+        self, compute: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        """A mean over this rank's rows is weighted; a loss that is normalized over all ranks is not.
+
+        Args:
+            compute: the Trainer's `compute_loss`, which may be the user's own.
+        """
+        weight, count = self._fetched.pop(0) if self._fetched else 1.0, num_items_in_batch
+        if self.takes_count is False:
+            count = None
+        elif self.takes_count is None and count is not None:
+            count = torch.as_tensor(count).detach().float().requires_grad_()
+        loss = compute(model, inputs, num_items_in_batch=count)
+        if count is not None:
+            if self.takes_count is None:  # by a `compute_loss` that does without the Trainer's
+                self.takes_count = _depends_on(loss, count)
+            if self.takes_count:
+                return loss
+        if num_items_in_batch is not None and getattr(self._trainer, "loss_is_scaled_for_ga", None) is None:
+            # The Trainer believes that the count did this.
+            weight /= self._trainer.current_gradient_accumulation_steps
+        return loss * weight
+
+
+def _list_modules(trainer: Trainer) -> Iterator[torch.nn.Module]:
+    """The modules that a Trainer keeps as attributes, or in a list or dict there, with all that are in them."""
+    for value in vars(trainer).values():
+        parts = list(value.values()) if isinstance(value, dict) else value
+        for part in parts if isinstance(parts, list | tuple) else [value]:
+            if isinstance(part, torch.nn.Module):
+                yield from part.modules()
+
+
+def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether the graph of a loss reaches that tensor."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if getattr(node, "variable", None) is leaf:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return False

@@ -1,0 +1,140 @@
+"""Another library's trainer on elastic workers, whichever it is: `TrainerAdapter`.
+
+The adapter owns the worlds of one training, its commits, and what each rank's loss weighs. The trainer runs anew in
+each world, so the newest commit waits until it can be restored. A trainer's own module says what its progress is, and
+how to restore it. Training thread only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.handwritten.torch_state import TorchState, get_handler_registry, run
+from spark_elastic.runs.handlers import Registry, SnapshotHandler
+from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
+
+R = TypeVar("R")
+
+
+class TrainerAdapter(ABC):
+    """One training by a trainer, in world after world."""
+
+    # Whether `capture` adds memory.
+    has_memory = False
+
+    def __init__(self, commit_every: int) -> None:
+        """
+        Args:
+            commit_every: optimizer steps from commit to commit.
+
+        Raises:
+            InvalidInput: that is no number of steps.
+        """
+        if commit_every < 1:
+            raise InvalidInput(f"commit_every is {commit_every}: give a number of steps, at least 1.")
+        self.commit_every = commit_every
+        self.loader: Any = (
+            None  # an ElasticDataLoader, the rows of all epochs; None before the first training
+        )
+        self.state: TrainerState | None = None  # what the worlds hand on; None outside of training
+        # A commit (its values, their memory) that the trainer has not restored yet; None: live values are newer.
+        self.pending: Any = None
+        self.has_begun = False  # a world came before this one
+        self._committed_step = 0
+
+    @abstractmethod
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        """The trainer's progress, as by `SnapshotHandler.capture`; None before it has any."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Number of optimizer steps that the trainer has made."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The trainer's live values are void: training begins, or goes back to a commit."""
+
+    def list_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are no values of the state."""
+        return []
+
+    def train_in_worlds(self, train: Callable[[], R], **values: Any) -> R:
+        """Train in world after world, until the last step.
+
+        Args:
+            train: trains in one world, from what `restore` has found.
+            values: those of the state that stay through all worlds, such as model=.
+        """
+        self.pending, self.has_begun, self._committed_step = None, False, 0
+        self.forget()
+        self.state = TrainerState(adapter=self, **values)
+        try:
+            return run(lambda _: train())(self.state)
+        finally:
+            self.state = None
+
+    def restore(self) -> bool:
+        """Go back to the newest commit, also where no worker was lost: the trainer makes everything again. Whether
+        there is progress in it, which waits in `pending`."""
+        assert self.state is not None
+        if self.has_begun:
+            self.state.restore()
+        self.has_begun = True
+        return self.pending is not None
+
+    def finish_restoring(self) -> None:
+        """The trainer has restored what was pending."""
+        self.pending, self._committed_step = None, self.step
+
+    def is_due(self) -> bool:
+        """Whether a commit is due after what the trainer has just done: none is before a step ends."""
+        return self.step // self.commit_every > self._committed_step // self.commit_every
+
+    def commit(self) -> None:
+        if self.state is not None:
+            self._committed_step = self.step
+            self.state.commit()
+
+    @property
+    def loss_weight(self) -> float:
+        """By which the mean loss of the newest batch is multiplied: the ranks' average is then that of all rows."""
+        return 1.0 if self.loader is None else self.loader.loss_weight
+
+
+class _AdapterHandler(SnapshotHandler):
+    """A commit waits until the trainer restores it."""
+
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        adapter: TrainerAdapter = self.value
+        if adapter.pending is None:
+            return None, adapter.capture(builder)
+        values, memory = adapter.pending
+        return None if memory is None else builder.add(memory), values
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        adapter: TrainerAdapter = self.value
+        adapter.forget()
+        place, commit = values
+        memory = memory if place is None else place.of(memory)
+        adapter.pending = None if commit is None else (commit, memory.copy() if adapter.has_memory else None)
+
+
+class TrainerState(TorchState):
+    """The state of a training: its adapter, whose commits have the position of a loader, and what all worlds keep."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, ElasticDataLoader) or super().__contains__(value)
+
+    @property
+    def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
+        return [(TrainerAdapter, _AdapterHandler), *get_handler_registry()]
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [*super()._optimizers(), *self._handlers["adapter"].value.list_optimizers()]
