@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from spark_elastic.clock import SystemClock
@@ -16,18 +14,16 @@ from spark_elastic.protocol.commands import (
     End,
     JobOutcome,
     PublishWorld,
-    ReleaseSlot,
     StopWorker,
 )
 from spark_elastic.protocol.messages import (
     RegisterSlot,
     RequestNextWorld,
     WorkerDone,
-    WorkerExited,
     WorkerFailed,
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, SlotId
-from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+from tests.unit.protocol.driver_bench import Bench, at, name
 
 TWO_HOSTS = (("host-1", 2), ("host-2", 2))
 ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
@@ -41,7 +37,7 @@ def _slots(bench: Bench, *jobs: int) -> None:
 
 
 def _bench(**limits: object) -> Bench:
-    bench = Bench(replace(FOUR, **limits))  # type: ignore[arg-type]
+    bench = Bench(**limits)  # type: ignore[arg-type]
     bench.on(on.HostsDiscovered(0, TWO_HOSTS))
     return bench
 
@@ -129,10 +125,10 @@ def test_host_shutdown_on_worker_failure() -> None:
     bench = _bench(cooldown_range=(20.0, 60.0))
     _slots(bench, 1, 2, 3, 4)
     bench.form()
-    bench.on(WorkerExited(name(1).slot, name(1), 1))
-    assert not bench.find_commands(ReleaseSlot)
-    bench.on(WorkerExited(name(2).slot, name(2), 1))
-    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "2-0"}
+    bench.exit(name(1), 1)
+    assert not bench.released
+    bench.exit(name(2), 1)
+    assert set(bench.released) == {"1-0", "2-0"}
 
 
 @pytest.mark.scenario("U1")
@@ -196,7 +192,7 @@ def test_blacklist_host() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     for job in (1, 2):
-        bench.on(WorkerExited(name(job).slot, name(job), 1))
+        bench.exit(name(job), 1)
         bench.on(on.LaunchEnded(0, job, "released"))
     for job in (5, 6):
         bench.on(RegisterSlot(SlotId(f"{job}-0"), "host-1", job))

@@ -324,7 +324,7 @@ def test_a_failing_store_costs_one_warning(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     """The store has room for three checkpoints. Three are kept, so a fourth needs the room of one of them."""
-    store, bench = make_memory_store(), Bench(replace(FOUR, checkpoints_kept=3))
+    store, bench = make_memory_store(), Bench(checkpoints_kept=3)
     bench.start(1, 2, 3, 4)
     limit_room(store, 5000)  # and for two lists
     run = OwnedRun.acquire(store, "r")

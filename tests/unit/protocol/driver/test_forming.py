@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, NotifyUser, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
-from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerStarted, WorldFormed
+from spark_elastic.protocol.messages import Heartbeat, WorldFormed
 from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -23,7 +23,7 @@ def _find_killed(bench: Bench) -> set[str]:
 def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
     bench.regroup(7, name(1))
@@ -33,7 +33,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
 def test_the_last_member_with_the_state_is_not_evicted_while_only_members_without_state_came_back() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2, 3)
-    bench.on(WorkerExited(name(3).slot, name(3), -9))
+    bench.exit(name(3), -9)
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
     bench.wait(SHORT.regroup_timeout + 1.0, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
@@ -42,7 +42,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_only_members_withou
 def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, heartbeats_of=[1, 2])
     assert _find_killed(bench) == {name(1)}
 
@@ -61,7 +61,7 @@ def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came
 def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
     bench = Bench(replace(SHORT, regroup_timeout=600.0))
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     for _ in range(int(SHORT.lease / 0.1) + 5):
         bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))
         bench.wait(0.1, heartbeats_of=[2])
@@ -88,9 +88,8 @@ def _keep_rank_0_busy(bench: Bench, step: int) -> None:
     if bench.find_commands(End):
         return
     job, started = int(zero[0]), int(zero.rpartition(".")[2])
-    bench.on(WorkerExited(zero.slot, zero, -9))
-    bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
-    bench.join(name(job, started + 1))
+    bench.exit(zero, -9)
+    bench.restart(name(job, started + 1))
     bench.form()
 
 
@@ -112,7 +111,7 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
 
 
 def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
-    bench = Bench(replace(FOUR, gather_timeout=5.0))
+    bench = Bench(gather_timeout=5.0)
     bench.start_warm(1, 2)
     bench.wait(5.1, heartbeats_of=[1, 2])
     (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
@@ -122,7 +121,7 @@ def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
 
 
 def test_a_wait_for_workers_that_still_import_asks_for_no_cores() -> None:
-    bench = Bench(replace(FOUR, min_workers=2, gather_timeout=5.0))
+    bench = Bench(min_workers=2, gather_timeout=5.0)
     bench.slot(1)
     bench.slot(2)
     bench.wait(6.0, heartbeats_of=[1, 2])
@@ -131,7 +130,7 @@ def test_a_wait_for_workers_that_still_import_asks_for_no_cores() -> None:
 
 
 def test_a_wait_for_min_workers_is_announced_once_and_again_after_the_next_loss() -> None:
-    bench = Bench(replace(FOUR, min_workers=2, gather_timeout=5.0))
+    bench = Bench(min_workers=2, gather_timeout=5.0)
     bench.wait(12.0)
     (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
     assert told.startswith("0 workers are there and 2 are needed (min_workers)")

@@ -14,8 +14,7 @@ from spark_elastic.protocol.commands import (
     PublishWorld,
     StopWorker,
 )
-from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerFailed
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 WHOLE = replace(FOUR, all_results=True, cooldown_range=(1.0, 1.0))
@@ -29,14 +28,13 @@ def _finish(bench: Bench, *workers: str, step: int = 0) -> None:
 def _raise(bench: Bench, worker: str, step: int | None = 0) -> None:
     position = at(step) if step is not None else None
     bench.on(WorkerFailed(worker, bench.fence, position, "print", "Traceback\nValueError: rank 1"))
-    bench.on(WorkerExited(worker.slot, worker, 1))
+    bench.exit(worker, 1)
 
 
 def _replace(bench: Bench, job: int, started: int) -> str:
     """The slot's next worker comes."""
     worker = name(job, started)
-    bench.on(WorkerStarted(SlotId(f"{job}-0"), worker))
-    bench.join(worker)
+    bench.restart(worker)
     bench.wait(1.1, heartbeats_of=[1, 2, 3, 4])
     return worker
 
@@ -63,7 +61,7 @@ def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
 def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(first: str) -> None:
     bench = _start_three()
     _finish(bench, first)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     (abort,) = bench.find_commands(AbortWorld)
     assert name(2) in abort.reason
     _finish(bench, *(worker for worker in (name(1), name(3)) if worker != first))
@@ -80,7 +78,7 @@ def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(
 def test_r15_a_member_lost_after_its_result_counts_as_done() -> None:
     bench = _start_three()
     _finish(bench, name(2))
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     assert not bench.find_commands(AbortWorld)
     _finish(bench, name(1), name(3))
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
@@ -131,11 +129,11 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(
 ) -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), code))
+    bench.exit(name(2), code)
     _finish(bench, name(1))
     newcomer = _replace(bench, 2, 2)
     bench.form()
-    bench.on(WorkerExited(newcomer.slot, newcomer, code))
+    bench.exit(newcomer, code)
     assert [end.outcome for end in bench.find_commands(End)] == ([outcome] if outcome else [])
     assert (
         not outcome
@@ -146,7 +144,7 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(
 def test_the_only_worker_did_not_raise_if_its_function_ended_the_process() -> None:
     bench = Bench(replace(WHOLE, num_workers=1, max_workers=1))
     bench.start(1)
-    bench.on(WorkerExited(name(1).slot, name(1), 0))
+    bench.exit(name(1), 0)
     assert bench.end.reason == "the only worker of world 1 ended with exit code 0, at the beginning"
 
 
@@ -171,12 +169,12 @@ def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:
 def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), 5))
+    bench.exit(name(2), 5)
     bench.join(name(1), bench.fence, at(7))
     newcomer = _replace(bench, 2, 2)
     assert bench.members() == [name(1), newcomer]
     bench.form()
-    bench.on(WorkerExited(newcomer.slot, newcomer, 5))
+    bench.exit(newcomer, 5)
     assert not bench.find_commands(End)
 
 
