@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -111,19 +111,22 @@ def _fail_if_called(state: State) -> None:
     raise AssertionError("training began")
 
 
-def test_values_that_cannot_be_checkpointed_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: StateWithOwnHandler(mine={}), "the handler of 'mine' takes no part"),
+        (UserState, "this one is a UserState"),
+    ],
+)
+def test_values_that_cannot_be_checkpointed_are_refused_by_name(
+    make: Callable[[], State], sentence: str
+) -> None:
     stage = FakeDriver(1)
     stage.checkpointer = Checkpointer(
         make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
-    with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
-        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(StateWithOwnHandler(mine={})))
-    stage = FakeDriver(1)
-    stage.checkpointer = Checkpointer(
-        make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
-    )
-    with pytest.raises(InvalidInput, match="this one is a UserState"):
-        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(UserState()))
+    with pytest.raises(InvalidInput, match=sentence):
+        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(make()))
 
 
 def test_checkpoints_of_another_state_are_refused() -> None:

@@ -40,22 +40,18 @@ def test_a_heartbeat_exists_while_its_block_runs() -> None:
     assert not store.exists(NAME)
 
 
-def test_the_wait_lasts_until_the_heartbeat_is_stale() -> None:
+@pytest.mark.parametrize(("until", "tolerance"), [(100, STALE_AFTER), (0, LOOK_EVERY)])
+def test_the_wait_lasts_until_the_heartbeat_is_stale(until: float, tolerance: float) -> None:
+    """One that is absent is."""
     store = make_memory_store()
 
     def write_heartbeat(now: float) -> None:
-        if now < 100:
+        if now < until:
             store.write_bytes(NAME, str(int(now / (STALE_AFTER - 1))).encode())
 
     clock = ClockWithAction(write_heartbeat)
     wait_until_stale(store, NAME, clock)
-    assert clock.now() == pytest.approx(100 + STALE_AFTER, abs=STALE_AFTER)
-
-
-def test_an_absent_heartbeat_is_stale() -> None:
-    clock = FakeClock()
-    wait_until_stale(make_memory_store(), NAME, clock)
-    assert clock.now() == pytest.approx(STALE_AFTER, abs=LOOK_EVERY)
+    assert clock.now() == pytest.approx(until + STALE_AFTER, abs=tolerance)
 
 
 def test_a_failing_store_does_not_make_a_heartbeat_stale(monkeypatch: pytest.MonkeyPatch) -> None:
