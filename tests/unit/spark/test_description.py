@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs, mark_jobs, set_description
+from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs, set_description
 from spark_elastic.clusters.spark.launcher import SparkLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.testing.fakes import FakeClock
@@ -38,15 +38,6 @@ def test_the_callers_description_is_restored(before: str | None) -> None:
     with describe_jobs(session, "writes rows"):
         assert sc[DESCRIPTION].startswith("spark_elastic writes rows")
     assert sc[DESCRIPTION] == before
-
-
-def test_the_tag_of_a_slot_does_not_stay_with_later_jobs_of_its_thread() -> None:
-    tags: set[str] = set()
-    sc: Any = Properties()
-    sc.addJobTag, sc.removeJobTag = tags.add, tags.remove
-    with mark_jobs(sc, "RUN slot 3", "ours"):
-        assert tags == {"ours"}
-    assert (tags, sc[DESCRIPTION]) == (set(), None)
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -39,18 +39,19 @@ def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line(cause: str) -
     assert "\n" not in end.reason
 
 
-def test_a_task_that_raised_lost_no_executor() -> None:
-    assert classify_error("org.apache.spark.SparkException: Job aborted: ValueError: no") == SlotOutcome(
-        "org.apache.spark.SparkException: Job aborted: ValueError: no"
-    )
+RAISED = "org.apache.spark.SparkException: Job aborted: ValueError: no"
+STOPPED = SlotOutcome("the SparkContext was stopped", cancelled=True)
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "outcome"),
     [
-        "Job 3 cancelled because SparkContext was shut down",
-        "java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.",
+        (RAISED, SlotOutcome(RAISED)),  # lost no executor
+        ("Job 3 cancelled because SparkContext was shut down", STOPPED),
+        ("java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.", STOPPED),
     ],
 )
-def test_a_stopped_context_counts_as_a_cancel(text: str) -> None:
-    assert classify_error(text) == SlotOutcome("the SparkContext was stopped", cancelled=True)
+def test_a_stopped_context_counts_as_a_cancel_and_a_task_that_raised_does_not(
+    text: str, outcome: SlotOutcome
+) -> None:
+    assert classify_error(text) == outcome

@@ -55,26 +55,30 @@ def test_the_overhead_of_pods_is_what_spark_gives_them(given: dict[str, str], ov
     assert read_executor_memory(settings).overhead == int(8 * G * overhead)
 
 
-def test_a_memory_shortage_names_the_setting_and_an_amount() -> None:
-    said = explain_shortage(ExecutorMemory(G, 384 * M, 1), 800 * M, M, None, None)
-    assert said is not None
-    assert "800m" in said
-    assert "set spark.executor.memoryOverhead to 1200m" in said
-    assert explain_shortage(ExecutorMemory(G, 800 * M, 1), 800 * M, M, None, None) is None
-
-
-def test_the_limit_of_the_container_counts_too() -> None:
-    said = explain_shortage(ExecutorMemory(G, None, 2), 800 * M, M, None, G + 500 * M)
-    assert said is not None
-    assert "500m beside its JVM" in said
-    assert explain_shortage(ExecutorMemory(G, None, 2), 800 * M, M, None, 4 * G) is None
-
-
-def test_a_nearly_full_address_space_is_reported() -> None:
-    said = explain_shortage(ExecutorMemory(G, None, 1), M, 900 * M, G, None)
-    assert said is not None
-    assert "spark.executor.pyspark.memory" in said
-    assert explain_shortage(ExecutorMemory(G, None, 1), M, 700 * M, G, None) is None
+@pytest.mark.parametrize(
+    ("memory", "used", "address_space", "limits", "says"),
+    [
+        (
+            ExecutorMemory(G, 384 * M, 1),
+            800 * M,
+            M,
+            (None, None),
+            "set spark.executor.memoryOverhead to 1200m",
+        ),
+        (ExecutorMemory(G, 800 * M, 1), 800 * M, M, (None, None), None),
+        (ExecutorMemory(G, None, 2), 800 * M, M, (None, G + 500 * M), "500m beside its JVM"),
+        (ExecutorMemory(G, None, 2), 800 * M, M, (None, 4 * G), None),
+        (ExecutorMemory(G, None, 1), M, 900 * M, (G, None), "spark.executor.pyspark.memory"),
+        (ExecutorMemory(G, None, 1), M, 700 * M, (G, None), None),
+    ],
+)
+def test_a_memory_shortage_names_the_setting_and_an_amount(
+    memory: ExecutorMemory, used: int, address_space: int, limits: tuple[int | None, ...], says: str | None
+) -> None:
+    """Of the manager's grant, of the container, and of the address space."""
+    said = explain_shortage(memory, used, address_space, *limits)
+    assert said is None if says is None else said is not None and says in said
+    assert said is None or used != 800 * M or "800m" in said
 
 
 def test_memory_is_measured_for_running_processes_only() -> None:

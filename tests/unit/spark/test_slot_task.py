@@ -28,17 +28,26 @@ def process(proc: Path, pid: int, parent: int, *words: str) -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} (a name) with) S {parent} 1 1 0")
 
 
-def test_the_executor_is_found_in_the_ancestors_command_line(tmp_path: Path) -> None:
-    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
-    process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
-    process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
-    assert find_host(ADDRESS, tmp_path) == ("12", 60)
+DAEMON = ("python", "-m", "pyspark.daemon")
+HIDDEN = (f"{ADDRESS}-{socket.gethostname()}", 0)
+EXECUTOR = ("java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
 
 
-def test_in_local_mode_the_executor_id_is_driver(tmp_path: Path) -> None:
-    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
-    process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
-    assert find_host(ADDRESS, tmp_path) == ("driver", 70)
+@pytest.mark.parametrize(
+    ("processes", "found"),
+    [
+        ([(os.getpid(), 70, *DAEMON), (70, 60, *DAEMON), (60, 1, *EXECUTOR)], ("12", 60)),
+        ([(os.getpid(), 70, *DAEMON), (70, 1, "java", "SparkSubmit", "pyspark-shell")], ("driver", 70)),
+        ([], HIDDEN),  # all of /proc
+        ([(os.getpid(), 1, *DAEMON)], HIDDEN),  # an isolated one, as platforms start it, is no local mode
+    ],
+)
+def test_the_executor_is_found_in_the_ancestors_command_line(
+    processes: list[Any], found: tuple[str, int], tmp_path: Path
+) -> None:
+    for each in processes:
+        process(tmp_path, *each)
+    assert find_host(ADDRESS, tmp_path) == found
 
 
 def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Path) -> None:
@@ -54,19 +63,10 @@ def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Pa
     assert ids == {"10.0.0.1-aaaaaaaa", "10.0.0.2-aaaaaaaa", "10.0.0.1-bbbbbbbb"}
 
 
-def test_a_host_that_hides_all_of_proc_is_known_by_address_and_name(tmp_path: Path) -> None:
-    assert find_host(ADDRESS, tmp_path) == (f"{ADDRESS}-{socket.gethostname()}", 0)
-
-
-def test_ancestors_without_a_java_belong_to_no_local_mode(tmp_path: Path) -> None:
-    process(
-        tmp_path, os.getpid(), 1, "python", "-m", "pyspark.daemon"
-    )  # an isolated one, as platforms start it
-    assert find_host(ADDRESS, tmp_path)[0].startswith(f"{ADDRESS}-")
-
-
 def test_the_address_towards_a_driver_on_this_machine_is_loopback() -> None:
     assert find_address_towards("127.0.0.1", 7) == "127.0.0.1"
+    with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
+        find_address_towards("no-such-host.invalid", 7077)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,3 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
     task = SlotTask(spec, InlinePayload(b""), ExecutorMemory(heap=1, overhead=None, slots=1))
     assert list(task([3])) == ["released"]
     assert [identity.address for identity in registered] == [ADDRESS]
-
-
-def test_an_unknown_host_name_is_named_with_its_port() -> None:
-    with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
-        find_address_towards("no-such-host.invalid", 7077)
