@@ -22,22 +22,15 @@ def test_r10_an_older_abort_is_ignored() -> None:
     assert state.find_next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1"))
 
 
-def test_the_first_reason_of_an_abort_stays() -> None:
-    state = ServerState(1)
-    state.publish(_world(1, "1-0.1"))
-    state.abort(Fence(1, 1), "first")
-    state.abort(Fence(1, 1), "second")
-    assert state.get_end_reason(Fence(1, 1)) == "first"
-
-
-def test_the_end_of_the_job_answers_every_wait() -> None:
-    state = ServerState(1)
-    state.publish(_world(1, "1-0.1"))
-    state.end("done")
-    state.end("done again")
-    assert state.get_end_reason(Fence(1, 1)) == "done"
-    assert state.get_stop_reason("1-0.1") == "done"
-    assert state.get_commands("1-0", 0) == SlotCommands(0, (), "done")
+def test_the_first_reason_of_an_abort_and_of_the_jobs_end_stays() -> None:
+    for decide in (lambda state, reason: state.abort(Fence(1, 1), reason), ServerState.end):
+        state = ServerState(1)
+        state.publish(_world(1, "1-0.1"))
+        decide(state, "first")
+        decide(state, "second")
+        assert state.get_end_reason(Fence(1, 1)) == "first"
+    assert state.get_stop_reason("1-0.1") == "first"
+    assert state.get_commands("1-0", 0) == SlotCommands(0, (), "first")
 
 
 def test_the_command_to_stop_a_worker_reaches_its_slot() -> None:

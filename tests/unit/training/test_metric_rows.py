@@ -43,7 +43,7 @@ def test_metric_rows_may_have_no_columns() -> None:
     assert run_in_world(2, take_rows) == [([{"loss": [1.5, 3]}] * 2, [])] * 2
 
 
-def test_a_broken_exchange_leaves_no_rows() -> None:
+def test_neither_a_broken_exchange_nor_a_discard_leaves_rows() -> None:
     class BrokenGroup:
         def allgather_bytes(self, data: bytes) -> list[bytes]:
             raise CollectiveError([1], "gone")
@@ -57,9 +57,6 @@ def test_a_broken_exchange_leaves_no_rows() -> None:
         part.gather(BrokenGroup())
     part.gather(Echo())
     assert part.pop_gathered() == ([], [])
-
-
-def test_discarded_rows_are_forgotten() -> None:
-    part = fill_rows(2)
-    part.discard()
-    assert part.pop_gathered() == ([], [])
+    discarded = fill_rows(2)
+    discarded.discard()
+    assert discarded.pop_gathered() == ([], [])
