@@ -174,13 +174,6 @@ def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() 
     assert bench.world.source is None
 
 
-def test_without_survivors_training_begins_from_the_start_and_the_reason_says_so() -> None:
-    bench = Bench(num_workers=1, max_workers=1)
-    bench.start(1)
-    bench.exit(name(1), -9)
-    bench.restart(name(1, 2))
-    assert bench.world.source is None
-    assert "the next starts from the beginning" in bench.world.reason
 
 
 def test_reset_limit_counts_new_worlds() -> None:
@@ -257,17 +250,6 @@ def test_a_planned_change_that_is_undone_changes_nothing() -> None:
     assert bench.world.receivers == ()
 
 
-def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
-    bench.start_warm(4)
-    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, name(1))
-    bench.exit(name(2), -9)
-    assert len(bench.find_commands(AbortWorld)) == 1
-    bench.regroup(5, name(3))
-    assert bench.members() == [name(1), name(3), name(4)]
-    assert bench.world.source == 0
 
 
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
@@ -281,17 +263,6 @@ def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     assert "did not come to the planned stop" in bench.find_commands(AbortWorld)[0].reason
 
 
-@pytest.mark.parametrize("whole_host", [True, False])
-def test_a_draining_member_leaves_at_a_boundary(whole_host: bool) -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
-    target = {"host": "h2"} if whole_host else {"worker": name(2)}
-    bench.on(on.DrainRequested(0, "decommissioning", **target))
-    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
-    assert bench.members() == [name(1), name(3), name(4)]
-    assert [type(command) for command in bench.commands] == [PublishWorld, StopWorker, ReleaseSlot]
-    assert not bench.find_commands(AbortWorld)
 
 
 def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
