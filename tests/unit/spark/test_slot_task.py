@@ -1,3 +1,5 @@
+"""The host and the address of a slot job, and how it ended, read off Spark's own words."""
+
 from __future__ import annotations
 
 import os
@@ -14,7 +16,8 @@ from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
 from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
-from spark_elastic.clusters.spark.slot_task import SlotTask, find_host
+from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
+from spark_elastic.driver.thread_launcher import SlotOutcome
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
@@ -122,3 +125,51 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
     task = SlotTask(spec, InlinePayload(b""), ExecutorMemory(heap=1, overhead=None, slots=1))
     assert list(task([3])) == ["released"]
     assert [identity.address for identity in registered] == [ADDRESS]
+
+
+LOST = (
+    "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
+    ": org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 3.0 failed 1 times, most "
+    "recent failure: Lost task 0.0 in stage 3.0 (TID 3): ExecutorLostFailure (executor 1 exited)\n\tat scala..."
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[SPARK_JOB_CANCELLED] Job 5 cancelled part of cancelled job group g SQLSTATE: XXKDA",
+        "org.apache.spark.SparkException: Job 4 cancelled as part of cancellation of all jobs: it was cancelled",
+        "org.apache.spark.SparkException: Job 2 cancelled because Stage 7 was cancelled",
+        "(org.apache.spark.SparkSQLException) [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008",
+    ],
+)
+def test_a_cancelled_job_is_distinguished_from_a_lost_one(text: str) -> None:
+    end = classify_error(text)
+    assert (end.cancelled, end.executor_lost) == (True, False)
+    assert text.splitlines()[0] in end.reason
+
+
+@pytest.mark.parametrize("cause", ["exited", "exited caused by: its container was cancelled"])
+def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line(cause: str) -> None:
+    end = classify_error(LOST.replace("exited", cause))
+    assert (end.cancelled, end.executor_lost) == (False, True)
+    assert end.reason.startswith("Lost task 0.0 in stage 3.0 (TID 3): ExecutorLostFailure (executor 1 exited")
+    assert "\n" not in end.reason
+
+
+RAISED = "org.apache.spark.SparkException: Job aborted: ValueError: no"
+STOPPED = SlotOutcome("the SparkContext was stopped", cancelled=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        (RAISED, SlotOutcome(RAISED)),  # lost no executor
+        ("Job 3 cancelled because SparkContext was shut down", STOPPED),
+        ("java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.", STOPPED),
+    ],
+)
+def test_a_stopped_context_counts_as_a_cancel_and_a_task_that_raised_does_not(
+    text: str, outcome: SlotOutcome
+) -> None:
+    assert classify_error(text) == outcome

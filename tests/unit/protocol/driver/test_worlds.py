@@ -1,4 +1,4 @@
-"""How long a member is waited for that runs but does not come, and what is done with it then."""
+"""Who is in a world, at which rank, and how long a member is waited for that does not come."""
 
 from __future__ import annotations
 
@@ -8,10 +8,139 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, NotifyUser, PublishWorld, StopWorker
-from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
+from spark_elastic.protocol.driver.forming import (
+    LAST_STATE_FACTOR,
+    SHORT_TIMEOUT,
+    ChosenWorker,
+    assign_ranks,
+    choose_members,
+    find_source,
+    format_names,
+    group_by_machine,
+)
+from spark_elastic.protocol.driver.state import WorkerRecord
 from spark_elastic.protocol.messages import Heartbeat, WorldFormed
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import Limits, Position, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+
+
+def _workers(spec: str) -> list[WorkerRecord]:
+    """ "A5 b5": A at step 5, b the same but draining; "N": a newcomer."""
+    return [
+        WorkerRecord(
+            word[0],
+            f"s{word[0]}",
+            "h",
+            0.0,
+            position=at(int(word[1:])) if word[1:] else None,
+            draining="asked" if word[0].islower() else "",
+        )
+        for word in spec.split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("survivors", "newcomers", "least", "most", "chosen"),
+    [
+        ("A5 B5", "N O", 1, 4, "ABNO"),
+        ("A5 B5", "N O P", 1, 4, "ABNO"),  # no more than fit
+        ("A5 B5 C5", "", 1, 3, "ABC"),
+        ("A5 b5", "", 1, 4, "A"),  # who drains leaves
+        ("A5 b5", "", 2, 4, "Ab"),  # unless it is needed
+        ("A5 b5", "N", 2, 4, "AN"),
+        ("a5", "", 1, 4, "a"),  # no worker could take its state
+        ("a5", "N", 1, 4, "aN"),  # it hands its state on first
+        ("a5 b5", "N O", 1, 2, "aN"),  # and makes room
+        ("a5 B4", "", 1, 4, "aB"),  # the newest state is kept
+        ("A5 b5 C5", "N", 1, 3, "ACN"),  # order of rank
+        ("A5", "N", 1, 1, "A"),
+    ],
+)
+def test_members_are_survivors_then_newcomers(
+    survivors: str, newcomers: str, least: int, most: int, chosen: str
+) -> None:
+    limits = Limits(num_workers=most, min_workers=least, max_workers=most)
+    found = choose_members(_workers(survivors), _workers(newcomers), limits)
+    assert "".join(worker.worker for worker in found) == chosen
+
+
+def test_r08_a_world_is_no_larger_than_its_batch() -> None:
+    limits = Limits(num_workers=4, min_workers=1, max_workers=4, max_global_batch=2)
+    assert len(choose_members([], _workers("N O P"), limits)) == 2
+
+
+def test_long_lists_of_names_are_shortened() -> None:
+    assert format_names(["a", "b"]) == "a, b"
+    assert format_names([str(i) for i in range(10)], most=2) == "0, 1 and 8 more"
+
+
+def _places(hosts: str) -> list[ChosenWorker]:
+    return [ChosenWorker(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local", "cross"),
+    [
+        ("a", [(0, 1)], [(0, 1)]),
+        ("aab", [(0, 2), (1, 2), (0, 1)], [(0, 2), (0, 1), (1, 2)]),
+        ("aba", [(0, 2), (0, 1), (1, 2)], [(0, 2), (1, 2), (0, 1)]),
+        ("abb", [(0, 1), (0, 2), (1, 2)], [(0, 2), (1, 2), (0, 1)]),
+        ("abcabc", [(0, 2)] * 3 + [(1, 2)] * 3, [(0, 3), (1, 3), (2, 3)] * 2),
+    ],
+)
+def test_local_and_cross_ranks_follow_the_machines(
+    hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
+) -> None:
+    members = assign_ranks(_places(hosts))
+    assert [m.rank for m in members] == list(range(len(hosts)))
+    assert [(m.local_rank, m.local_size) for m in members] == local
+    assert [(m.cross_rank, m.cross_size) for m in members] == cross
+
+
+def test_executors_of_one_machine_share_its_local_ranks() -> None:
+    places = [
+        ChosenWorker(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")
+    ]
+    members = assign_ranks(places)
+    assert [(m.local_rank, m.local_size) for m in members] == [(0, 2), (1, 2), (0, 1)]
+    assert [(m.cross_rank, m.cross_size) for m in members] == [(0, 2), (0, 1), (1, 2)]
+    assert [m.host for m in members] == ["executor 0", "executor 1", "executor 2"], (
+        "shared memory is an executor's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("staying", "joining", "ranked"),
+    [
+        ("", "a1 b1 a2 b2", "a1 a2 b1 b2"),  # the first world
+        ("a1 b1", "b2 a2", "a1 a2 b1 b2"),
+        ("a1 b1 a2", "a3 b2", "a1 b1 b2 a2 a3"),  # survivors keep their order
+        ("b1", "a1 b2 c1 a2", "b1 b2 a1 a2 c1"),  # rank 0 is a survivor
+        ("a1 b1", "", "a1 b1"),
+    ],
+)
+def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joining: str, ranked: str) -> None:
+    workers = [
+        [WorkerRecord(w, f"slot {w}", "h", 0.0) for w in group.split()] for group in (staying, joining)
+    ]
+    machines = {w.worker: w.worker[0] for group in workers for w in group}
+    assert " ".join(w.worker for w in group_by_machine(*workers, machines)) == ranked
+
+
+@pytest.mark.parametrize(
+    ("positions", "source"),
+    [
+        ([None, None], None),
+        ([at(3), at(3), None], 0),
+        ([at(3), at(4), at(4)], 1),
+        ([None, at(0)], 1),
+    ],
+)
+def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
+    positions: list[Position | None], source: int | None
+) -> None:
+    assert find_source([ChosenWorker(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source
+
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
 
