@@ -160,9 +160,9 @@ def test_a_table_with_more_columns_than_spark_shows_is_asked_for_in_parts() -> N
     asked = []
 
     class Wide(Frame):
-        def select(self, *columns: str) -> Frame:
+        def selectExpr(self, *columns: str) -> Frame:
             asked.append(len(columns))
-            project = f"Project [{', '.join(f'{name}#7L' for name in columns)}]\n+- {LEAF}"
+            project = f"Project [{', '.join(f'{name[1:-1]}#7L' for name in columns)}]\n+- {LEAF}"
             return Frame(explain(project, project, FILES.format("InMemoryFileIndex")))
 
     wide: Any = Wide("")
