@@ -44,24 +44,19 @@ from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request
 
 # Its programs are not run, nor is the model tried on rows.
+NOTHING: Any = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
 UNTRIED: Any = dataclasses.replace(TORCH, build_program=lambda spec, objects: "program")
 
 
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
-def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
-    with _open_store(request(), master) as store:
-        store.write_bytes("runs/x/model.pt", b"1")
-        assert os.path.isdir(store.root)
-    assert not os.path.exists(store.root)
-
-
-def test_on_other_machines_a_store_must_be_named() -> None:
+def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(tmp_path: Path) -> None:
+    for master in ("local[2]", "local-cluster[3,1,1024]"):
+        with _open_store(request(), master) as store:
+            store.write_bytes("runs/x/model.pt", b"1")
+            assert os.path.isdir(store.root)
+        assert not os.path.exists(store.root)
     with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
         with _open_store(request(), "yarn"):
             pass
-
-
-def test_a_given_store_stays(tmp_path: Any) -> None:
     with _open_store(request(store=str(tmp_path)), "yarn") as store:
         assert store.root == str(tmp_path)
     assert tmp_path.exists()
@@ -193,11 +188,10 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
-    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     wanted = request(
         store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=transformation)
     )
-    training = Training(None, rows, wanted, framework, store, "r", None, None)  # type: ignore[arg-type]
+    training = Training(None, rows, wanted, NOTHING, store, "r", None, None)  # type: ignore[arg-type]
     return training.run()
 
 
@@ -284,8 +278,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         objects=SimpleNamespace(transformation=None),
         verbose=2,
     )
-    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    assert fitting.train_model(rows, wanted, framework).weights == b"w"
+    assert fitting.train_model(rows, wanted, NOTHING).weights == b"w"
     assert order == ["result"], "it was trained again"
     assert "what the preflight says" in capsys.readouterr().err
 
@@ -315,11 +308,10 @@ def test_a_parameter_that_cannot_be_pickled_is_named_before_the_preflight(
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None)
     monkeypatch.setattr(fitting, "make_platform", lambda *given: SimpleNamespace(master="local"))
     wanted = request(objects=objects, store=str(tmp_path), num_workers=1, feature_cols=(), storage_options={})
-    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     with pytest.raises(
         InvalidInput, match=rf"^the parameter {name} cannot be pickled \(.*lock.*: create such"
     ):
-        fitting.train_model(rows, wanted, framework)
+        fitting.train_model(rows, wanted, NOTHING)
 
 
 def test_a_callback_that_watches_a_missing_metric_is_refused() -> None:
