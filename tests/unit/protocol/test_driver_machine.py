@@ -94,6 +94,7 @@ def test_r16_a_world_begins_at_num_workers() -> None:
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
 
 
+@pytest.mark.scenario("U1")
 def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> None:
     bench = Bench(min_workers=2)
     bench.start_warm(1)
@@ -103,6 +104,7 @@ def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> Non
     assert bench.world.size == 2
 
 
+@pytest.mark.scenario("U1")
 def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those_awaited() -> None:
     bench = Bench(min_workers=3, start_timeout=20.0)
     bench.start_warm(1)
@@ -172,8 +174,6 @@ def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() 
         bench.join(name(job))
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.source is None
-
-
 
 
 def test_reset_limit_counts_new_worlds() -> None:
@@ -250,8 +250,6 @@ def test_a_planned_change_that_is_undone_changes_nothing() -> None:
     assert bench.world.receivers == ()
 
 
-
-
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     bench = Bench(regroup_timeout=30.0)
     bench.start(1, 2)
@@ -261,8 +259,6 @@ def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     bench.wait(61.0, heartbeats_of=[1, 2, 3])
     assert bench.members() == [name(1), name(3)]
     assert "did not come to the planned stop" in bench.find_commands(AbortWorld)[0].reason
-
-
 
 
 def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
@@ -276,6 +272,7 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
 # ---- the end
 
 
+@pytest.mark.scenario("U1")
 def test_r15_results_in_rank_order_once_all_are_done() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)

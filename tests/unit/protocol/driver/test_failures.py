@@ -37,6 +37,7 @@ def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job(
     assert "step 4" in bench.end.reason
 
 
+@pytest.mark.scenario("U1")
 def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
     bench = Bench(failure_budget=1, all_results=True)
     bench.start(1, 2, 3)
@@ -46,6 +47,7 @@ def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
     assert bench.end.outcome is JobOutcome.USER_ERROR
     assert name(2) in bench.end.reason
     assert "ValueError: row 17" in bench.end.detail
+    assert "all 3 workers of world 1 raised" in bench.end.reason
 
 
 def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:

@@ -85,9 +85,11 @@ def _places(hosts: str) -> list[ChosenWorker]:
         ("aab", [(0, 2), (1, 2), (0, 1)], [(0, 2), (0, 1), (1, 2)]),
         ("aba", [(0, 2), (0, 1), (1, 2)], [(0, 2), (1, 2), (0, 1)]),
         ("abb", [(0, 1), (0, 2), (1, 2)], [(0, 2), (1, 2), (0, 1)]),
+        ("aabb", [(0, 2), (1, 2)] * 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ("abcabc", [(0, 2)] * 3 + [(1, 2)] * 3, [(0, 3), (1, 3), (2, 3)] * 2),
     ],
 )
+@pytest.mark.scenario("U1")
 def test_local_and_cross_ranks_follow_the_machines(
     hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
 ) -> None:
