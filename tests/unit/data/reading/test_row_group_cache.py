@@ -45,29 +45,34 @@ def cache() -> Cache:
     return Cache()
 
 
-def test_released_row_groups_are_dropped_before_those_in_use(cache: Cache) -> None:
-    cache.fetch(0, 1, 2)
-    cache.groups.release(0)
-    cache.fetch(3)
-    cache.fetch(1, 2, 3)
-    assert cache.decoded == [0, 1, 2, 3]
-    cache.fetch(0)
-    assert cache.decoded == [0, 1, 2, 3, 0]
-
-
-def test_the_row_group_released_last_is_dropped_first(cache: Cache) -> None:
-    cache.fetch(0, 1, 2)
-    for group in (1, 2, 0):
-        cache.groups.release(group)
-    cache.fetch(3, 1, 2)
-    assert cache.decoded == [0, 1, 2, 3]
-
-
-def test_a_row_group_fetched_again_is_in_use_again(cache: Cache) -> None:
-    cache.fetch(0, 1, 2)
-    cache.groups.release()
-    cache.fetch(2, 3, 2, 0)
-    assert cache.decoded == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("calls", "decoded"),
+    [
+        # Released row groups are dropped before those in use,
+        ("fetch 0 1 2, release 0, fetch 3 1 2 3", [0, 1, 2, 3]),
+        ("fetch 0 1 2, release 0, fetch 3 1 2 3 0", [0, 1, 2, 3, 0]),
+        # the one released last first; one fetched again is in use again.
+        ("fetch 0 1 2, release 1 2 0, fetch 3 1 2", [0, 1, 2, 3]),
+        ("fetch 0 1 2, release all, fetch 2 3 2 0", [0, 1, 2, 3]),
+        # A prefetched row group displaces none in use, is decoded once and stays.
+        ("fetch 0 1, prefetch 2, refuse 3, release 1, prefetch 3, fetch 2 3 0", [0, 1, 2, 3]),
+        ("fetch 0 1, release all, prefetch 1, fetch 2 3 1", [0, 1, 2, 3]),
+    ],
+)
+def test_row_groups_are_dropped_in_the_order_of_their_use(
+    cache: Cache, calls: str, decoded: list[int]
+) -> None:
+    for call in calls.split(", "):
+        what, *groups = call.split()
+        for group in groups:
+            match what:
+                case "fetch":
+                    cache.fetch(int(group))
+                case "release":
+                    cache.groups.release(None if group == "all" else int(group))
+                case _:
+                    assert cache.prefetch(int(group)) is (what == "prefetch")
+    assert cache.decoded == decoded
 
 
 def test_a_table_that_is_read_over_and_over_keeps_a_part_in_memory(cache: Cache) -> None:
@@ -82,25 +87,6 @@ def test_a_cyclic_scan_of_row_groups_in_use_misses_only_one(cache: Cache) -> Non
     for _ in range(10):
         cache.fetch(0, 1, 2, 3)
     assert len(cache.decoded) < 4 + 9 * 2.5
-
-
-def test_a_prefetched_row_group_displaces_none_in_use(cache: Cache) -> None:
-    cache.fetch(0, 1)
-    assert cache.prefetch(2)
-    assert not cache.prefetch(3)
-    assert cache.decoded == [0, 1, 2]
-    cache.groups.release(1)
-    assert cache.prefetch(3)
-    cache.fetch(2, 3, 0)
-    assert cache.decoded == [0, 1, 2, 3]
-
-
-def test_a_prefetched_row_group_is_decoded_once_and_stays(cache: Cache) -> None:
-    cache.fetch(0, 1)
-    cache.groups.release()
-    assert cache.prefetch(1)
-    cache.fetch(2, 3, 1)
-    assert cache.decoded == [0, 1, 2, 3]
 
 
 def test_no_row_group_is_decoded_after_close(cache: Cache) -> None:
