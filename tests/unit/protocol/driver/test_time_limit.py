@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.commands import AnnounceChange, End, JobOutcome
+from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, End, JobOutcome
 from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
-from tests.unit.protocol.driver_bench import Bench, name
+from tests.unit.protocol.driver_bench import Bench, at, name
 
 
 def _start_one(**limits: float) -> Bench:
@@ -100,6 +100,16 @@ def test_a_loss_after_the_time_is_up_ends_a_job_without_resets_by_its_time() -> 
     bench.regroup(50, name(1))
     assert bench.end.outcome is JobOutcome.TIME_LIMIT
     assert "(max_runtime)" in bench.end.reason
+
+
+def test_a_member_that_writes_its_last_checkpoint_is_waited_for_longer_than_at_another_stop() -> None:
+    bench = _start_two()
+    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
+    bench.stop_planned(50, name(1))
+    bench.wait(LAST_STOP_TIMEOUT - 5.0, heartbeats_of=[1, 2])
+    assert not bench.find_commands(AbortWorld)
+    bench.join(name(2), bench.fence, at(50), planned=True)
+    assert bench.end.outcome is JobOutcome.TIME_LIMIT
 
 
 def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
