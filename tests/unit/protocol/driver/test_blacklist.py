@@ -39,6 +39,8 @@ def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
     assert failed.find_host_return("h", 1.0) is None
     assert failed.find_slot_return("1-0", "h", 2.0) is not None
     assert failed.find_slot_return("2-0", "h", 2.0) is None
+    only = _fail(Blacklist(), "1-0", 5.0, slots=1)
+    assert [only.find_host_return("h", now) for now in (5.0, 7.0)] == [7.0, None]
 
 
 @pytest.mark.parametrize(("second", "out"), [(50.0, True), (101.0, False)])
@@ -46,12 +48,6 @@ def test_two_blacklisted_slots_within_the_window_blacklist_their_host(second: fl
     failed = _fail(_fail(Blacklist(), "1-0", 0.0), "2-0", second)
     assert (failed.find_host_return("h", second) is not None) is out
     assert failed.find_slot_return("3-0", "h", second) == failed.find_host_return("h", second)
-
-
-def test_a_blacklisted_slot_that_is_the_only_one_blacklists_its_host() -> None:
-    failed = _fail(Blacklist(), "1-0", 5.0, slots=1)
-    assert failed.find_host_return("h", 5.0) == 7.0
-    assert failed.find_host_return("h", 7.0) is None
 
 
 @pytest.mark.parametrize(
@@ -66,17 +62,13 @@ def test_failures_are_forgiven_by_success_and_time_together(
     assert _fail(failed, "1-0", after, slots=1).hosts["h"].failures == failures
 
 
-def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_not() -> None:
+def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_once_it_is_gone_too() -> None:
     failed = _fail(Blacklist(), "1-0", 0.0, slots=1).forget_slot("1-0")
     assert "1-0" not in failed.slots
     assert bool(failed)
     assert failed.find_host_return("h", 1.0) == 2.0
-
-
-def test_the_blacklist_forgets_a_host_that_is_gone() -> None:
-    failed = _fail(Blacklist(), "1-0", 0.0, slots=1).forget_slot("1-0")
-    assert not failed.forget_host("h")
     assert failed.forget_host("g") is failed
+    assert not failed.forget_host("h")
 
 
 # ---- in the machine
