@@ -46,27 +46,14 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.gather_timeout, config.collective_timeout, config.device) == (5.0, 7.0, "cpu")
 
 
-@pytest.mark.parametrize("option", ["-np", "--min-np", "--max-np", "--slots-per-host", "--checkpoint-steps"])
-def test_a_zero_is_refused(option: str, script: str) -> None:
-    result = CliRunner().invoke(cli.run, ["-np", "2", option, "0", "python", script])
-    assert result.exit_code == 2
-    assert f"Invalid value for '{option}'" in result.output
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("-cb", "--check-build: nothing is compiled"),
-        ("--no-hierarchical-allreduce", "nothing is to be chosen"),
-        ("--tcp", "the job's own mesh"),
-        ("--mpi", "the job's own mesh"),
-        ("--config-file c.yaml", "SPARK_ELASTIC_<NAME>"),
-    ],
-)
-def test_options_without_a_meaning_here_are_refused(options: str, sentence: str, script: str) -> None:
-    result = CliRunner().invoke(cli.run, [*options.split(), "-np", "2", "python", script])
-    assert isinstance(result.exception, InvalidInput)
-    assert sentence in str(result.exception)
+MARKED, LATIN_1 = b"\xef\xbb\xbf# none\n", "knüll:1".encode("latin-1")  # files of hosts
+NO_MEANING = [
+    ("-cb", "--check-build: nothing is compiled"),
+    ("--no-hierarchical-allreduce", "nothing is to be chosen"),
+    ("--tcp", "the job's own mesh"),
+    ("--mpi", "the job's own mesh"),
+    ("--config-file c.yaml", "SPARK_ELASTIC_<NAME>"),
+]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +73,8 @@ def test_options_without_a_meaning_here_are_refused(options: str, sentence: str,
         ("-np 2 --output-filename {0} python {0}", "is no folder that files can be put into"),
         ("-np 2 -H node1:2 --hostfile f python {}", "give one of -H"),
         ("-np 2 --hostfile none python {}", "cannot be read"),
+        ("-np 2 --hostfile {marked} python {}", "names no host: write one"),
+        ("-np 2 --hostfile {latin_1} python {}", "cannot be read: 'utf-8' codec"),
         (
             "-np 2 --network-interface nowhere0 python {}",
             "--network-interface='nowhere0' is no network interface of this machine",
@@ -96,45 +85,42 @@ def test_options_without_a_meaning_here_are_refused(options: str, sentence: str,
         ("-np 2 -H localhost:1 python {}", "the hosts have 1 slots and the job needs 2 workers"),
         ("-np 2 --min-np 3 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 2 <= 2."),
         ("-np 2 --host-discovery-script /nowhere/s.sh python {}", "host discovery failed at its first call"),
+        (
+            "-np 3 --device cuda python {}",
+            "this host shows 2 GPUs, for 2 slots, where the job needs 3 workers: give --min-np fewer",
+        ),
+        *(
+            (f"-np 2 {option} 0 python {{}}", f"Invalid value for '{option}'")
+            for option in ("-np", "--min-np", "--max-np", "--slots-per-host", "--checkpoint-steps")
+        ),
+        *((f"{options} -np 2 python {{}}", sentence) for options, sentence in NO_MEANING),
     ],
 )
-def test_mistakes_end_with_1_and_one_sentence(line: str, sentence: str, script: str) -> None:
-    result = CliRunner().invoke(cli.run, line.format(script).split())
-    assert result.exit_code == 1
-    assert sentence in result.output
-    assert result.output.startswith("spark-elastic-run: ")
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"\xef\xbb\xbf# none\n", "names no host: write one"),
-        ("knüll:1".encode("latin-1"), "cannot be read: 'utf-8' codec"),
-    ],
-)
-def test_a_host_file_may_begin_with_a_mark_and_must_be_utf_8(
-    content: bytes, sentence: str, script: str, tmp_path: Path
+def test_a_mistake_is_one_sentence(
+    line: str, sentence: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "hosts").write_bytes(content)
-    result = CliRunner().invoke(cli.run, ["-np", "2", "--hostfile", f"{tmp_path}/hosts", "python", script])
-    assert (result.exit_code, result.output.count("\n")) == (1, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    files = {"marked": tmp_path / "marked", "latin_1": tmp_path / "latin_1"}
+    files["marked"].write_bytes(MARKED)
+    files["latin_1"].write_bytes(LATIN_1)
+    result = CliRunner().invoke(cli.run, line.format(script, **files).split())
+    if sentence in dict(NO_MEANING).values():  # which the whole command line prints
+        assert isinstance(result.exception, InvalidInput)
+        assert sentence in str(result.exception)
+        return
     assert sentence in result.output
+    if "Invalid value" in sentence:
+        assert result.exit_code == 2
+    else:
+        assert (result.exit_code, result.output.count("\n")) == (1, 1)
+        assert result.output.startswith("spark-elastic-run: ")
 
 
-@pytest.mark.parametrize(
-    ("visible", "sentence"),
-    [
-        ("", "device='cuda', and this host shows no GPU"),
-        ("0,1", "this host shows 2 GPUs, for 2 slots, where the job needs 3 workers: give --min-np fewer"),
-    ],
-)
-def test_too_few_gpus_end_with_one_sentence(
-    visible: str, sentence: str, script: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_a_host_without_gpus_is_one_sentence(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = CliRunner().invoke(cli.run, ["-np", "3", "--device", "cuda", "python", script])
     assert (result.exit_code, result.output.count("\n")) == (1, 1)
-    assert sentence in result.output
+    assert "device='cuda', and this host shows no GPU" in result.output
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -213,13 +199,11 @@ def test_options_of_operations_reach_the_training_processes_and_win_over_variabl
         "HOROVOD_LOG_LEVEL": "error",
     }
     wanted = _parse_options(monkeypatch, *options.split(), "-np", "2", "python", "train.py")
+    assert (
+        cli._make_environment(_parse_options(monkeypatch, "--gloo", "-np", "2", "python", "train.py")) == {}
+    )
     environment = {**inherited, **cli._make_environment(wanted)}
     assert getattr(operations_from_env(environment), setting) == value
-
-
-def test_options_that_were_not_given_set_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = _parse_options(monkeypatch, "--log-hide-timestamp", "--gloo", "-np", "2", "python", "train.py")
-    assert cli._make_environment(wanted) == {}
 
 
 def test_variables_of_options_are_in_the_programs_environment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -68,69 +69,36 @@ def test_an_error_of_the_coordinator_is_raised_at_the_client() -> None:
         _unpack_end(JobEndedInError("Unknown", "of a later release"))
 
 
-def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
-    clock, taken = FakeClock(), threading.Event()
-    store = make_memory_store()
-
-    class Launcher:
-        def close(self, timeout: float) -> list[str]:
-            taken.set()
-            return []
-
-    launcher: Any = Launcher()
-    client = CoordinatorClient(
-        ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
-        SPEC,
-        launcher,
-        make_scheduler(clock),
-        JobListener(),
-        clock,
+@pytest.mark.parametrize(
+    ("taken", "error", "sentence"),
+    [
+        (False, NotEnoughWorkers, "no executor took the coordinator of job within 60 s"),
+        (True, CoordinatorLost, "was lost: it has sent nothing for 60 s"),  # its executor is gone
+    ],
+)
+def test_a_coordinator_that_is_not_heard_of_has_a_deadline(
+    taken: bool, error: type[Exception], sentence: str
+) -> None:
+    clock, store = FakeClock(), make_memory_store()
+    began, closed = threading.Event(), threading.Event()
+    launcher: Any = SimpleNamespace(
+        start=lambda contact, post: began.set(), close=lambda timeout: closed.set() or []
     )
-
-    def carry() -> str:
-        clock.advance(61)
-        taken.wait(20)
-        return "cancelled"
-
-    with pytest.raises(NotEnoughWorkers, match="no executor took the coordinator of job within 60 s"):
-        client.follow(carry, ElasticConfig(start_timeout=60.0))
-
-
-def test_a_coordinator_that_stops_answering_is_lost() -> None:
-    """Its executor is gone, and Spark has nowhere to run its task again."""
-    clock, taken = FakeClock(), threading.Event()
-    store = make_memory_store()
-    began = threading.Event()
-
-    class Launcher:
-        def start(self, contact: Any, post: Any) -> None:
-            began.set()
-
-        def close(self, timeout: float) -> list[str]:
-            taken.set()
-            return []
-
-    launcher: Any = Launcher()
-    client = CoordinatorClient(
-        ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
-        SPEC,
-        launcher,
-        make_scheduler(clock),
-        JobListener(),
-        clock,
-    )
+    end = ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR)
+    client = CoordinatorClient(end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
     task = StoreChannel(ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT), [], lambda message: None, clock)
 
     def carry() -> str:
-        task.send(DriverStarted("10.0.0.1:7", None))
-        task.poll()
-        began.wait(20)
+        if taken:
+            task.send(DriverStarted("10.0.0.1:7", None))
+            task.poll()
+            began.wait(20)
         clock.advance(61)
-        taken.wait(20)
+        closed.wait(20)
         return "interrupted"
 
-    with pytest.raises(CoordinatorLost, match="was lost: it has sent nothing for 60 s"):
-        client.follow(carry, ElasticConfig(driver_timeout=60.0))
+    with pytest.raises(error, match=sentence):
+        client.follow(carry, ElasticConfig(start_timeout=60.0, driver_timeout=60.0))
 
 
 def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +127,10 @@ def test_results_of_a_coordinator_survive_the_channel() -> None:
     assert (found.results, found.report.seconds) == (("1", "2"), 3.0)
 
 
-@pytest.mark.parametrize(("losses", "kept"), [(5, True), (MOST_IDLE - 1, False)])
-def test_a_run_resumes_as_long_as_it_advances(losses: int, kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("losses", "advances", "ends"), [(5, True, True), (MOST_IDLE - 1, False, True), (MOST_IDLE, False, False)]
+)
+def test_a_run_resumes_as_long_as_it_advances(losses: int, advances: bool, ends: bool) -> None:
     tries: list[int] = []
 
     def attempt() -> str:
@@ -169,16 +139,9 @@ def test_a_run_resumes_as_long_as_it_advances(losses: int, kept: bool) -> None:
             raise CoordinatorLost("gone")
         return "done"
 
-    assert resume_after_coordinator_loss(attempt, lambda: len(tries) if kept else 0) == "done"
-    assert len(tries) == losses + 1
-
-
-def test_a_run_that_does_not_advance_ends_with_the_loss() -> None:
-    def attempt() -> None:
-        raise CoordinatorLost("gone")
-
-    with pytest.raises(CoordinatorLost):
-        resume_after_coordinator_loss(attempt, lambda: 0)
+    with nullcontext() if ends else pytest.raises(CoordinatorLost):
+        assert resume_after_coordinator_loss(attempt, lambda: len(tries) if advances else 0) == "done"
+        assert len(tries) == losses + 1
 
 
 def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() -> None:

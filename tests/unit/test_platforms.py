@@ -59,12 +59,9 @@ def test_a_session_with_a_context_is_classic() -> None:
     assert isinstance(platform, ClassicPlatform)
     assert (platform.master, platform.count_workers(None), platform.count_workers(2)) == ("yarn", 7, 2)
     assert isinstance(make_platform(session(), ElasticConfig()), ConnectPlatform)
-
-
-def test_a_session_that_was_stopped_is_refused() -> None:
-    stopped: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None))
+    context._jsc = None
     with pytest.raises(InvalidInput, match="the SparkSession was stopped: create one"):
-        make_platform(stopped, ElasticConfig())
+        make_platform(classic, ElasticConfig())
 
 
 @pytest.mark.parametrize(

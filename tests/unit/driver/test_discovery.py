@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -120,10 +121,22 @@ def test_a_discovery_call_that_hangs_does_not_block_the_driver(
         polling.close()
 
 
-@pytest.mark.parametrize("answer", [{"a": -1}, {"a": "two"}, {3: 1}])
-def test_discovery_results_that_are_no_hosts_are_refused(answer: dict[str, int]) -> None:
-    with pytest.raises(InvalidInput, match="names of hosts and numbers of their slots"):
-        HostPoller(lambda: answer, CLOCK).start(lambda event: None)
+@pytest.mark.scenario("U1")
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        *((each, "names of hosts and numbers of their slots") for each in ({"a": -1}, {"a": "two"}, {3: 1})),
+        (RuntimeError("no cluster manager"), "failed at its first call: no cluster manager"),
+    ],
+)
+def test_discovery_results_that_are_no_hosts_are_refused(answer: Any, says: str) -> None:
+    def find() -> dict[str, int]:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    with pytest.raises(InvalidInput, match=says):
+        HostPoller(find, CLOCK).start(lambda event: None)
 
 
 def test_a_discovery_script_is_run(tmp_path: Path) -> None:

@@ -43,16 +43,10 @@ def test_r17_one_job_gathers_at_a_time() -> None:
         first.finish_gathering()  # its world is formed; it runs beside the next job
         assert entered.wait(10.0)
         thread.join(10.0)
-    with _enter_queue(queue, "third"):
+    with pytest.raises(ValueError), _enter_queue(queue, "third"):
+        raise ValueError  # which ends its turn
+    with _enter_queue(queue, "fourth"):
         assert len(queue.jobs) == 1
-
-
-def test_r17_a_job_that_fails_ends_its_turn() -> None:
-    queue = JobQueue()
-    with pytest.raises(ValueError), _enter_queue(queue, "first"):
-        raise ValueError
-    with _enter_queue(queue, "second"):
-        pass
     assert not queue.jobs
 
 
@@ -113,9 +107,15 @@ def test_r17_slots_are_given_back_if_other_jobs_wait_and_there_is_no_world() -> 
             second.close()
 
 
-def test_r17_a_job_alone_keeps_its_slots() -> None:
+@pytest.mark.parametrize("waiting", [False, True])
+def test_r17_a_job_alone_keeps_its_slots_and_those_that_wait_for_their_turn_take_none_away(
+    waiting: bool,
+) -> None:
+    queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _enter_queue(JobQueue(), "only") as turn:
+    with _enter_queue(queue, "only") as turn:
+        if waiting:
+            queue.jobs.append(GangScheduler(queue, "waits", LIMITS, CLOCK))
         turn.start(posted.put)
         with pytest.raises(Empty):
             posted.get(timeout=0.3)
@@ -139,17 +139,6 @@ def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == [
         "the next waits while job first of the same application trains: cancel its Spark jobs to end that"
     ]
-
-
-def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
-    queue = JobQueue()
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _enter_queue(queue, "only") as turn:
-        queue.jobs.append(GangScheduler(queue, "waits", LIMITS, CLOCK))
-        turn.start(posted.put)
-        with pytest.raises(Empty):
-            posted.get(timeout=0.3)
-        turn.close()
 
 
 def test_r17_after_a_loss_later_jobs_give_their_slots_to_the_first() -> None:

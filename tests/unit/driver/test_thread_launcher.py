@@ -34,56 +34,43 @@ class Slots(ThreadPerSlotLauncher):
             self.released.set()
 
 
-def test_the_end_of_a_slot_is_posted_with_its_launch() -> None:
-    slots = Slots()
-    slots.launch(7)
-    slots.released.set()
+def wait_for_end(slots: Slots, launch: int) -> LaunchEnded:
+    slots.launch(launch)
     end = slots.posted.get(timeout=20.0)
     assert isinstance(end, LaunchEnded)
-    assert (end.launch, end.reason, end.cancelled, end.executor_lost) == (7, "released", False, True)
+    assert end.launch == launch
+    return end
+
+
+def test_the_end_of_a_slot_is_posted_with_its_launch() -> None:
+    slots = Slots()
+    slots.released.set()
+    end = wait_for_end(slots, 7)
+    assert (end.reason, end.cancelled, end.executor_lost) == ("released", False, True)
     assert slots.close(1.0) == []
     assert slots.cancels == 0
 
 
-def test_a_slot_that_could_not_be_started_ends_with_the_error() -> None:
-    class FailingSlots(Slots):
-        def run_slot(self, launch: int) -> SlotOutcome:
-            raise UnicodeError("label too long")
-
-    slots = FailingSlots()
-    slots.launch(2)
-    end = slots.posted.get(timeout=20.0)
-    assert isinstance(end, LaunchEnded)
-    assert end.reason == "it could not be started: UnicodeError: label too long"
+def refuse(*_: object, **__: object) -> None:
+    raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize("fails", ["start", "__init__"])  # that of Spark's threads asks the JVM
-def test_a_slot_whose_thread_cannot_start_is_launched_again_by_the_driver(fails: str) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    class SlotsInFullProcess(Slots):
-        thread_class = type("FullProcess", (threading.Thread,), {fails: refuse})
-
-    slots = SlotsInFullProcess()
-    slots.launch(2)
-    end = slots.posted.get(timeout=20.0)
-    assert isinstance(end, LaunchEnded)
-    assert end.reason == "it could not be started: RuntimeError: can't start new thread"
+@pytest.mark.parametrize("fails", ["run_slot", "start", "__init__"])  # that of Spark's threads asks the JVM
+def test_a_slot_that_could_not_be_started_ends_with_the_error(fails: str) -> None:
+    """The driver launches it again."""
+    parts = {"thread_class": type("FullProcess", (threading.Thread,), {fails: refuse})}
+    slots = type("FailingSlots", (Slots,), {fails: refuse} if fails == "run_slot" else parts)()
+    assert wait_for_end(slots, 2).reason == "it could not be started: RuntimeError: can't start new thread"
     assert slots.close(1.0) == []
 
 
-def test_close_cancels_running_slots_until_they_end_and_posts_nothing() -> None:
-    slots = Slots()
+def test_close_cancels_running_slots_until_they_end_and_names_those_that_do_not() -> None:
+    slots, stuck = Slots(), Slots()
     slots.launch(1)
     assert slots.close(30.0 * slots.grace) == []
     assert slots.cancels == 2
     assert slots.posted.empty()
-
-
-def test_close_names_the_slots_that_do_not_end() -> None:
-    slots = Slots()
-    slots.ignores_cancels = True
-    slots.launch(3)
-    assert slots.close(0.6) == ["slot launch 3"]
-    slots.released.set()
+    stuck.ignores_cancels = True
+    stuck.launch(3)
+    assert stuck.close(0.6) == ["slot launch 3"]
+    stuck.released.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.training.fit_config import FitConfig
 
@@ -17,53 +18,22 @@ def net() -> torch.nn.Module:
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    model = changes.get("model", net())
-    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else list(net().parameters())
+    """A fit's parameters: those without a word of the user's, of a small model, and these."""
     good: dict[str, Any] = {
-        "model": model,
-        "optimizer": torch.optim.SGD(parameters, lr=0.1),
+        "model": net(),
         "loss": torch.nn.MSELoss(),
         "feature_cols": ["x"],
         "label_cols": ["y"],
-        "sample_weight_col": None,
-        "input_shapes": None,
-        "learning_rate": None,
-        "scale_lr": False,
-        "loss_weights": None,
-        "metrics": (),
-        "callbacks": (),
-        "train_minibatch_fn": None,
-        "transformation_fn": None,
-        "label_shapes": None,
-        "validation": None,
-        "val_batch_size": None,
-        "backward_passes_per_step": 1,
-        "precision": None,
-        "gradient_compression": None,
-        "reader": "arrow",
-        "terminate_on_nan": False,
-        "inmemory_cache_all": False,
         "batch_size": 8,
-        "epochs": 1,
         "num_workers": 2,
-        "min_workers": 1,
-        "max_workers": None,
-        "store": None,
         "seed": 0,
-        "shuffle": True,
-        "gradient_clip_norm": None,
-        "gradient_clip_value": None,
-        "run_id": None,
-        "verbose": 1,
-        "keep_data": False,
-        "storage_options": None,
-        "missing": "refuse",
-        "materialize": "auto",
-        "on_progress": None,
-        "config": None,
-        "settings": {},
+        "terminate_on_nan": False,
     }
-    return good | changes
+    wanted = ElasticTorchEstimator()._values | good | changes
+    if "optimizer" not in changes:
+        model = wanted["model"] if isinstance(wanted["model"], torch.nn.Module) else net()
+        wanted["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    return wanted
 
 
 def request(**values: Any) -> FitRequest[Any]:

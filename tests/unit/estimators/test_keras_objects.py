@@ -31,6 +31,9 @@ from spark_elastic.training.keras.archive import Archive, collect_custom_objects
 from spark_elastic.training.keras.batching import order_labels
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+needs_several = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
 
 
 def net(**compile_with: Any) -> Any:
@@ -80,8 +83,31 @@ def build_float8() -> Any:
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    estimator = ElasticKerasEstimator(feature_cols="x", label_cols="y", num_workers=1, **changes)
-    return estimator._values
+    given = {"feature_cols": "x", "label_cols": "y", "num_workers": 1} | changes
+    return ElasticKerasEstimator(**given)._values
+
+
+def compiled(**changes: Any) -> Any:
+    """A function that makes a model."""
+    return lambda: net(**({"optimizer": "sgd", "loss": "mse"} | changes))
+
+
+class Warmup(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
+
+    def __call__(self, step: Any) -> Any:
+        return self.peak * keras.ops.minimum(1.0, keras.ops.cast(step, "float32") / 10)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"peak": self.peak}
+
+
+class WarmupWithoutConfig(Warmup):
+    get_config = keras.optimizers.schedules.LearningRateSchedule.get_config
+
+
+UNSAVED = {"optimizer": keras.optimizers.Adam(WarmupWithoutConfig(0.5)), "loss": "mse"}
 
 
 @pytest.mark.parametrize(
@@ -99,20 +125,27 @@ def values(**changes: Any) -> dict[str, Any]:
             "optimizer's learning_rate is a function",
         ),
         (
-            {"model": lambda: net(optimizer=keras.optimizers.Adam(lambda: 0.1), loss="mse")},
+            {"model": compiled(optimizer=keras.optimizers.Adam(lambda: 0.1))},
             "optimizer's learning_rate is a function",
         ),
+        ({"model": net(**UNSAVED)}, "'WarmupWithoutConfig' must override"),
+        ({"model": net(), **UNSAVED}, "'WarmupWithoutConfig' must override"),
         ({"model": build_own_step}, "OwnStep has a train_step"),
-        ({"model": lambda: net(optimizer="sgd", loss="mse", steps_per_execution=4)}, "steps_per_execution"),
-        ({"model": lambda: net(optimizer="sgd", loss="mse"), "callbacks": [3]}, "callbacks must be"),
+        ({"model": compiled(steps_per_execution=4)}, "steps_per_execution"),
+        ({"model": compiled(), "callbacks": [3]}, "callbacks must be"),
         (
-            {
-                "model": lambda: net(optimizer="sgd", loss="mse"),
-                "callbacks": [keras.callbacks.BackupAndRestore("d")],
-            },
+            {"model": compiled(), "callbacks": [keras.callbacks.BackupAndRestore("d")]},
             "BackupAndRestore has no meaning here",
         ),
-        ({"model": lambda: net(optimizer="sgd", loss="mse"), "class_weight": 3}, "class_weight must be"),
+        ({"model": compiled(), "class_weight": 3}, "class_weight must be"),
+        (
+            {"model": compiled(), "feature_cols": ["a", "b"]},
+            "the model has 1 inputs and feature_cols names 2",
+        ),
+        (
+            {"model": compiled(metrics=[keras.metrics.Mean("rows")])},
+            "a metric is named 'rows', as one of the fit's own numbers",
+        ),
         ({"model": build_synchronised}, "SyncBatchNormalization, whose forward passes wait"),
         ({"model": build_stateful}, "is stateful, but no row of a step goes on"),
         ({"model": build_masked}, "carries a mask"),
@@ -171,19 +204,13 @@ def test_callbacks_may_watch_the_metrics_of_layers() -> None:
     check_watched(check_keras_objects(values(model=model, callbacks=[STOP("seen", mode="min")])), False)
 
 
-def test_inputs_and_columns_are_counted() -> None:
-    model = net(optimizer="sgd", loss="mse")
-    given = values(model=model) | {"feature_cols": ["a", "b"]}
-    with pytest.raises(InvalidInput, match="the model has 1 inputs and feature_cols names 2"):
-        check_keras_objects(given)
-
-
 def test_keras_names_without_a_meaning_are_refused_and_custom_objects_taken() -> None:
     with pytest.raises(InvalidInput, match="initial_epoch has no meaning here"):
         ElasticKerasEstimator(initial_epoch=3)
     with pytest.raises(InvalidInput, match="only ElasticTorchEstimator can train with the same bits"):
         ElasticKerasEstimator(determinism="bitwise")
     assert ElasticKerasEstimator().setCustomObjects({"a": 1}).getCustomObjects() == {"a": 1}
+    assert "another framework" not in str(ElasticKerasEstimator.setCustomObjects.__doc__)
 
 
 def test_a_model_compiled_anew_is_a_copy() -> None:
@@ -195,21 +222,6 @@ def test_a_model_compiled_anew_is_a_copy() -> None:
     assert float(np.asarray(copy.optimizer.learning_rate)) == pytest.approx(0.3)
     again = compile_model(values(model=copy, metrics=["mae"]))
     assert again.loss == "mae"
-
-
-class Warmup(keras.optimizers.schedules.LearningRateSchedule):
-    def __init__(self, peak: float) -> None:
-        self.peak = peak
-
-    def __call__(self, step: Any) -> Any:
-        return self.peak * keras.ops.minimum(1.0, keras.ops.cast(step, "float32") / 10)
-
-    def get_config(self) -> dict[str, Any]:
-        return {"peak": self.peak}
-
-
-class WarmupWithoutConfig(Warmup):
-    get_config = keras.optimizers.schedules.LearningRateSchedule.get_config
 
 
 def test_an_optimizer_may_have_a_schedule_of_the_users() -> None:
@@ -225,14 +237,6 @@ def test_an_optimizer_may_have_a_schedule_of_the_users() -> None:
     given = {name: estimator._values[name] for name in ("model", "optimizer", "loss")}
     found = estimator._unpack_objects(estimator._pack_objects(given))
     assert found["optimizer"]._learning_rate.peak == 0.5
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_schedule_that_cannot_be_saved_is_refused(compiled: bool) -> None:
-    parts = {"optimizer": keras.optimizers.Adam(WarmupWithoutConfig(0.5)), "loss": "mse"}
-    given = {"model": net(**parts)} if compiled else {"model": net(), **parts}
-    with pytest.raises(InvalidInput, match="'WarmupWithoutConfig' must override"):
-        check_keras_objects(values(**given))
 
 
 def test_an_optimizers_exclusions_from_weight_decay_are_those_of_the_trained_model() -> None:
@@ -260,25 +264,31 @@ class Unwritten(keras.Model):  # type: ignore[misc,unused-ignore]
         return self.dense(x)
 
 
-def test_an_estimator_is_not_saved_with_a_model_that_keras_cannot_write() -> None:
+def make_unwritten() -> Any:
     model = Unwritten({"y"})
     model(np.ones((1, 2)))
-    with pytest.raises(
-        InvalidInput, match=r"cannot be written to a .keras file: .*must override `get_config\(\)`"
-    ):
-        ElasticKerasEstimator()._pack_objects({"model": model})
+    return model
 
 
-def test_an_estimator_is_not_saved_with_adapters_that_would_be_zeros() -> None:
+def make_adapted() -> Any:
     model = net(optimizer="sgd", loss="mse")
     model.layers[0].enable_lora(1)
-    with pytest.raises(InvalidInput, match="LoRA layers is not saved with an estimator"):
-        ElasticKerasEstimator()._pack_objects({"model": model})
+    return model
 
 
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (make_unwritten, r"cannot be written to a .keras file: .*must override `get_config\(\)`"),
+        (make_adapted, "LoRA layers is not saved with an estimator"),  # the adapters would be zeros
+    ],
 )
+def test_an_estimator_is_not_saved_with_a_model_that_keras_cannot_write(make: Any, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        ElasticKerasEstimator()._pack_objects({"model": make()})
+
+
+@needs_several
 def test_several_optimizers_take_no_common_rate() -> None:
     optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
     given = {"model": net(), "optimizer": keras.optimizers.MultiOptimizer(optimizers), "loss": "mse"}
@@ -287,9 +297,7 @@ def test_several_optimizers_take_no_common_rate() -> None:
         check_keras_objects(values(**given, learning_rate=0.1))
 
 
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
-)
+@needs_several
 def test_each_of_several_optimizers_is_checked_and_kept_as_one_would_be() -> None:
     def combine(optimizer: Any) -> Any:
         places = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*kernel": optimizer})
@@ -442,13 +450,6 @@ def test_a_dict_input_needs_columns_named_as_its_keys(
     check_keras_objects(given)
     with pytest.raises(InvalidInput, match="the metrics do not fit the model's outputs"):
         check_keras_objects(given | {"metrics": {"none": ["mae"]}})
-
-
-def test_a_metric_named_as_a_number_of_the_fit_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="a metric is named 'rows', as one of the fit's own numbers"):
-        check_keras_objects(
-            values(model=net(optimizer="sgd", loss="mse", metrics=[keras.metrics.Mean("rows")]))
-        )
 
 
 def test_a_transformation_makes_the_inputs() -> None:
@@ -766,10 +767,3 @@ def test_a_model_s_factory_leaves_the_user_s_random_numbers_as_they_were() -> No
     assert drawn[0] == drawn[1]
     weights = [keras_objects._model(build, 3).get_weights()[0].tolist() for _ in range(2)]
     assert weights[0] == weights[1]
-
-
-def test_custom_objects_are_a_parameter_although_horovod_s_torch_estimator_lacks_them() -> None:
-    estimator = ElasticKerasEstimator()
-    assert estimator.setCustomObjects({"f": abs}) is estimator
-    assert estimator.getCustomObjects() == {"f": abs}
-    assert "another framework" not in str(ElasticKerasEstimator.setCustomObjects.__doc__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import pickle
-import sys
 from dataclasses import replace
 from decimal import Decimal as D
 from typing import Any
@@ -22,6 +21,7 @@ from spark_elastic.estimators.predictor import (
     ROWS_AT_ONCE,
     ModuleWithTransformation,
     TorchPredictor,
+    choose_gpu,
     stack_rows,
 )
 from spark_elastic.estimators.saving import pack
@@ -107,21 +107,17 @@ def test_columns_come_in_the_precision_of_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "sentence"),
+    ("dtype", "shape", "rows", "sentence"),
     [
-        ([[1.0, 2.0, 3.0], None], "'x' has nulls"),
-        ([[1.0, 2.0]], "'x' has a row of 2 numbers; .* trained on 3"),
+        ("float32", (3,), [[1.0, 2.0, 3.0], None], "'x' has nulls"),
+        ("float32", (3,), [[1.0, 2.0]], "'x' has a row of 2 numbers; .* trained on 3"),
+        ("int64", (), np.array([1.0, np.nan]), "'x' has nulls"),
     ],
 )
-def test_rows_that_do_not_fit_are_named(rows: list[Any], sentence: str) -> None:
+def test_rows_that_do_not_fit_are_named(dtype: str, shape: tuple[int, ...], rows: Any, sentence: str) -> None:
+    predictor = TorchPredictor(pack(torch.nn.Identity()), (Column("x", dtype, shape),))
     with pytest.raises(InvalidInput, match=sentence):
-        linear(1)[1].predict([rows])
-
-
-def test_a_null_among_whole_numbers_is_named() -> None:
-    predictor = TorchPredictor(pack(torch.nn.Identity()), (Column("n", "int64", ()),))
-    with pytest.raises(InvalidInput, match="'n' has nulls"):
-        predictor.predict([np.array([1.0, np.nan])])
+        predictor.predict([rows])
 
 
 @pytest.mark.parametrize("structure", [tuple, list, lambda pair: dict(zip("ab", pair, strict=True))])
@@ -280,16 +276,6 @@ def test_a_transformation_gets_the_same_rows_as_in_training(
     assert array.tolist() == found
 
 
-def test_a_transformed_module_saved_from_a_former_place_loads(monkeypatch: Any) -> None:
-    now, former = "spark_elastic.estimators.predictor", "spark_elastic.estimators.predictor"
-    with monkeypatch.context() as then:
-        then.setitem(sys.modules, former, sys.modules[now])
-        then.setattr(ModuleWithTransformation, "__module__", former)
-        packed = pack(ModuleWithTransformation(torch.nn.Linear(1, 1), dict))
-    assert former.encode() in packed.architecture
-    assert TorchPredictor(packed, ()).model()(torch.ones(1)).shape == (1,)
-
-
 def test_numbers_that_int64_does_not_hold_are_refused() -> None:
     predictor = TorchPredictor(pack(torch.nn.Identity()), (Column("id", "uint64"),))
     assert predictor.make_tensor(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
@@ -297,3 +283,30 @@ def test_numbers_that_int64_does_not_hold_are_refused() -> None:
         InvalidInput, match="uint64 has 9223372036854775813, and the model's whole numbers are int64"
     ):
         predictor.make_tensor(np.array([2**63 + 5], np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("addresses", "visible", "number"),
+    [
+        ([], 0, None),
+        ([], 2, None),  # Spark gave this task none
+        (["1"], 0, None),
+        (["1"], 4, 1),
+        (["3"], 1, 0),  # the process sees its own alone
+        (["GPU-5a1f"], 1, 0),
+    ],
+)
+def test_a_task_uses_the_gpu_that_spark_assigned(
+    addresses: list[str], visible: int, number: int | None
+) -> None:
+    assert choose_gpu(addresses, visible) == number
+
+
+def test_an_assigned_gpu_that_is_not_visible_is_an_error() -> None:
+    with pytest.raises(InvalidInput, match="Spark gave GPU '7' to this task, and CUDA shows 0, 1: let CUDA_"):
+        choose_gpu(["7"], 2)
+
+
+def test_names_of_visible_gpus_count_as_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,MIG-5a1f")
+    assert [choose_gpu([address], 2) for address in ("2", "MIG-5a1f", "1")] == [0, 1, 1]

@@ -1,7 +1,8 @@
-"""What is wrong with a table for predictions is said before anything of it is asked for."""
+"""What is wrong with a table for predictions is said before anything of it is asked for; the history of a fit."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+
+from spark_elastic.estimators.transformer import FitSummary, WorldRecord
+from spark_elastic.monitoring.report import JobReport, WorldChange, WorldChangeKind
 
 pytest.importorskip("pyspark")
 
@@ -142,3 +146,27 @@ def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.M
     assert first == {**epochs[0], "aux": None}
     assert second == epochs[1]
     assert [type(value) for value in second.values()] == [int, float, int, float, float]
+
+
+def test_a_summary_survives_json() -> None:
+    summary = FitSummary(
+        run_id="r",
+        epochs=({"epoch": 0, "loss": 0.5, "rows": 10},),
+        worlds=(WorldRecord(0.0, 3, "start"), WorldRecord(4.5, 2, "lost 0")),
+        seconds=9.0,
+        data_rows=10,
+        digest="ab",
+    )
+    assert FitSummary.from_json(summary.to_json()) == summary
+    assert summary.rows_per_epoch == [10]
+
+
+def test_the_report_survives_json_and_older_summaries_have_none() -> None:
+    report = JobReport(
+        10.0, {"training": 9.0}, (WorldChange(1, 0.0, WorldChangeKind.START, 0, 2, 2, 0, "first", 0.5),)
+    )
+    summary = FitSummary("run", report=report.with_rows([{"epoch": 0, "rows": 5}], 5))
+    assert FitSummary.from_json(summary.to_json()) == summary
+    older = {key: value for key, value in json.loads(summary.to_json()).items() if key != "report"}
+    older["settings"] = {}
+    assert FitSummary.from_json(json.dumps(older)).report == JobReport()

@@ -1,4 +1,4 @@
-"""How a job ends that has no result: an interrupt leaves nothing behind, an error has the report and the reason."""
+"""How a job ends: its error has a class, the report and the reason, and an interrupt leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,54 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
-from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise, unpack_results
 from spark_elastic.driver.ports import Post
-from spark_elastic.errors import JobCancelled, NotEnoughWorkers
+from spark_elastic.errors import (
+    FailureBudgetExceeded,
+    JobCancelled,
+    JobFailed,
+    NotEnoughWorkers,
+    OutOfMemory,
+    TimeLimitReached,
+    WorkerFailed,
+)
 from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
+
+ENDS = {
+    JobOutcome.USER_ERROR: WorkerFailed,
+    JobOutcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
+    JobOutcome.FAILURE_BUDGET: FailureBudgetExceeded,
+    JobOutcome.RESET_LIMIT: FailureBudgetExceeded,
+    JobOutcome.OUT_OF_MEMORY: OutOfMemory,
+    JobOutcome.TIME_LIMIT: TimeLimitReached,
+    JobOutcome.CANCELLED: JobCancelled,
+    JobOutcome.DEFECT: JobFailed,
+}
+WITH_DETAIL = (WorkerFailed, FailureBudgetExceeded, OutOfMemory)
+
+
+def test_a_success_has_its_results() -> None:
+    assert unpack_results(End("all are done", JobOutcome.SUCCESS, results=("1", "2"))) == ("1", "2")
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in JobOutcome if outcome is not JobOutcome.SUCCESS])
+def test_a_failed_job_is_an_error_with_its_reason(outcome: JobOutcome) -> None:
+    kind = ENDS[outcome]
+    with pytest.raises((JobFailed, JobCancelled), match=r"\Athe reason") as caught:
+        unpack_results(End("the reason", outcome, detail="Traceback of it"))
+    assert type(caught.value) is kind
+    assert str(caught.value).endswith("Traceback of it") == (kind in WITH_DETAIL)
+
+
+def test_a_job_whose_time_is_over_says_how_to_continue() -> None:
+    with pytest.raises(TimeLimitReached, match=r"to continue from the newest checkpoint, .* run_id"):
+        unpack_results(End("the job has had its 2 s (max_runtime)", JobOutcome.TIME_LIMIT))
 
 
 def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch: pytest.MonkeyPatch) -> None:

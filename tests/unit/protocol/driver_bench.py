@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, PublishWorld
+from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import (
     DriverMessage,
     Heartbeat,
     RegisterSlot,
     RequestNextWorld,
+    WorkerExited,
     WorkerStarted,
     WorldFormed,
 )
@@ -41,9 +42,9 @@ def name(job: int, started: int = 1) -> WorkerId:
 class Bench:
     """A driver machine, the time, and what it commanded so far. Invariants are checked after every event."""
 
-    def __init__(self, limits: Limits = FOUR) -> None:
+    def __init__(self, limits: Limits = FOUR, **changes: Any) -> None:
         self.now = 0.0
-        self.limits = limits
+        self.limits = limits = replace(limits, **changes)
         self.invariants = DriverInvariants(_take_step)
         self.state: DriverState
         self.state, self.commands = driver_machine.initial(limits, 1)
@@ -73,6 +74,10 @@ class Bench:
         return [command for command in self.log if isinstance(command, kind)]
 
     @property
+    def released(self) -> list[SlotId]:
+        return [release.slot for release in self.find_commands(ReleaseSlot)]
+
+    @property
     def world(self) -> World:
         return self.find_commands(PublishWorld)[-1].world
 
@@ -100,6 +105,15 @@ class Bench:
         self, worker: str, fence: Fence | None = None, position: Position | None = None, **more: object
     ) -> None:
         self.on(RequestNextWorld(worker, fence, position, **more))  # type: ignore[arg-type]
+
+    def exit(self, worker: WorkerId, code: int, *reason: str, **more: Any) -> None:
+        """The worker's process ends."""
+        self.on(WorkerExited(worker.slot, worker, code, *reason, **more))
+
+    def restart(self, worker: WorkerId) -> None:
+        """The slot's next worker comes and gets warm."""
+        self.on(WorkerStarted(worker.slot, worker))
+        self.join(worker)
 
     def form(self) -> None:
         for member in self.world.members:

@@ -21,10 +21,8 @@ from spark_elastic.protocol.messages import (
     RegisterSlot,
     RequestNextWorld,
     WorkerDone,
-    WorkerExited,
     WorkerFailed,
     WorkerStarted,
-    WorldFormed,
 )
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
@@ -62,22 +60,22 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
 
 
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
-    bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
+    bench = Bench(max_workers=2, num_workers=2)
     bench.start(1, 2)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
     bench.join(WorkerId("1-1.1"))
     bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.find_commands(AnnounceChange)
-    assert not bench.find_commands(ReleaseSlot)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    assert not bench.released
+    bench.exit(name(2), -9)
     bench.regroup(3, name(1))
     assert bench.members() == [name(1), "1-1.1"]  # capacity allows
     assert len(bench.find_commands(LaunchSlot)) == 2
 
 
 def test_r14_slots_of_second_attempts_join_after_others() -> None:
-    bench = Bench(replace(FOUR, max_workers=3, num_workers=3, min_workers=3))
+    bench = Bench(max_workers=3, num_workers=3, min_workers=3)
     bench.start_warm(1)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.join(WorkerId("1-1.1"))
@@ -96,8 +94,9 @@ def test_r16_a_world_begins_at_num_workers() -> None:
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
 
 
+@pytest.mark.scenario("U1")
 def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> None:
-    bench = Bench(replace(FOUR, min_workers=2))
+    bench = Bench(min_workers=2)
     bench.start_warm(1)
     bench.wait(11.0, heartbeats_of=[1])
     assert not bench.find_commands(PublishWorld)
@@ -105,8 +104,9 @@ def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> Non
     assert bench.world.size == 2
 
 
+@pytest.mark.scenario("U1")
 def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those_awaited() -> None:
-    bench = Bench(replace(FOUR, min_workers=3, start_timeout=20.0))
+    bench = Bench(min_workers=3, start_timeout=20.0)
     bench.start_warm(1)
     bench.slot(2)
     bench.wait(21.0, heartbeats_of=[1, 2])
@@ -122,14 +122,13 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
 
 
 def test_survivors_below_min_workers_wait_for_others() -> None:
-    bench = Bench(replace(FOUR, min_workers=4, start_timeout=20.0))
+    bench = Bench(min_workers=4, start_timeout=20.0)
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     bench.regroup(3, name(1), name(3), name(4))
     bench.wait(3.0, heartbeats_of=[1, 3, 4])
     assert len(bench.find_commands(PublishWorld)) == 1
-    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
-    bench.join(name(2, 2))
+    bench.restart(name(2, 2))
     assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
     assert bench.world.position == at(3)
     assert bench.world.receivers == (3,)
@@ -138,7 +137,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
 def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(name(1).slot, name(1), -9))
+    bench.exit(name(1), -9)
     bench.regroup(4, name(4))
     bench.regroup(3, name(3), name(2))
     assert bench.members() == [name(2), name(3), name(4)]
@@ -147,9 +146,9 @@ def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() ->
 
 
 def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
-    bench = Bench(replace(FOUR, regroup_timeout=30.0))
+    bench = Bench(regroup_timeout=30.0)
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(name(1).slot, name(1), -9))
+    bench.exit(name(1), -9)
     bench.regroup(3, name(3), name(2))
     bench.wait(31.0, heartbeats_of=[2, 3, 4])
     assert bench.members() == [name(2), name(3)]
@@ -170,37 +169,18 @@ def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
 def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(name(1).slot, name(1), -9))
+    bench.exit(name(1), -9)
     for job in (2, 3, 4):
         bench.join(name(job))
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.source is None
 
 
-def test_a_world_that_is_not_built_in_time_is_over() -> None:
-    bench = Bench()
-    bench.start_warm(1, 2, 3, 4)
-    for job in (1, 2, 3):
-        bench.on(WorldFormed(name(job), bench.fence))
-    bench.wait(31.0, heartbeats_of=[1, 2, 3, 4])
-    assert f"{name(4)} did not build world 1" in bench.find_commands(AbortWorld)[0].reason
-
-
-def test_without_survivors_training_begins_from_the_start_and_the_reason_says_so() -> None:
-    bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
-    bench.start(1)
-    bench.on(WorkerExited(name(1).slot, name(1), -9))
-    bench.on(WorkerStarted(SlotId("1-0"), name(1, 2)))
-    bench.join(name(1, 2))
-    assert bench.world.source is None
-    assert "the next starts from the beginning" in bench.world.reason
-
-
 def test_reset_limit_counts_new_worlds() -> None:
-    bench = Bench(replace(FOUR, reset_limit=1))
+    bench = Bench(reset_limit=1)
     bench.start(1, 2, 3, 4)
     for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
-        bench.on(WorkerExited(name(lost).slot, name(lost), -9))
+        bench.exit(name(lost), -9)
         bench.regroup(3, *(name(job) for job in left))
     assert bench.end.outcome is JobOutcome.RESET_LIMIT
     assert len(bench.find_commands(PublishWorld)) == 2
@@ -208,7 +188,7 @@ def test_reset_limit_counts_new_worlds() -> None:
 
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
 def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
-    bench = Bench(replace(FOUR, reset_limit=1))
+    bench = Bench(reset_limit=1)
     bench.start(1, 2)
     bench.start_warm(3)
     bench.stop_planned(1, name(1), name(2))
@@ -218,7 +198,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
         bench.on(order)
     bench.wait(1.0, heartbeats_of=(1, 2, 3, 4))
     assert len(bench.find_commands(AnnounceChange)) == 1
-    bench.on(WorkerExited(name(3).slot, name(3), -9))
+    bench.exit(name(3), -9)
     bench.regroup(3, name(1), name(2))
     assert bench.end.outcome is JobOutcome.RESET_LIMIT
 
@@ -252,7 +232,7 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
 
 
 def test_no_change_is_announced_that_would_change_nothing() -> None:
-    bench = Bench(replace(FOUR, max_global_batch=2))
+    bench = Bench(max_global_batch=2)
     bench.start(1, 2, 3)
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert bench.world.size == 2
@@ -264,27 +244,14 @@ def test_a_planned_change_that_is_undone_changes_nothing() -> None:
     bench.start(1, 2)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
-    bench.on(WorkerExited(name(3).slot, name(3), -9))
+    bench.exit(name(3), -9)
     bench.stop_planned(6, name(1), name(2))
     assert bench.members() == [name(1), name(2)]
     assert bench.world.receivers == ()
 
 
-def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
-    bench.start_warm(4)
-    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, name(1))
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
-    assert len(bench.find_commands(AbortWorld)) == 1
-    bench.regroup(5, name(3))
-    assert bench.members() == [name(1), name(3), name(4)]
-    assert bench.world.source == 0
-
-
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
-    bench = Bench(replace(FOUR, regroup_timeout=30.0))
+    bench = Bench(regroup_timeout=30.0)
     bench.start(1, 2)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
@@ -292,19 +259,6 @@ def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     bench.wait(61.0, heartbeats_of=[1, 2, 3])
     assert bench.members() == [name(1), name(3)]
     assert "did not come to the planned stop" in bench.find_commands(AbortWorld)[0].reason
-
-
-@pytest.mark.parametrize("whole_host", [True, False])
-def test_a_draining_member_leaves_at_a_boundary(whole_host: bool) -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
-    target = {"host": "h2"} if whole_host else {"worker": name(2)}
-    bench.on(on.DrainRequested(0, "decommissioning", **target))
-    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
-    assert bench.members() == [name(1), name(3), name(4)]
-    assert [type(command) for command in bench.commands] == [PublishWorld, StopWorker, ReleaseSlot]
-    assert not bench.find_commands(AbortWorld)
 
 
 def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
@@ -318,6 +272,7 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
 # ---- the end
 
 
+@pytest.mark.scenario("U1")
 def test_r15_results_in_rank_order_once_all_are_done() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
@@ -327,40 +282,30 @@ def test_r15_results_in_rank_order_once_all_are_done() -> None:
     assert bench.end.outcome is JobOutcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
     assert {stop.worker for stop in bench.find_commands(StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
-    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "2-0", "3-0", "4-0"}
+    assert set(bench.released) == {"1-0", "2-0", "3-0", "4-0"}
 
 
-def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
-    bench = Bench()
+def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cost_it() -> None:
+    """An exception beyond the failure budget, processes killed for memory, and a slot job that somebody cancels."""
+    bench = Bench(failure_budget=0)
     bench.start(1, 2, 3)
     _finish(bench, 1)
     bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.on(WorkerFailed(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
+    bench.exit(name(2), -9, out_of_memory=True)
     assert not bench.find_commands(AnnounceChange)
     assert not bench.find_commands(AbortWorld)
-    _finish(bench, 3)
-    assert bench.end.results == ("result 1", "null", "result 3")
-
-
-def test_r15_what_fails_after_rank_0s_result_does_not_cost_it() -> None:
-    """An exception beyond the failure budget, processes killed for memory, and a slot job that somebody cancels."""
-    bench = Bench(replace(FOUR, failure_budget=0))
-    bench.start(1, 2, 3, 4)
-    _finish(bench, 1)
-    bench.on(WorkerFailed(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
-    for job in (2, 3):
-        bench.on(WorkerExited(name(job).slot, name(job), -9, out_of_memory=True))
-    bench.on(on.LaunchEnded(0, 4, "by hand", cancelled=True))
+    bench.on(on.LaunchEnded(0, 3, "by hand", cancelled=True))
     assert bench.end.outcome is JobOutcome.SUCCESS
-    assert bench.end.results == ("result 1", "null", "null", "null")
+    assert bench.end.results == ("result 1", "null", "null")
 
 
 def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     _finish(bench, 2, 3)
-    bench.on(WorkerExited(name(1).slot, name(1), -9))
+    bench.exit(name(1), -9)
     bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.position == CLOSE
@@ -394,7 +339,7 @@ def test_step_leaves_the_state_that_it_was_given_alone() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
     before, frozen = bench.state, bench.state.copy()
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     assert before == frozen
 
 

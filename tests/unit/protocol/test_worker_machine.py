@@ -118,24 +118,25 @@ def test_a_worker_leaves_a_world_that_ends_before_it_is_formed() -> None:
     assert me.on(on.GroupFormed(0, Fence(1, 2))) == [CloseGroup, AskForWorld]
 
 
-@pytest.mark.parametrize("generation", [0, 1])
-def test_a_worker_joins_again_if_it_gets_an_older_world(generation: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "asks"),
+    [
+        (_world(0, a=None, b=None), Fence(1, 1)),  # an older one
+        (_world(1, a=None, b=None), Fence(1, 1)),
+        (_world(2, a=at(4), b=at(4)), Fence(1, 2)),  # one at a position that it does not hold
+    ],
+)
+def test_a_worker_joins_again_if_it_gets_a_world_that_is_not_its_next(world: World, asks: Fence) -> None:
     me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.WorldReceived(0, _world(generation, a=None, b=None))) == [AskForWorld]
+    assert me.on(on.WorldReceived(0, world)) == [AskForWorld]
+    assert (me.commands[0].fence, me.commands[0].position) == (asks, at(5))
 
 
 def test_a_worker_ends_if_the_world_does_not_contain_it() -> None:
     me = MachineUnderTest()
     me.on(on.Warm(0))
     assert me.on(on.WorldReceived(0, _world(4, b=at(1)))) == [Exit]
-
-
-def test_a_worker_joins_again_if_the_world_has_a_position_that_it_does_not_hold() -> None:
-    me = MachineUnderTest().start_running(step=5)
-    me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.WorldReceived(0, _world(2, a=at(4), b=at(4)))) == [AskForWorld]
-    assert me.commands[0] == AskForWorld(me.commands[0].reason, Fence(1, 2), at(5))
 
 
 def test_r13_an_exception_is_reported_before_the_group_closes() -> None:

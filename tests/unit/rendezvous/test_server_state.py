@@ -1,11 +1,21 @@
-"""What is told to whom, without a server around it."""
+"""What the server tells to whom, and its values: scopes, keys and their bounds."""
 
 from __future__ import annotations
 
+import tracemalloc
+
+import pytest
+
+from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, Member, WorkerId, World
-from spark_elastic.rendezvous.messages import SlotCommands, WorkerToStop
-from spark_elastic.rendezvous.server_state import ServerState
+from spark_elastic.rendezvous.messages import CompareAndSet, Comparison, SlotCommands, WorkerToStop
+from spark_elastic.rendezvous.server_state import (
+    KeyValueLimits,
+    KeyValueStore,
+    ServerState,
+    name_generation_scope,
+)
 
 
 def _world(generation: int, *workers: str) -> World:
@@ -22,22 +32,15 @@ def test_r10_an_older_abort_is_ignored() -> None:
     assert state.find_next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1"))
 
 
-def test_the_first_reason_of_an_abort_stays() -> None:
-    state = ServerState(1)
-    state.publish(_world(1, "1-0.1"))
-    state.abort(Fence(1, 1), "first")
-    state.abort(Fence(1, 1), "second")
-    assert state.get_end_reason(Fence(1, 1)) == "first"
-
-
-def test_the_end_of_the_job_answers_every_wait() -> None:
-    state = ServerState(1)
-    state.publish(_world(1, "1-0.1"))
-    state.end("done")
-    state.end("done again")
-    assert state.get_end_reason(Fence(1, 1)) == "done"
-    assert state.get_stop_reason("1-0.1") == "done"
-    assert state.get_commands("1-0", 0) == SlotCommands(0, (), "done")
+def test_the_first_reason_of_an_abort_and_of_the_jobs_end_stays() -> None:
+    for decide in (lambda state, reason: state.abort(Fence(1, 1), reason), ServerState.end):
+        state = ServerState(1)
+        state.publish(_world(1, "1-0.1"))
+        decide(state, "first")
+        decide(state, "second")
+        assert state.get_end_reason(Fence(1, 1)) == "first"
+    assert state.get_stop_reason("1-0.1") == "first"
+    assert state.get_commands("1-0", 0) == SlotCommands(0, (), "first")
 
 
 def test_the_command_to_stop_a_worker_reaches_its_slot() -> None:
@@ -49,3 +52,104 @@ def test_the_command_to_stop_a_worker_reaches_its_slot() -> None:
     assert state.get_commands("7-2", 1) == SlotCommands(2, commands[1:])
     assert state.get_commands("7-2", 2) == SlotCommands(2)
     assert state.get_commands("7-3", 0) == SlotCommands(0)
+
+
+def test_scopes_are_separate() -> None:
+    store = KeyValueStore()
+    store.set("a", "k", b"1")
+    store.set("b", "k", b"2")
+    assert store.get("a", ["k", "l"]) == (b"1", None)
+    assert store.find_missing("b", ["l", "k", "m"]) == ["l", "m"]
+    store.set("a", "j", b"1")
+    assert store.list_keys("a", "") == ("k", "j")
+    assert store.list_keys("a", "j") == ("j",)
+    store.close("a")
+    assert store.get("a", ["k"]) == (None,)
+    store.close("a")
+
+
+def test_a_generation_takes_values_only_while_it_is_open() -> None:
+    store, scope = KeyValueStore(), name_generation_scope(3)
+    with pytest.raises(StaleGeneration):
+        store.set(scope, "k", b"1")
+    store.open(scope)
+    store.set(scope, "k", b"1")
+    store.set("tuning", "k", b"2")
+    assert store.close_generations() == [scope]
+    with pytest.raises(StaleGeneration):
+        store.get(scope, ["k"])
+    assert store.get("tuning", ["k"]) == (b"2",)
+
+
+def test_reading_an_unknown_scope_makes_none() -> None:
+    store = KeyValueStore(KeyValueLimits(scopes=1))
+    assert store.get("a", ["k"]) == (None,)
+    store.set("b", "k", b"1")
+    with pytest.raises(InvalidInput, match="scopes"):
+        store.set("c", "k", b"1")
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        KeyValueLimits(value_bytes=3),
+        KeyValueLimits(key_bytes=0),
+        KeyValueLimits(total_bytes=3),
+        KeyValueLimits(keys=0),
+    ],
+)
+def test_sizes_and_counts_are_limited(bounds: KeyValueLimits) -> None:
+    store = KeyValueStore(bounds)
+    with pytest.raises(InvalidInput):
+        store.set("a", "k", b"1234")
+    assert store.get("a", ["k"]) == (None,)
+
+
+def test_deleted_values_free_room() -> None:
+    store = KeyValueStore(KeyValueLimits(total_bytes=4, keys=1))
+    for _ in range(3):
+        store.set("a", "k", b"1234")
+        store.set("a", "k", b"12")
+        store.set("a", "k", b"4321")
+        store.close("a")
+
+
+def compare(key: str, expected: bytes | None, desired: bytes | None, token: str) -> CompareAndSet:
+    return CompareAndSet("a", key, expected, desired, token)
+
+
+def test_a_key_changes_only_from_the_expected_value() -> None:
+    store = KeyValueStore(KeyValueLimits(total_bytes=3))
+    assert store.compare_and_set(compare("k", None, b"1", "t1")) == Comparison(True, b"1")
+    assert store.compare_and_set(compare("k", None, b"2", "t2")) == Comparison(False, b"1")
+    assert store.compare_and_set(compare("k", b"1", b"234", "t3")) == Comparison(True, b"234")
+    assert store.compare_and_set(compare("k", b"234", None, "t4")) == Comparison(True, None)
+    store.set("a", "l", b"567")  # there is room again
+
+
+def test_a_request_that_is_sent_again_changes_nothing_again() -> None:
+    store = KeyValueStore()
+    first = store.compare_and_set(compare("k", None, b"1", "t1"))
+    store.compare_and_set(compare("k", b"1", None, "t2"))
+    assert store.compare_and_set(compare("k", None, b"1", "t1")) == first
+    assert store.get("a", ["k"]) == (None,)
+    for value in (b"1", b"3"):  # one that has failed returns the current value
+        store.set("a", "k", value)
+        assert store.compare_and_set(compare("k", None, b"2", "t3")) == Comparison(False, value)
+        assert store.get("a", ["k"]) == (value,)
+
+
+def test_comparisons_hold_no_values_beside_those_of_the_store() -> None:
+    size = 1 << 20
+    store = KeyValueStore(KeyValueLimits(total_bytes=size))
+    tracemalloc.start()
+    try:
+        for number in range(32):
+            value = bytes(size - 1) + bytes([number])
+            store.compare_and_set(compare("k", None, value, f"set {number}"))
+            store.compare_and_set(compare("k", None, b"", f"refused {number}"))
+            store.compare_and_set(compare("k", value, None, f"delete {number}"))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 3 * size

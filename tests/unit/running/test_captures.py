@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable
 from functools import partial
@@ -66,27 +67,32 @@ def capture_in_partial(thing: Any) -> Callable[[], Any]:
 PLACES = [capture_in_closure, capture_deep, capture_in_object, capture_in_partial]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_captured_object_of_the_driver_is_named(place: Callable[[Any], Any], kind: str) -> None:
-    with pytest.raises(InvalidInput, match=rf"'session', a {kind}, which lives on Spark's driver"):
-        prepare(place(make_object(kind)), (), {})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_captured_objects_are_found_in_defaults_arguments_and_globals(kind: str) -> None:
-    thing = make_object(kind)
-    with pytest.raises(InvalidInput, match=kind):
-        prepare(capture_in_default(thing), (), {})
-    with pytest.raises(InvalidInput, match=kind):
-        prepare(print, ((1, thing),), {})
-    with pytest.raises(InvalidInput, match=f"'frame', a {kind}"):
-        prepare(dict, ((), {"frame": thing}), {})
+def prepare_global(thing: Any) -> None:
     module = types.ModuleType("__main__")
-    exec("def fn():\n    return spark.range(3)", module.__dict__)
-    module.spark = thing  # type: ignore[attr-defined]
-    with pytest.raises(InvalidInput, match=f"'spark', a {kind}"):
-        prepare(module.fn, (), {})
+    exec("def fn():\n    return session.range(3)", module.__dict__)
+    module.session = thing  # type: ignore[attr-defined]
+    prepare(module.fn, (), {})
+
+
+CALLS: list[Callable[[Any], Any]] = [
+    *(lambda thing, place=place: prepare(place(thing), (), {}) for place in PLACES),
+    lambda thing: prepare(dict, ((), {"session": thing}), {}),
+    prepare_global,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_captured_object_of_the_driver_is_named(call: Callable[[Any], Any], kind: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"'session', a {kind}, which lives on Spark's driver"):
+        call(make_object(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_objects_are_found_in_defaults_and_arguments(kind: str) -> None:
+    for fn, args in ((capture_in_default(make_object(kind)), ()), (print, ((1, make_object(kind)),))):
+        with pytest.raises(InvalidInput, match=kind):
+            prepare(fn, args, {})
 
 
 def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
@@ -94,12 +100,6 @@ def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
         captures.dumps(make_object("JavaObject", "py4j.java_gateway"))
     row = make_object("Row", "pyspark.sql.types")
     assert captures._find_driver_only_kind(row) is None
-
-
-def test_an_object_that_does_not_pickle_is_one_sentence() -> None:
-    lock = __import__("threading").Lock()
-    with pytest.raises(InvalidInput, match="cannot be pickled"):
-        prepare(lambda: lock, (), {})
 
 
 def test_functions_are_pickled_as_by_cloudpickle() -> None:
@@ -122,9 +122,15 @@ def test_positional_arguments_are_horovods() -> None:
             prepare(print, given, named)
 
 
-@pytest.mark.parametrize(("fn", "word"), [(3, "function"), ("/nowhere/train.py", "script")])
-def test_something_that_is_neither_function_nor_script_is_refused(fn: Any, word: str) -> None:
-    with pytest.raises(InvalidInput, match=word):
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [(3, "function"), ("/nowhere/train.py", "script"), (partial(print, LOCK), "cannot be pickled")],
+)
+def test_something_that_is_neither_function_nor_script_is_refused(fn: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
         prepare(fn, (), {})
 
 

@@ -69,13 +69,6 @@ def test_a_call_that_cannot_work_over_connect_is_refused(
     assert connect.check_call(ElasticConfig(), 2) == 2
 
 
-def test_the_driver_listens_on_the_interface_towards_the_connect_server() -> None:
-    session: Any = Session()
-    assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
-    told = ElasticConfig(advertise_address="driver.example", bind_address="0.0.0.0", driver_port=7)
-    assert connect.choose_bind(session, told) == Bind("0.0.0.0", 7, "driver.example")
-
-
 class SessionWithoutHost(Session):
     """Over a channel of a platform's own: pyspark's base class of channel builders names no host."""
 
@@ -88,24 +81,45 @@ class SessionWithoutHost(Session):
         pass
 
 
-def test_an_advertised_address_needs_no_channel() -> None:
-    told = ElasticConfig(advertise_address="driver.example")
-    session: Any = object()
-    assert connect.choose_bind(session, told) == Bind("driver.example", 0, "driver.example")
+OWN = socket.gethostbyname(socket.gethostname())
 
 
-def test_without_a_channel_host_the_driver_listens_on_the_interface_towards_sparks_driver() -> None:
+@pytest.mark.parametrize(
+    ("session", "conf", "config", "bind"),
+    [
+        (Session(), {}, {}, Bind("127.0.0.1", 0, "127.0.0.1")),  # towards the server
+        (
+            Session(),
+            {},
+            {"advertise_address": "driver.example", "bind_address": "0.0.0.0", "driver_port": 7},
+            Bind("0.0.0.0", 7, "driver.example"),
+        ),
+        (
+            SimpleNamespace(),  # needs no channel
+            {},
+            {"advertise_address": "driver.example"},
+            Bind("driver.example", 0, "driver.example"),
+        ),
+        (  # towards Spark's driver
+            SessionWithoutHost(),
+            {"spark.driver.host": "127.0.0.1"},
+            {},
+            Bind("127.0.0.1", 0, "127.0.0.1"),
+        ),
+        (SessionWithoutHost(), {}, {}, Bind(OWN, 0, OWN)),
+    ],
+)
+def test_the_driver_listens_where_executors_reach_it(
+    session: Any, conf: dict[str, str], config: dict[str, Any], bind: Bind
+) -> None:
+    session.conf = conf
+    assert connect.choose_bind(session, ElasticConfig(**config)) == bind
+
+
+def test_a_channel_without_a_host_name_and_without_tls_names_no_server() -> None:
     session: Any = SessionWithoutHost()
-    session.conf = {"spark.driver.host": "127.0.0.1"}
-    assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
     session._builder = SimpleNamespace(secure=False)
     assert connect.find_plaintext_server(session) is None
-
-
-def test_without_any_host_name_the_driver_listens_at_its_machines_own_address() -> None:
-    session: Any = SessionWithoutHost()
-    own = socket.gethostbyname(socket.gethostname())
-    assert connect.choose_bind(session, ElasticConfig()) == Bind(own, 0, own)
 
 
 def test_a_session_that_denies_its_context_counts_as_without_one() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of Spark's executors is posted as it is seen."""
+"""What becomes of Spark's executors is posted as it is seen, or left to registrations where py4j is refused it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from py4j.protocol import Py4JError
+
 from spark_elastic.clusters.spark import executors
+from spark_elastic.clusters.spark.executors import ExecutorWatch
+from spark_elastic.clusters.spark.preflight import _count_live_executors
+from spark_elastic.estimators.dataframes.materialize import _describe_source
+from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 class Backend:
@@ -50,3 +57,45 @@ def test_executors_of_the_first_poll_are_not_posted_and_later_ones_are_whatever_
         watch.close()
     assert events == [HostAppeared(0.0, "3"), HostLost(0.0, "1", "Spark lost executor 1")]
     assert posted.empty()
+
+
+class DeniedGateway:
+    """Any method of it is refused at its call."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refuse(*arguments: Any) -> None:
+            raise Py4JError(f"\nPy4JSecurityException: Method {name}() is not whitelisted")
+
+        return refuse
+
+
+def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "spark_elastic.spark")
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway))
+    watch = ExecutorWatch(context, FakeClock())
+    watch.start(lambda event: None)
+    watch.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "schedulerBackend() is not whitelisted" in said
+    assert said.endswith("hosts are known by their slots' registrations alone")
+
+
+def test_as_many_probes_as_cores_run_if_executors_cannot_be_counted() -> None:
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway), defaultParallelism=3)
+    assert _count_live_executors(context) == 3
+
+
+def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:
+    frame: Any = SimpleNamespace(_jdf=DeniedGateway())
+    assert _describe_source(frame) != _describe_source(frame)
+
+
+def test_the_store_check_passes_if_the_jvm_denies_access() -> None:
+    user = SimpleNamespace(UserGroupInformation=DeniedGateway())
+    hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
+    session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
+    store = make_memory_store()
+    check_store_access(session, store)
+    assert store.list("probes") == []

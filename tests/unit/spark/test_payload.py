@@ -39,6 +39,9 @@ class Session:
 def test_a_large_payload_is_a_file_of_the_session() -> None:
     session: Any = Session()
     assert make_payload(session, b"few").value == b"few"
+    small = make_program_payload(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
+    assert isinstance(small, InlinePayload)
+    assert cloudpickle.loads(small.value).environment == {"TOKEN": "t"}
     assert session.files == []
     many = bytes(INLINE_AT_MOST + 1)
     assert isinstance(make_payload(session, many), ArtifactPayload)
@@ -63,14 +66,6 @@ def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> 
     loaded = cloudpickle.loads(carrier.value)
     assert (loaded.environment, loaded.pickled_call) == (program.environment, program.pickled_call)
     assert loaded._checkpoint_target[0].filesystem.storage_options == store.filesystem.storage_options
-
-
-def test_a_small_program_is_an_inline_payload() -> None:
-    session: Any = Session()
-    carrier = make_program_payload(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
-    assert isinstance(carrier, InlinePayload)
-    assert cloudpickle.loads(carrier.value).environment == {"TOKEN": "t"}
-    assert session.files == []
 
 
 @pytest.mark.parametrize(

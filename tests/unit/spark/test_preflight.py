@@ -17,28 +17,23 @@ from spark_elastic.errors import JobCancelled, PreflightError
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 
 
-def test_another_python_version_on_a_host_is_a_preflight_error() -> None:
-    explained = _translate_error(
-        RuntimeError(
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        (
             f"{LOST}[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, "
-            "PySpark cannot run with different minor versions."
-        )
-    )
-    assert isinstance(explained, PreflightError)
-    assert "host 10.0.0.7 has python 3.10, and the driver has 3.11: set PYSPARK_PYTHON to the same" in str(
-        explained
-    )
-
-
-def test_a_cancelled_preflight_is_a_cancelled_job() -> None:
-    assert isinstance(
-        _translate_error(RuntimeError("Job 3 cancelled part of cancelled job group g")), JobCancelled
-    )
-
-
-def test_other_errors_of_spark_stay_as_they_are() -> None:
-    error = RuntimeError("disk full")
-    assert _translate_error(error) is error
+            "PySpark cannot run with different minor versions.",
+            PreflightError,
+            "host 10.0.0.7 has python 3.10, and the driver has 3.11: set PYSPARK_PYTHON to the same",
+        ),
+        ("Job 3 cancelled part of cancelled job group g", JobCancelled, ""),
+        ("disk full", RuntimeError, "disk full"),
+    ],
+)
+def test_errors_of_spark_are_translated(text: str, kind: type[Exception], says: str) -> None:
+    explained = _translate_error(RuntimeError(text))
+    assert type(explained) is kind
+    assert says in str(explained)
 
 
 class OtherJobs:
@@ -95,12 +90,6 @@ def test_the_error_of_a_stopped_context_is_that_of_its_job() -> None:
         _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 30.0))
 
 
-def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
-    sc: Any = FullCluster(OtherJobs(None))
-    with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0))
-
-
 class Tracker:
     """Spark's statusTracker and what it returns: one job of one stage."""
 
@@ -115,14 +104,18 @@ class Tracker:
 
 
 @pytest.mark.parametrize(
-    ("running", "says"),
+    ("tracker", "says"),
     [
-        (2, r"^2 probes of the hosts were still loading the program after 0 s \(start_timeout\)"),
-        (0, r"while the job wants 8 slots and Spark counts 2 cores: free some of them"),
+        (None, "no executor took a probe within 0 s"),
+        (Tracker(2), r"^2 probes of the hosts were still loading the program after 0 s \(start_timeout\)"),
+        (Tracker(0), r"while the job wants 8 slots and Spark counts 2 cores: free some of them"),
     ],
 )
-def test_a_slow_preflight_says_what_took_the_time(running: int, says: str) -> None:
+def test_a_preflight_ends_at_its_timeout_and_says_what_took_the_time(
+    tracker: Tracker | None, says: str
+) -> None:
     sc: Any = FullCluster(OtherJobs(None))
-    sc._jsc, sc.defaultParallelism = SimpleNamespace(sc=lambda: Tracker(running)), 2
+    if tracker is not None:
+        sc._jsc, sc.defaultParallelism = SimpleNamespace(sc=lambda: tracker), 2
     with pytest.raises(PreflightError, match=says):
         _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0, workers=8))

@@ -1,22 +1,29 @@
-"""What one probe finds out, as sentences."""
+"""What probes of the hosts find out, alone and of each other, and which versions may take part."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import cloudpickle
 import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.spark import probe as meeting
+from spark_elastic.clusters.spark.probe import PeerCheck, Probe
+from spark_elastic.data.store import Store
+from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 pytest.importorskip("pyspark")
 
 from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
-from spark_elastic.clusters.spark.probe import Probe, ProbeSpec, check_reports, make_version_check, open_probe
-from spark_elastic.data.store import Store
+from spark_elastic.clusters.spark.probe import ProbeSpec, check_reports, make_version_check, open_probe
 from spark_elastic.errors import InvalidInput, PreflightError, StoreError
 from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
@@ -92,3 +99,105 @@ def test_a_store_that_cannot_remove_a_probe_s_objects_does_not_hide_the_error(
         open_probe(ProbeSpec(b"", Store.open(tmp_path))),
     ):
         raise PreflightError("a host is broken.")
+
+
+def run_check(store: Store, number: int) -> list[str | None]:
+    found: list[str | None] = []
+
+    def probe() -> None:
+        found.append(PeerCheck(store, "meeting", "127.0.0.1").run(number, SystemClock()))
+
+    threads = [threading.Thread(target=probe) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_peers_that_reach_one_another_find_no_fault() -> None:
+    store = make_memory_store()
+    assert run_check(store, 3) == [None] * 3
+    assert all(name.endswith(".done") for name in store.list("meeting"))
+
+
+def test_a_peer_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    said = run_check(make_memory_store(), 2)
+    assert any(address is not None and address.startswith("127.0.0.1:") for address in said)
+
+
+def test_a_store_that_fails_is_a_fault_and_no_error_of_the_task() -> None:
+    store = make_memory_store()
+    store.write_bytes("probes/t/driver", b"t")
+
+    def refuse_peers(pipe: Any) -> Any:
+        def write(path: str, *arguments: Any, **options: Any) -> None:
+            if "/peers/" in path:
+                raise OSError("Input/output error")
+            pipe(path, *arguments, **options)
+
+        return write
+
+    store.filesystem.pipe_file = refuse_peers(store.filesystem.pipe_file)
+    fault = Probe(store, "t", peers=2, reachable_host="127.0.0.1").report(0, cloudpickle.dumps(1)).fault
+    assert fault is not None
+    assert "could not exchange addresses with other executors, so start the job again: Cannot write" in fault
+
+
+def test_an_address_that_cannot_be_deleted_stays() -> None:
+    store = make_memory_store()
+
+    def refuse(path: str) -> None:
+        raise PermissionError("AccessDenied")
+
+    store.filesystem.rm_file = refuse
+    assert run_check(store, 2) == [None, None]
+
+
+def test_a_probe_that_runs_alone_finds_no_fault() -> None:
+    """Its time is over, and one that has gone by then is no fault."""
+    clock = FakeClock()
+    alone = PeerCheck(make_memory_store(), "meeting", "127.0.0.1")
+    assert alone.run(2, clock) is None
+    assert clock.now() >= meeting.PEERS_SECONDS
+
+
+DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
+
+
+def check_host(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
+    host = {k: v for k, v in (DRIVER | {"host": "h1"} | changes).items() if v is not None}
+    return make_version_check(DRIVER, needs)(host)
+
+
+def test_a_host_with_the_drivers_versions_is_admitted() -> None:
+    assert make_version_check(collect_host_facts(), ("torch",))(collect_host_facts()) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"python": "3.11.2"}, {"numpy": "2.1.0"}, {"torch": "2.9.1+cu121"}, {"keras": "9.0"}, {}]
+)
+def test_small_version_differences_do_not_matter(changes: dict[str, str]) -> None:
+    assert check_host(**changes) is None
+
+
+@pytest.mark.parametrize(
+    ("package", "theirs"),
+    [("python", "3.12.7"), ("numpy", "1.26.4"), ("torch", "1.13.1"), ("spark_elastic", "0.1.1")],
+)
+def test_a_mismatch_names_host_package_and_both_versions(package: str, theirs: str) -> None:
+    sentence = check_host(**{package: theirs})
+    assert sentence is not None
+    assert all(word in sentence for word in ("h1", package, theirs, DRIVER[package]))
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_a_missing_package_is_named_if_the_job_uses_it() -> None:
+    says = "host h1 has no torch, and the driver has 2.13.0+cpu: install torch 2.13.0+cpu there."
+    assert check_host(torch=None) == says
+    assert check_host(needs=(), torch=None) is None

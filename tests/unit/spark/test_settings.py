@@ -1,66 +1,250 @@
-"""Which settings are remarked on at a job's start, and which are nobody's business."""
+"""Settings of Spark: which harm a job, what memory there is for its workers, and which slots ask for a GPU."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
+
+from spark_elastic.clusters.spark.settings import (
+    ExecutorMemory,
+    explain_shortage,
+    parse_size,
+    read_executor_memory,
+)
+from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.clusters.spark.settings import find_harmful_settings, warn_about_settings
+from spark_elastic.clusters.spark import settings
+from spark_elastic.clusters.spark.settings import (
+    EXECUTOR_GPUS,
+    TASK_GPUS,
+    choose_gpus_of_slot,
+    find_harmful_settings,
+    make_slot_profile,
+    warn_about_settings,
+)
 
 ENCRYPTED = {"spark.network.crypto.enabled": "true"}
 
 
-@pytest.mark.parametrize("master", ["yarn", "k8s://https://cluster:443"])
-def test_sparks_limit_of_executor_failures_is_logged(master: str) -> None:
-    (said,) = find_harmful_settings({"spark.master": master, **ENCRYPTED})
-    assert "set spark.executor.maxNumFailures to 1000" in said
-    (said,) = find_harmful_settings(
-        {"spark.master": master, "spark.executor.maxNumFailures": "4", **ENCRYPTED}
-    )
-    assert "failure of 4 executors" in said
+STANDALONE = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "server", "says"),
     [
-        {"spark.master": "spark://host:7077", "spark.driver.host": "127.0.0.1"},
-        {"spark.master": "local[2]"},
-        {"spark.master": "yarn", "spark.executor.maxNumFailures": "1000", **ENCRYPTED},
-        {"spark.master": "yarn", "spark.executor.failuresValidityInterval": "10m", **ENCRYPTED},
+        ({"spark.master": "yarn"} | ENCRYPTED, None, ["set spark.executor.maxNumFailures to 1000"]),
+        (
+            {"spark.master": "k8s://https://c:443"} | ENCRYPTED,
+            None,
+            ["spark.executor.maxNumFailures to 1000"],
+        ),
+        (
+            {"spark.master": "yarn", "spark.executor.maxNumFailures": "4"} | ENCRYPTED,
+            None,
+            ["failure of 4 executors"],
+        ),
+        ({"spark.executor.pyspark.memory": "1g"}, None, ["spark.executor.memoryOverhead"]),
+        (STANDALONE, None, ["spark.network.crypto.enabled=true"]),
+        (STANDALONE | {"spark.network.crypto.enabled": "false"}, None, ["spark.network.crypto.enabled=true"]),
+        (STANDALONE | {"spark.ssl.rpc.enabled": "false"}, None, ["spark.network.crypto.enabled=true"]),
+        (ENCRYPTED, "10.0.0.7", ["the Spark Connect server 10.0.0.7 in the clear", "use_ssl=true"]),
+        (STANDALONE | ENCRYPTED, None, []),
+        (STANDALONE | {"spark.ssl.rpc.enabled": "true"}, None, []),
+        (STANDALONE | {"spark.driver.host": "127.0.0.1"}, None, []),
+        *((ENCRYPTED, host, []) for host in ("localhost", "127.0.0.1", "[::1]", None)),
+        ({"spark.master": "local[2]"}, None, []),
+        ({"spark.master": "yarn", "spark.executor.maxNumFailures": "1000"} | ENCRYPTED, None, []),
+        ({"spark.master": "yarn", "spark.executor.failuresValidityInterval": "10m"} | ENCRYPTED, None, []),
     ],
 )
-def test_harmless_settings_are_not_logged(settings: dict[str, str]) -> None:
-    assert find_harmful_settings(settings) == []
-
-
-@pytest.mark.parametrize("encrypted", ["spark.network.crypto.enabled", "spark.ssl.rpc.enabled"])
-def test_an_unencrypted_key_is_logged(encrypted: str) -> None:
-    settings = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
-    (said,) = find_harmful_settings(settings)
-    assert "spark.network.crypto.enabled=true" in said
-    assert find_harmful_settings(settings | {encrypted: "true"}) == []
-    assert find_harmful_settings(settings | {encrypted: "false"}) == [said]
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", None])
-def test_an_unencrypted_key_of_a_connect_client_is_logged(host: str | None) -> None:
-    (said,) = find_harmful_settings(ENCRYPTED, "10.0.0.7")
-    assert "the Spark Connect server 10.0.0.7 in the clear" in said
-    assert "use_ssl=true" in said
-    assert find_harmful_settings(ENCRYPTED, host) == []
+def test_settings_that_harm_are_found(settings: dict[str, str], server: str | None, says: list[str]) -> None:
+    found = find_harmful_settings(settings, server)
+    assert len(found) == bool(says)
+    assert all(words in found[0] for words in says)
 
 
 def test_each_harmful_setting_is_logged_once_per_application(caplog: pytest.LogCaptureFixture) -> None:
     class Application:
         """Keeps what it was told."""
 
-    first, settings = Application(), {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
+    first = Application()
     for application in (first, first, Application()):
-        warn_about_settings(settings, application)
+        warn_about_settings(STANDALONE, application)
     assert len(caplog.records) == 2
 
 
-def test_a_limit_of_the_address_space_is_logged() -> None:
-    (said,) = find_harmful_settings({"spark.executor.pyspark.memory": "1g"})
-    assert "spark.executor.memoryOverhead" in said
+G = 1 << 30
+M = 1 << 20
+
+
+def test_sizes_in_sparks_notation_are_parsed() -> None:
+    assert [parse_size(text) for text in ("1g", "512m", "2048", "1gb", "64k", "7b")] == [
+        G,
+        G // 2,
+        2 * G,
+        G,
+        64 << 10,
+        7,
+    ]
+
+
+def test_overhead_counts_only_if_the_cluster_manager_limits_it() -> None:
+    settings = {"spark.executor.memory": "8g", "spark.executor.cores": "4", "spark.task.cpus": "2"}
+    assert read_executor_memory(settings | {"spark.master": "spark://host:1"}) == ExecutorMemory(
+        8 * G, None, 2
+    )
+    assert read_executor_memory(settings | {"spark.master": "yarn"}) == ExecutorMemory(
+        8 * G, int(8 * G * 0.1), 2
+    )
+    said = {"spark.master": "k8s://x", "spark.executor.memoryOverhead": "3g"}
+    assert read_executor_memory(settings | said) == ExecutorMemory(8 * G, 3 * G, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "overhead"),
+    [
+        ({}, 0.1),
+        ({"spark.kubernetes.memoryOverheadFactor": "1.0"}, 1.0),
+        ({"spark.kubernetes.memoryOverheadFactor": "1.0", "spark.executor.memoryOverheadFactor": "0.5"}, 0.5),
+    ],
+)
+def test_the_overhead_of_pods_is_what_spark_gives_them(given: dict[str, str], overhead: float) -> None:
+    settings = {"spark.executor.memory": "8g", "spark.master": "k8s://https://cluster:443", **given}
+    assert read_executor_memory(settings).overhead == int(8 * G * overhead)
+
+
+@pytest.mark.parametrize(
+    ("memory", "used", "address_space", "limits", "says"),
+    [
+        (
+            ExecutorMemory(G, 384 * M, 1),
+            800 * M,
+            M,
+            (None, None),
+            "set spark.executor.memoryOverhead to 1200m",
+        ),
+        (ExecutorMemory(G, 800 * M, 1), 800 * M, M, (None, None), None),
+        (ExecutorMemory(G, None, 2), 800 * M, M, (None, G + 500 * M), "500m beside its JVM"),
+        (ExecutorMemory(G, None, 2), 800 * M, M, (None, 4 * G), None),
+        (ExecutorMemory(G, None, 1), M, 900 * M, (G, None), "spark.executor.pyspark.memory"),
+        (ExecutorMemory(G, None, 1), M, 700 * M, (G, None), None),
+    ],
+)
+def test_a_memory_shortage_names_the_setting_and_an_amount(
+    memory: ExecutorMemory, used: int, address_space: int, limits: tuple[int | None, ...], says: str | None
+) -> None:
+    """Of the manager's grant, of the container, and of the address space."""
+    said = explain_shortage(memory, used, address_space, *limits)
+    assert said is None if says is None else said is not None and says in said
+    assert said is None or used != 800 * M or "800m" in said
+
+
+def test_memory_is_measured_for_running_processes_only() -> None:
+    assert ExecutorMemory(0, 1, 1).find_shortage(os.getpid()) is not None
+    assert ExecutorMemory(0, 1 << 50, 1).find_shortage(os.getpid()) is None or read_cgroup_limit() is not None
+    assert ExecutorMemory(0, 1, 1).find_shortage(2**22 + 1) is None
+
+
+def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path) -> None:
+    for pid, share in (("7", 900), ("8", 100), ("9", 50)):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "statm").write_text("5000 4000 3000 1 0 2 0\n")
+        (tmp_path / pid / "smaps_rollup").write_text(
+            f"10-20 ---p 00000000 00:00 0 [rollup]\nRss: 2000000 kB\nPss: {share * 1024} kB\nPss_Dirty: 7 kB\n"
+        )
+    without, beside, forked = (
+        ExecutorMemory(0, 100 * M, 2).find_shortage(7, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).find_shortage(7, 8, proc=tmp_path),
+        ExecutorMemory(0, 100 * M, 2).find_shortage(7, 8, 9, proc=tmp_path),
+    )
+    assert without is not None
+    assert "2 workers of an executor and their spares take 3600m" in without
+    assert beside is not None
+    assert "take 2000m by now" in beside
+    assert forked is not None
+    assert "take 2100m by now" in forked
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", "max", None),
+        ("memory.max", str(G), G),
+        ("memory/memory.limit_in_bytes", str(2**63 - 4096), None),
+    ],
+)
+def test_limits_of_containers_are_read(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text + "\n")
+    assert read_cgroup_limit(tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("executor", "task", "device", "sharing", "asked"),
+    [
+        (None, None, "auto", 1, None),
+        ("2", "1", "auto", 1, None),
+        ("2", "2", "cuda", 1, None),
+        ("2", "0.25", "auto", 1, 1.0),
+        ("1", None, "cuda", 1, 1.0),
+        ("0", None, "auto", 1, None),
+        ("2", "1", "auto", 2, 0.5),
+        ("2", "0.5", "auto", 2, None),
+        ("2", "1", "cpu", 1, 0.0),
+        ("2", None, "cpu", 1, None),
+    ],
+)
+def test_a_slot_asks_for_the_gpus_that_spark_would_not_give_it(
+    executor: str | None, task: str | None, device: str, sharing: int, asked: float | None
+) -> None:
+    conf = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
+    given = {name: value for name, value in conf.items() if value is not None}
+    assert choose_gpus_of_slot(given, device, sharing) == asked
+
+
+def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Builder:
+        build = "profile"
+
+        def require(self, requests: Any) -> Builder:
+            assert requests.requests["gpu"].amount == 1
+            assert requests.requests["cpus"].amount == 2
+            return self
+
+    class Requests:
+        def __init__(self) -> None:
+            self.requests: dict[str, Any] = {}
+
+        def cpus(self, amount: int) -> Requests:
+            return self.resource("cpus", amount)
+
+        def resource(self, name: str, amount: int) -> Requests:
+            self.requests[name] = type("Request", (), {"amount": amount})
+            return self
+
+    monkeypatch.setattr(settings, "ResourceProfileBuilder", Builder)
+    monkeypatch.setattr(settings, "TaskResourceRequests", Requests)
+
+    def refuse(profile: Any) -> None:
+        raise RuntimeError(
+            "An error occurred\nSparkException: TaskResourceProfiles are only supported for X."
+        )
+
+    conf = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
+    assert make_slot_profile(conf, refuse) is None
+    assert "no stage-level resources (SparkException: TaskResourceProfiles are only supported" in caplog.text
+    assert f"set {TASK_GPUS}=1" in caplog.text
+    assert "leaves idle" not in caplog.text
+    assert make_slot_profile(conf, lambda profile: None) == "profile"  # type: ignore[comparison-overlap]
+    assert make_slot_profile({}, refuse) is None
+    assert f"unset {TASK_GPUS}" not in caplog.text
+    assert make_slot_profile(conf | {TASK_GPUS: "1"}, refuse, device="cpu") is None
+    assert f"unset {TASK_GPUS}" in caplog.text
+    assert "executors have GPUs, which this job leaves idle" in caplog.text

@@ -1,3 +1,5 @@
+"""The host and the address of a slot job, and how it ended, read off Spark's own words."""
+
 from __future__ import annotations
 
 import os
@@ -14,7 +16,8 @@ from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
 from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
-from spark_elastic.clusters.spark.slot_task import SlotTask, find_host
+from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
+from spark_elastic.driver.thread_launcher import SlotOutcome
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
@@ -28,17 +31,26 @@ def process(proc: Path, pid: int, parent: int, *words: str) -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} (a name) with) S {parent} 1 1 0")
 
 
-def test_the_executor_is_found_in_the_ancestors_command_line(tmp_path: Path) -> None:
-    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
-    process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
-    process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
-    assert find_host(ADDRESS, tmp_path) == ("12", 60)
+DAEMON = ("python", "-m", "pyspark.daemon")
+HIDDEN = (f"{ADDRESS}-{socket.gethostname()}", 0)
+EXECUTOR = ("java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
 
 
-def test_in_local_mode_the_executor_id_is_driver(tmp_path: Path) -> None:
-    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
-    process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
-    assert find_host(ADDRESS, tmp_path) == ("driver", 70)
+@pytest.mark.parametrize(
+    ("processes", "found"),
+    [
+        ([(os.getpid(), 70, *DAEMON), (70, 60, *DAEMON), (60, 1, *EXECUTOR)], ("12", 60)),
+        ([(os.getpid(), 70, *DAEMON), (70, 1, "java", "SparkSubmit", "pyspark-shell")], ("driver", 70)),
+        ([], HIDDEN),  # all of /proc
+        ([(os.getpid(), 1, *DAEMON)], HIDDEN),  # an isolated one, as platforms start it, is no local mode
+    ],
+)
+def test_the_executor_is_found_in_the_ancestors_command_line(
+    processes: list[Any], found: tuple[str, int], tmp_path: Path
+) -> None:
+    for each in processes:
+        process(tmp_path, *each)
+    assert find_host(ADDRESS, tmp_path) == found
 
 
 def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Path) -> None:
@@ -54,19 +66,10 @@ def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Pa
     assert ids == {"10.0.0.1-aaaaaaaa", "10.0.0.2-aaaaaaaa", "10.0.0.1-bbbbbbbb"}
 
 
-def test_a_host_that_hides_all_of_proc_is_known_by_address_and_name(tmp_path: Path) -> None:
-    assert find_host(ADDRESS, tmp_path) == (f"{ADDRESS}-{socket.gethostname()}", 0)
-
-
-def test_ancestors_without_a_java_belong_to_no_local_mode(tmp_path: Path) -> None:
-    process(
-        tmp_path, os.getpid(), 1, "python", "-m", "pyspark.daemon"
-    )  # an isolated one, as platforms start it
-    assert find_host(ADDRESS, tmp_path)[0].startswith(f"{ADDRESS}-")
-
-
 def test_the_address_towards_a_driver_on_this_machine_is_loopback() -> None:
     assert find_address_towards("127.0.0.1", 7) == "127.0.0.1"
+    with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
+        find_address_towards("no-such-host.invalid", 7077)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,49 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
     assert [identity.address for identity in registered] == [ADDRESS]
 
 
-def test_an_unknown_host_name_is_named_with_its_port() -> None:
-    with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
-        find_address_towards("no-such-host.invalid", 7077)
+LOST = (
+    "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
+    ": org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 3.0 failed 1 times, most "
+    "recent failure: Lost task 0.0 in stage 3.0 (TID 3): ExecutorLostFailure (executor 1 exited)\n\tat scala..."
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[SPARK_JOB_CANCELLED] Job 5 cancelled part of cancelled job group g SQLSTATE: XXKDA",
+        "org.apache.spark.SparkException: Job 4 cancelled as part of cancellation of all jobs: it was cancelled",
+        "org.apache.spark.SparkException: Job 2 cancelled because Stage 7 was cancelled",
+        "(org.apache.spark.SparkSQLException) [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008",
+    ],
+)
+def test_a_cancelled_job_is_distinguished_from_a_lost_one(text: str) -> None:
+    end = classify_error(text)
+    assert (end.cancelled, end.executor_lost) == (True, False)
+    assert text.splitlines()[0] in end.reason
+
+
+@pytest.mark.parametrize("cause", ["exited", "exited caused by: its container was cancelled"])
+def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line(cause: str) -> None:
+    end = classify_error(LOST.replace("exited", cause))
+    assert (end.cancelled, end.executor_lost) == (False, True)
+    assert end.reason.startswith("Lost task 0.0 in stage 3.0 (TID 3): ExecutorLostFailure (executor 1 exited")
+    assert "\n" not in end.reason
+
+
+RAISED = "org.apache.spark.SparkException: Job aborted: ValueError: no"
+STOPPED = SlotOutcome("the SparkContext was stopped", cancelled=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        (RAISED, SlotOutcome(RAISED)),  # lost no executor
+        ("Job 3 cancelled because SparkContext was shut down", STOPPED),
+        ("java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.", STOPPED),
+    ],
+)
+def test_a_stopped_context_counts_as_a_cancel_and_a_task_that_raised_does_not(
+    text: str, outcome: SlotOutcome
+) -> None:
+    assert classify_error(text) == outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,15 @@ from tests.unit.state.stage import Event, FakeDriver, FakeSession
 from tests.unit.state.weights import Weights, WeightsState
 
 STEPS = 12
+
+
+def take_steps(stage: FakeDriver, session: FakeSession, state: Any) -> Iterator[int]:
+    """The steps of a loop, each with an exchange; what follows one stands in the body."""
+    while state.step < STEPS:
+        stage.reach_step(state.step)
+        session.allreduce(np.ones(1))
+        state.step += 1
+        yield state.step
 
 
 def training(stage: FakeDriver, commit_every: int, check: bool) -> Any:
@@ -75,13 +85,10 @@ def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
 
     def work(session: FakeSession) -> int:
         def loop(state: Any) -> int:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                session.allreduce(np.ones(1))
+            for step in take_steps(stage, session, state):
                 if session.world.members[0].position is not None or session.group.rank == 0:
-                    taken.append(state.step)
-                state.step += 1
-                if state.step % 4 == 0:
+                    taken.append(step - 1)
+                if step % 4 == 0:
                     state.commit()
             return int(state.step)
 
@@ -203,12 +210,9 @@ def test_r05_a_rank_whose_sync_failed_does_not_report_the_new_position(joins: bo
 
     def work(session: FakeSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                session.allreduce(np.ones(1))
+            for _ in take_steps(stage, session, state):
                 state._snapshots.wait()
                 state.weights.add(1.0)
-                state.step += 1
                 state.commit()
             return float(state.weights.numbers[0]), state.step
 
@@ -231,10 +235,7 @@ def test_reset_callbacks_run_on_survivors_only() -> None:
             state.rate = 1.0 * session.world.size
 
         def loop(state: Any) -> float:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                session.allreduce(np.ones(1))
-                state.step += 1
+            for _ in take_steps(stage, session, state):
                 state.commit()
             return float(state.rate)
 
@@ -269,10 +270,7 @@ class UserState(State):
 def test_a_users_own_state_works_through_losses_and_joins() -> None:
     def work(session: FakeSession) -> int:
         def loop(state: UserState) -> int:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                session.allreduce(np.ones(1))
-                state.step += 1
+            for _ in take_steps(stage, session, state):
                 state.commit()
             return state.step
 

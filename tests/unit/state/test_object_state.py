@@ -42,11 +42,12 @@ def test_values_and_weights_are_always_of_one_version(actions: list[str]) -> Non
 
 
 def test_saved_values_share_no_memory_with_current_ones() -> None:
-    state: Any = ObjectState(history=[1], table={"a": [1]})
+    state: Any = ObjectState(history=[1], table={"a": [1]}, best=np.arange(3))
     state.history.append(2)
     state.table["a"].append(2)
+    state.best += 1
     state.restore()
-    assert (state.history, state.table) == ([1], {"a": [1]})
+    assert (state.history, state.table, state.best.tolist()) == ([1], {"a": [1]}, [0, 1, 2])
 
 
 def test_a_handler_follows_an_attribute_that_is_set_again() -> None:
@@ -193,15 +194,18 @@ def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPat
     assert (state.step, state.weights.numbers[0]) == (3, 5.0)
 
 
-@pytest.mark.parametrize("name", ["commit", "_private", "registry"])
-def test_names_of_a_states_own_attributes_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match=name):
-        ObjectState(**{name: 1})
-
-
-def test_a_value_that_cannot_be_pickled_is_one_sentence() -> None:
-    with pytest.raises(InvalidInput, match="pickled"):
-        ObjectState(lock=__import__("threading").Lock())
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"commit": 1}, "commit"),
+        ({"_private": 1}, "_private"),
+        ({"registry": 1}, "registry"),
+        ({"lock": threading.Lock()}, "pickled"),
+    ],
+)
+def test_values_that_a_state_cannot_have_are_refused(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        ObjectState(**values)
 
 
 class Schedule:
@@ -223,13 +227,6 @@ def test_anything_with_a_state_dict_keeps_its_identity() -> None:
     assert state.schedule is schedule
     assert schedule.rate == 1.0
     assert find_handler(3, ()) is None
-
-
-def test_arrays_among_the_values_are_not_pickled() -> None:
-    state: Any = ObjectState(best=np.arange(3))
-    state.best += 1
-    state.restore()
-    assert state.best.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("callbacks", [[None], [print, 3], print])

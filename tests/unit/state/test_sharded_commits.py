@@ -79,15 +79,21 @@ class Ranks:
         group.alltoall = receive  # type: ignore[method-assign]
 
 
+def start_saved(size: int) -> Ranks:
+    """In a world, with one commit."""
+    ranks = Ranks(size)
+    ranks.begin_world()
+    ranks.save()
+    return ranks
+
+
 def flip_bit(commits: ShardedCommits, shard: int) -> None:
     memory = commits._held[0].shards[shard]
     memory[3] ^= 1
 
 
 def test_a_copy_that_was_damaged_on_its_way_breaks_the_world_and_the_commit_before_stays() -> None:
-    ranks = Ranks(3)
-    ranks.begin_world()
-    ranks.save()
+    ranks = start_saved(3)
     ranks.flip_bit_on_arrival(1)
     with pytest.raises(
         CollectiveError, match="the copy of rank 0's shard that rank 1 received is not the one"
@@ -100,9 +106,7 @@ def test_a_copy_that_was_damaged_on_its_way_breaks_the_world_and_the_commit_befo
 def test_a_shard_that_was_damaged_in_memory_comes_from_the_other_rank_that_holds_it(
     holder: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = Ranks(3)
-    ranks.begin_world()
-    ranks.save()
+    ranks = start_saved(3)
     flip_bit(ranks.commits[holder], 0)  # rank 0 made it, rank 1 has the copy
     (chosen, *_) = ranks.begin_world()
     assert isinstance(chosen, RestorableCommit)
@@ -113,18 +117,14 @@ def test_a_shard_that_was_damaged_in_memory_comes_from_the_other_rank_that_holds
 
 
 def test_a_shard_whose_only_holder_is_damaged_is_lost() -> None:
-    ranks = Ranks(3)
-    ranks.begin_world()
-    ranks.save()
+    ranks = start_saved(3)
     flip_bit(ranks.commits[1], 0)
     del ranks.commits[0]
     assert not any(isinstance(found, RestorableCommit) for found in ranks.begin_world())
 
 
 def test_what_is_damaged_while_it_is_divided_anew_breaks_the_world() -> None:
-    ranks = Ranks(3)
-    ranks.begin_world()
-    ranks.save()
+    ranks = start_saved(3)
     del ranks.commits[2]
     (chosen, *_) = ranks.begin_world()
     assert isinstance(chosen, RestorableCommit)
@@ -136,9 +136,7 @@ def test_what_is_damaged_while_it_is_divided_anew_breaks_the_world() -> None:
 
 
 def test_a_damaged_checkpoint_in_memory_is_not_used() -> None:
-    ranks = Ranks(1)
-    ranks.begin_world()
-    ranks.save()
+    ranks = start_saved(1)
     whole = ranks.commits[0].gather(ranks.fabric.group(0), 0)
     assert whole is not None
     ranks.commits[0].adopt(whole)

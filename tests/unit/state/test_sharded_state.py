@@ -171,16 +171,12 @@ def build(state: Any) -> dict[str, Any]:
         (lambda: RowsState(lambda state: {"step": 1}, step=0).begin_alone(), "which the state has already"),
         (lambda: RowsState(lambda state: {"size": 1}).begin_alone(), "which has no state dict"),
         (lambda: RowsState(build).sync(), "synchronizes this state at the beginning of each world"),
+        (lambda: RowsState(build, rows=Rows.__new__(Rows)), "'rows' belongs to a world: make it in build"),
     ],
 )
 def test_wrong_use_gets_a_sentence(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         make()
-
-
-def test_the_built_model_cannot_be_an_attribute_of_the_state() -> None:
-    with pytest.raises(InvalidInput, match="'rows' belongs to a world: make it in build"):
-        RowsState(build, rows=Rows.__new__(Rows))
 
 
 def test_outside_of_a_job_build_is_called_once() -> None:

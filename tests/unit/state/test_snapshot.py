@@ -57,21 +57,12 @@ def test_pieces_are_aligned_and_do_not_overlap() -> None:
     assert builder.size == 256
 
 
-def test_two_buffers_alternate() -> None:
-    live, buffer = np.zeros(128, np.uint8), SnapshotBuffer()
-    memories = []
-    for version in range(4):
-        buffer.begin(at(version), lambda builder: builder.add(live))
-        newest = buffer.wait_for_newest()
-        assert newest is not None
-        memories.append(newest.memory.ctypes.data)
-    assert memories[0] == memories[2] != memories[1] == memories[3]
-
-
-def test_a_state_that_grows_gets_larger_memory() -> None:
-    buffer = SnapshotBuffer()
-    for size in (10, 1000, 20):
+def test_two_buffers_alternate_and_grow_with_the_state() -> None:
+    buffer, memories = SnapshotBuffer(), []
+    for size in (128, 128, 128, 128, 1000, 20):
         buffer.begin(at(size), lambda builder, size=size: builder.add(np.full(size, 7, np.uint8)))  # type: ignore[misc]
         newest = buffer.wait_for_newest()
         assert newest is not None
         assert bytes(newest.memory[:size]) == bytes([7]) * size
+        memories.append(newest.memory.ctypes.data)
+    assert memories[0] == memories[2] != memories[1] == memories[3]

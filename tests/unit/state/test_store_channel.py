@@ -1,7 +1,8 @@
-"""Messages through a store: their order, their objects, foreign keys, a store that fails, silence."""
+"""Messages and heartbeats through a store: their order, foreign keys, a store that fails, silence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.runs.store_channel import SEND_EVERY, ChannelEnd, StoreChannel
+from spark_elastic.runs.store_channel import (
+    LOOK_EVERY,
+    SEND_EVERY,
+    STALE_AFTER,
+    ChannelEnd,
+    StoreChannel,
+    StoreHeartbeat,
+    wait_until_stale,
+)
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
@@ -17,6 +26,10 @@ from tests.memory_store import make_memory_store
 @dataclass(frozen=True)
 class Note:
     n: int
+
+
+def fail(*arguments: Any) -> None:
+    raise StoreError("gone for a moment")
 
 
 class Pair:
@@ -27,6 +40,11 @@ class Pair:
         self.heard: dict[str, list[Any]] = {"a": [], "b": []}
         self.a, self.b = self.open_side("a", "b", b"key"), self.open_side("b", "a", b"key")
 
+    def send(self, *numbers: int) -> None:
+        for number in numbers:
+            self.a.send(Note(number))
+        self.a.poll()
+
     def open_side(self, own: str, other: str, key: bytes) -> StoreChannel:
         return StoreChannel(
             ChannelEnd(self.store, "channels/1", key, own, other), [Note], self.heard[own].append, self.clock
@@ -35,9 +53,7 @@ class Pair:
 
 def test_messages_sent_between_two_polls_are_one_object_and_arrive_in_order() -> None:
     pair = Pair()
-    for number in range(3):
-        pair.a.send(Note(number))
-    pair.a.poll()
+    pair.send(0, 1, 2)
     pair.a.send(Note(3))
     assert len(pair.store.list("channels/1")) == 1
     pair.a.poll()
@@ -62,41 +78,34 @@ def test_messages_without_the_key_are_never_delivered() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 30, 60])
-def test_a_half_written_object_is_read_again(length: int) -> None:
-    """A mount of an object store has no renames: a reader may see a part for a moment."""
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_half_written_object_is_read_again(
+    length: int, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount of an object store has no renames: a reader may see a part for a moment. The side that is written to
+    ends when the other's task has: its result may come a moment later."""
     pair = Pair()
-    pair.a.send(Note(42))
-    pair.a.poll()
+    pair.send(42)
     (name,) = pair.store.list("channels/1")
     whole = pair.store.read_bytes(name)
     pair.store.write_bytes(name, whole[:length])
-    for _ in range(20):
-        with pytest.raises(StoreError, match="is not whole"):
-            pair.b.poll()
-        pair.clock.advance(1.0)
-    pair.store.write_bytes(name, whole)
-    pair.b.poll()
+    if closes:
+        monkeypatch.setattr(pair.clock, "sleep", lambda seconds: pair.store.write_bytes(name, whole))
+        pair.b.close(10.0)
+    else:
+        for _ in range(20):
+            with pytest.raises(StoreError, match="is not whole"):
+                pair.b.poll()
+            pair.clock.advance(1.0)
+        pair.store.write_bytes(name, whole)
+        pair.b.poll()
     assert pair.heard["b"] == [Note(42)]
     assert not pair.store.exists(name)
 
 
-def test_close_waits_for_a_half_written_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The side that is written to ends when the other's task has: its result may come a moment later."""
-    pair = Pair()
-    pair.a.send(Note(42))
-    pair.a.poll()
-    (name,) = pair.store.list("channels/1")
-    whole = pair.store.read_bytes(name)
-    pair.store.write_bytes(name, whole[:30])
-    monkeypatch.setattr(pair.clock, "sleep", lambda seconds: pair.store.write_bytes(name, whole))
-    pair.b.close(10.0)
-    assert pair.heard["b"] == [Note(42)]
-
-
 def test_an_object_verifies_only_under_its_own_name() -> None:
     pair = Pair()
-    pair.a.send(Note(1))
-    pair.a.poll()
+    pair.send(1)
     first = pair.store.read_bytes("channels/1/b-00000000")
     pair.b.poll()
     pair.store.write_bytes("channels/1/b-00000001", first)
@@ -105,19 +114,20 @@ def test_an_object_verifies_only_under_its_own_name() -> None:
     assert pair.heard["b"] == [Note(1)]
 
 
-def test_a_failing_store_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("call", "failing"), [("write_bytes", "a"), ("delete", "b")])
+def test_a_failing_store_neither_loses_nor_repeats_a_message(
+    monkeypatch: pytest.MonkeyPatch, call: str, failing: str
+) -> None:
     pair = Pair()
     pair.a.send(Note(0))
-
-    def fail(*arguments: Any) -> None:
-        raise StoreError("full")
-
+    if failing == "b":
+        pair.a.poll()
     with monkeypatch.context() as patched:
-        patched.setattr(type(pair.store), "write_bytes", fail)
+        patched.setattr(type(pair.store), call, fail)
         with pytest.raises(StoreError):
-            pair.a.poll()
-    pair.a.send(Note(1))
-    pair.a.poll()
+            getattr(pair, failing).poll()
+    pair.b.poll()
+    pair.send(1)
     pair.b.poll()
     assert pair.heard["b"] == [Note(0), Note(1)]
 
@@ -146,22 +156,6 @@ def test_a_write_that_succeeded_although_it_raised_loses_no_later_message(
     assert pair.heard["b"] == [Note(0), Note(1)]
 
 
-def test_an_object_that_cannot_be_deleted_is_delivered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair()
-    pair.a.send(Note(0))
-    pair.a.poll()
-
-    def fail(*arguments: Any) -> None:
-        raise StoreError("gone for a moment")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(pair.store), "delete", fail)
-        with pytest.raises(StoreError):
-            pair.b.poll()
-    pair.b.poll()
-    assert pair.heard["b"] == [Note(0)]
-
-
 def test_a_side_without_messages_sends_a_sign_of_life() -> None:
     pair = Pair()
     pair.a.poll()
@@ -174,32 +168,82 @@ def test_a_side_without_messages_sends_a_sign_of_life() -> None:
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_close_sends_waiting_messages(started: bool) -> None:
-    pair = Pair()
-    if started:
-        pair.a.start()
-    pair.a.send(Note(0))
-    pair.a.close(10)
-    pair.b.poll()
-    assert pair.heard["b"] == [Note(0)]
-
-
-@pytest.mark.parametrize(("failures", "arrives"), [(3, True), (1000, False)])
-def test_close_retries_until_the_store_succeeds_or_the_time_is_over(
-    failures: int, arrives: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("failures", "arrives"), [(0, True), (3, True), (1000, False)])
+def test_close_sends_waiting_messages_until_the_store_succeeds_or_the_time_is_over(
+    started: bool, failures: int, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair()
-    pair.a.send(Note(1))
     left, write = [None] * failures, type(pair.store).write_bytes
 
     def fail_at_first(*arguments: Any) -> None:
         if left:
             left.pop()
-            raise StoreError("gone for a moment")
+            fail()
         write(*arguments)
 
     monkeypatch.setattr(type(pair.store), "write_bytes", fail_at_first)
+    if started:
+        pair.a.start()
+    pair.a.send(Note(1))
     pair.a.close(10.0)
     left.clear()
     pair.b.poll()
     assert pair.heard["b"] == ([Note(1)] if arrives else [])
+
+
+NAME = "channels/1/heartbeat"
+
+
+class ClockWithAction(FakeClock):
+    """Does something at each sleep."""
+
+    def __init__(self, act: Callable[[float], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self._act(self.now())
+
+
+def test_a_heartbeat_exists_while_its_block_runs() -> None:
+    store = make_memory_store()
+    written: list[str] = []
+    write = type(store).write_bytes
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            type(store), "write_bytes", lambda *arguments: (written.append("x"), write(*arguments))
+        )
+        with StoreHeartbeat(store, NAME):
+            pass
+    assert written == ["x"], "at once"
+    assert not store.exists(NAME)
+
+
+@pytest.mark.parametrize(("until", "tolerance"), [(100, STALE_AFTER), (0, LOOK_EVERY)])
+def test_the_wait_lasts_until_the_heartbeat_is_stale(until: float, tolerance: float) -> None:
+    """One that is absent is."""
+    store = make_memory_store()
+
+    def write_heartbeat(now: float) -> None:
+        if now < until:
+            store.write_bytes(NAME, str(int(now / (STALE_AFTER - 1))).encode())
+
+    clock = ClockWithAction(write_heartbeat)
+    wait_until_stale(store, NAME, clock)
+    assert clock.now() == pytest.approx(until + STALE_AFTER, abs=tolerance)
+
+
+def test_a_failing_store_does_not_make_a_heartbeat_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_memory_store()
+    exists = type(store).exists
+
+    def look(self: object, name: str) -> bool:
+        if clock.now() < 60:
+            raise StoreError("gone for a minute")
+        return exists(store, name)
+
+    monkeypatch.setattr(type(store), "exists", look)
+    clock = FakeClock()
+    wait_until_stale(store, NAME, clock)
+    assert clock.now() >= 60

@@ -125,31 +125,30 @@ def test_functions_that_do_something_else_have_different_digests(one: Any, other
     assert digest(one) != digest(other)
 
 
-def test_a_number_of_the_module_is_part_of_a_function() -> None:
-    module: dict[str, Any] = {"ALPHA": 1.0, "FOLDER": "of today"}
-    exec("f = lambda x: [ALPHA * y for y in x] + [FOLDER]", module)
+@pytest.mark.parametrize(
+    ("code", "values", "text", "other"),
+    [
+        ("lambda x: [VALUE * y for y in x] + [FOLDER]", 1.0, "of today", 2.0),
+        (
+            "lambda x: VALUE[0] * x if FOLDER else 0",
+            [1.0, {"deep": (2.0,)}],
+            ["of today"],
+            [1.0, {"deep": (3.0,)}],
+        ),
+    ],
+)
+def test_numbers_of_the_module_are_part_of_a_function(code: str, values: Any, text: Any, other: Any) -> None:
+    module: dict[str, Any] = {"VALUE": values, "FOLDER": text}
+    exec(f"f = {code}", module)
     before = digest(module["f"])
-    module["FOLDER"] = "of tomorrow"
+    module["FOLDER"] = type(text)(["of tomorrow"])
     assert digest(module["f"]) == before
-    module["ALPHA"] = 2.0
+    module["VALUE"] = other
     assert digest(module["f"]) != before
-
-
-def test_a_list_of_the_module_is_part_of_a_function() -> None:
-    module: dict[str, Any] = {"WEIGHTS": [1.0, {"deep": (2.0,)}], "FOLDERS": ["of today"]}
-    exec("f = lambda x: WEIGHTS[0] * x if FOLDERS else 0", module)
-    before = digest(module["f"])
-    module["FOLDERS"] = ["of tomorrow"]
-    assert digest(module["f"]) == before
-    module["WEIGHTS"] = [1.0, {"deep": (3.0,)}]
-    assert digest(module["f"]) != before
-
-
-def test_a_function_in_its_own_closure_has_a_digest() -> None:
-    assert digest(make_recursive()) == digest(make_recursive())
 
 
 def test_functions_that_do_the_same_have_equal_digests() -> None:
+    assert digest(make_recursive()) == digest(make_recursive())
     assert digest(make_scaled_loss(1.0)) == digest(make_scaled_loss(1.0))
     assert digest(make_weighted_loss(torch.ones(2))) == digest(make_weighted_loss(torch.ones(2)))
     assert digest(make_weighted_loss({3, 1, 2})) == digest(make_weighted_loss({2, 3, 1}))

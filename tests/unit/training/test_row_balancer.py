@@ -98,17 +98,17 @@ def test_equal_ranks_keep_the_equal_division(seed: int) -> None:
     assert simulate(at_speeds(3e3, 3e3, 3e3, noise=0.3), 60.0, balancer, seed) == [(0.0, balancer.parts)]
 
 
-@pytest.mark.parametrize("slow", [1.0, 0.5, 0.25])
-def test_a_processor_quota_of_a_quarter_leaves_nine_tenths_of_the_best_rate(slow: float) -> None:
-    """At few rows the quota is no limit, so the rank looks as quick as the other. slow: seconds of a step."""
-    speed = ROWS / slow
-    assert rate(Quota(0.25, (speed, speed)), 120.0, RowBalancer(ROWS, 2)) > 0.9 * 1.25 * speed
-
-
-@pytest.mark.parametrize("fixed", [0.0, 0.001, 0.003])
-def test_a_quota_that_stops_one_step_of_several_leaves_nine_tenths_of_the_best_rate(fixed: float) -> None:
-    """Several steps are in a period: on average the rank looks quicker than the other, which waits for it in some."""
-    speed = 8e3
+@pytest.mark.parametrize(
+    ("speed", "fixed"),
+    [
+        *((ROWS / slow, 0.0) for slow in (1.0, 0.5, 0.25)),  # few rows look as quick as the other's
+        *((8e3, fixed) for fixed in (0.0, 0.001, 0.003)),  # several steps are in a period
+    ],
+)
+def test_a_processor_quota_of_a_quarter_leaves_nine_tenths_of_the_best_rate(
+    speed: float, fixed: float
+) -> None:
+    """On average the rank may look quicker than the other, which waits for it in some steps. fixed: seconds of each."""
     best = min(max(fixed + (ROWS - own) / speed, 4 * (fixed + own / speed)) for own in range(ROWS))
     assert rate(Quota(0.25, (speed, speed), fixed), 120.0, RowBalancer(ROWS, 2)) > 0.9 * ROWS / best
 
@@ -148,21 +148,16 @@ def test_virtual_shares_are_divided_whole() -> None:
 
 
 def test_a_rank_that_keeps_others_waiting_whatever_it_is_given_is_a_straggler() -> None:
-    balancer = RowBalancer(ROWS, 3)
-    seconds = at_speeds(4e3, 4e3, 10.0)
+    balancer, seconds = RowBalancer(ROWS, 3), at_speeds(4e3, 4e3, 10.0)
     simulate(seconds, 10.0, balancer)
     assert balancer.straggler is None, "not at once"
     simulate(seconds, STRAGGLER_WINDOWS * 10.0, balancer)
     assert balancer.straggler == 2
-    slow_but_useful = RowBalancer(ROWS, 3)
-    simulate(at_speeds(4e3, 4e3, 1e3), 60.0, slow_but_useful)
-    assert slow_but_useful.straggler is None
-
-
-def test_a_slow_rank_is_no_straggler_if_another_would_need_as_long_for_its_share_too() -> None:
-    balancer = RowBalancer(8, 8, shares=8)
-    simulate(at_speeds(*[20.0] * 7, 10.0), 60.0, balancer)
-    assert balancer.straggler is None
+    slow_but_useful = RowBalancer(ROWS, 3), at_speeds(4e3, 4e3, 1e3)
+    as_slow_as_any = RowBalancer(8, 8, shares=8), at_speeds(*[20.0] * 7, 10.0)  # for its share of them
+    for balancer, seconds in (slow_but_useful, as_slow_as_any):
+        simulate(seconds, 60.0, balancer)
+        assert balancer.straggler is None
 
 
 def test_steps_that_were_not_measured_do_not_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -93,21 +94,34 @@ def make_devices(folder: Path, count: int) -> Path:
     return folder / "dev"
 
 
-def test_without_spark_slots_take_a_gpu_each(tmp_path: Path) -> None:
-    devices = make_devices(tmp_path, 2)
-    claims = [GpuClaims(tmp_path / "locks", devices) for _ in range(4)]
-    spec, slot = make_spec("cuda"), make_slot()
-    first, second, third = (each.assign(spec, slot, {}) for each in claims[:3])
-    assert (first.resources, second.resources) == ({"gpu": ("0",)}, {"gpu": ("1",)})
-    assert not third.resources
-    with pytest.raises(
-        InvalidInput, match=r"all of its 2 GPUs are taken by 2 other slots of this host: lower num_work"
-    ):
-        apply_device(spec, third, {})
-    claims[0].close()  # its slot ended
-    assert claims[3].assign(spec, slot, {}).resources == {"gpu": ("0",)}
-    for each in claims:
-        each.close()
+@pytest.mark.parametrize(
+    ("gpus", "sharing", "taken", "says"),
+    [
+        (2, 1, ["0", "1", ""], "all of its 2 GPUs are taken by 2 other slots of this host: lower num_work"),
+        (1, 2, ["0", "0", ""], "its GPU is taken by 2 other slots"),
+        (2, 2, ["0", "1", "0"], ""),  # they share once each has one
+        (0, 1, [""], "device='cuda', and this host shows no GPU: look at nvidia-smi"),
+    ],
+)
+def test_without_spark_slots_take_a_gpu_each_or_share_one_on_request(
+    gpus: int, sharing: int, taken: list[str], says: str, tmp_path: Path
+) -> None:
+    devices, spec, slot = make_devices(tmp_path, gpus), make_spec("cuda", sharing), make_slot()
+    with ExitStack() as ends:
+        claims = [GpuClaims(tmp_path / "locks", devices) for _ in range(len(taken) + 2)]
+        for each in claims[1:]:
+            ends.callback(each.close)
+        slots = [each.assign(spec, slot, {}) for each in claims[: len(taken)]]
+        assert ["".join(each.resources.get("gpu", ())) for each in slots] == taken
+        if says:
+            with pytest.raises(InvalidInput, match=says):
+                apply_device(spec, slots[-1], {})
+        claims[0].close()  # its slot ended
+        assert claims[-2].assign(spec, slot, {}).resources == ({"gpu": ("0",)} if gpus else {})
+        for gpu in ("2", "MIG-GPU-5a1f/1/0"):  # an executor that is shown others
+            assert claims[-1].assign(make_spec("cuda"), slot, {VISIBLE: gpu}).resources == {"gpu": (gpu,)}
+        assert claims[-1].assign(make_spec("cuda"), make_slot("5"), {}) == make_slot("5")
+        assert gpus or claims[-1].assign(make_spec("auto"), slot, {}) == slot
 
 
 def test_a_slot_that_cannot_register_gives_its_gpu_back(tmp_path: Path) -> None:
@@ -122,28 +136,6 @@ def test_a_slot_that_cannot_register_gives_its_gpu_back(tmp_path: Path) -> None:
     following = GpuClaims(tmp_path / "locks", devices)
     assert following.assign(make_spec("cuda"), make_slot(), {}).resources == {"gpu": ("0",)}
     following.close()
-
-
-def test_slots_share_a_gpu_on_request(tmp_path: Path) -> None:
-    claims = [GpuClaims(tmp_path / "locks", make_devices(tmp_path, 1))]
-    claims += [GpuClaims(tmp_path / "locks", tmp_path / "dev") for _ in range(2)]
-    slots = [each.assign(make_spec("cuda", 2), make_slot(), {}) for each in claims]
-    assert [slot.resources for slot in slots] == [{"gpu": ("0",)}, {"gpu": ("0",)}, {}]
-    assert "its GPU is taken by 2 other slots" in slots[2].device_problem
-    for each in claims:
-        each.close()
-
-
-def test_slots_share_a_gpu_once_each_has_one(tmp_path: Path) -> None:
-    devices = make_devices(tmp_path, 2)
-    claims = [GpuClaims(tmp_path / "locks", devices) for _ in range(3)]
-    slots = [each.assign(make_spec("cuda", 2), make_slot(), {}) for each in claims]
-    assert [slot.resources["gpu"] for slot in slots] == [("0",), ("1",), ("0",)]
-    other = GpuClaims(tmp_path / "locks", devices)  # of an executor that is shown others
-    for gpu in ("2", "MIG-GPU-5a1f/1/0"):
-        assert other.assign(make_spec("cuda"), make_slot(), {VISIBLE: gpu}).resources == {"gpu": (gpu,)}
-    for each in (*claims, other):
-        each.close()
 
 
 @pytest.mark.parametrize(
@@ -188,13 +180,7 @@ def test_gpus_are_numbered_as_sparks_addresses_are(monkeypatch: pytest.MonkeyPat
     chosen = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     apply_device(make_spec("auto"), make_slot("1"), chosen)
     assert chosen["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
-
-
-def test_several_mig_instances_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get_process_context(), "device", "cpu")
-    with pytest.raises(
-        InvalidInput, match=r"a process can use one MIG instance, and Spark gave 2 to a slot: set spark.task"
-    ):
+    with pytest.raises(InvalidInput, match="a process can use one MIG instance, and Spark gave 2 to a slot"):
         apply_device(make_spec("auto"), make_slot("MIG-a", "MIG-b"), {})
 
 
@@ -232,15 +218,6 @@ def test_a_host_without_the_device_is_refused(
 def test_facts_say_what_torch_is_built_for() -> None:
     torch = pytest.importorskip("torch")
     assert collect_gpu_facts({})["torch_cuda"] == (torch.version.cuda or torch.version.hip or "")
-
-
-def test_a_host_without_gpus_is_one_sentence(tmp_path: Path) -> None:
-    with_none = GpuClaims(tmp_path / "locks", make_devices(tmp_path, 0))
-    slot = with_none.assign(make_spec("cuda"), make_slot(), {})
-    with pytest.raises(InvalidInput, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
-        apply_device(make_spec("cuda"), slot, {})
-    assert with_none.assign(make_spec("auto"), make_slot(), {}) == make_slot()
-    assert with_none.assign(make_spec("cuda"), make_slot("5"), {}) == make_slot("5")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:1", ""])

@@ -29,22 +29,25 @@ def train() -> dict[int, list[int]]:
     return get_process_set_ids_and_ranks()
 
 
+def run_program(program: FunctionProgram) -> Any:
+    """In the world of this thread."""
+    worker = get_context()
+    assert worker is not None
+    assert worker.world is not None
+    assert worker.group is not None
+    handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called)
+    return program.run(worker.world, worker.group, handle)
+
+
 def test_a_function_that_is_called_again_can_add_its_process_sets_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_context_per_thread(monkeypatch)
-    program, handle = (
-        FunctionProgram(train),
-        WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called),
-    )
+    program = FunctionProgram(train)
     with patch.dict(os.environ):
         for generation in (1, 2):
             enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-            worker = get_context()
-            assert worker is not None
-            assert worker.world is not None
-            assert worker.group is not None
-            program.run(worker.world, worker.group, handle)
+            run_program(program)
             assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
 
 
@@ -54,14 +57,9 @@ def test_a_function_that_exits_with_zero_has_succeeded_without_a_result(
 ) -> None:
     use_context_per_thread(monkeypatch)
     enter_group(FakeFabric(1).group(0))
-    worker = get_context()
-    assert worker is not None
-    assert worker.world is not None
-    assert worker.group is not None
-    handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called)
     program = FunctionProgram(sys.exit, (code,))
     with patch.dict(os.environ), pytest.raises(SystemExit, match="3") if code else nullcontext():
-        outcome = program.run(worker.world, worker.group, handle)
+        outcome = run_program(program)
         assert isinstance(outcome, Completed)
         assert decode_result(outcome.result, 0) is None
 

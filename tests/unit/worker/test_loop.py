@@ -58,16 +58,6 @@ def test_r10_a_late_abort_does_not_abort_the_next_world() -> None:
     assert groups[1].aborted == []
 
 
-def test_a_result_too_large_for_a_message_counts_as_an_exception_of_user_code() -> None:
-    """Otherwise the server would refuse the message and the process would crash."""
-    program: Any = SimpleNamespace(run=lambda *world: Completed("x" * 9_000_000))
-    loop, world = build_loop(program), _world(1)
-    loop._group, loop._world = SimpleNamespace(), world  # type: ignore[assignment]
-    event = loop._run_program(do.Run("", world, None))
-    assert isinstance(event, on.UserRaised)
-    assert "InvalidInput: what training returned takes 8.6 MiB" in event.traceback
-
-
 def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,28 +84,36 @@ def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_be
     )
 
 
-@pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, BaseException])
-def test_exceptions_of_user_code_are_reported_whatever_their_class(raised: type[BaseException]) -> None:
+def _run_program(raised: BaseException | None) -> on.WorkerEvent:
+    def run(*world: object) -> Completed:
+        if raised is not None:
+            raise raised
+        return Completed("x" * 9_000_000)
+
+    loop = build_loop(SimpleNamespace(run=run))
+    loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
+    return loop._run_program(do.Run("", _world(1), None))
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (asyncio.CancelledError("why"), "CancelledError: why"),
+        (KeyboardInterrupt("why"), "KeyboardInterrupt: why"),
+        (GeneratorExit("why"), "GeneratorExit: why"),
+        (BaseException("why"), "BaseException: why"),
+        (None, "InvalidInput: what training returned takes 8.6 MiB"),  # the server would refuse the message
+    ],
+)
+def test_exceptions_of_user_code_are_reported_whatever_their_class(
+    raised: BaseException | None, says: str
+) -> None:
     """Otherwise it would be a mere exit code, and be retried until the failure budget is used up."""
-
-    def run(*world: object) -> Completed:
-        raise raised("why")
-
-    loop = build_loop(SimpleNamespace(run=run))
-    loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
-    event = loop._run_program(do.Run("", _world(1), None))
+    event = _run_program(raised)
     assert isinstance(event, on.UserRaised)
-    assert f"{raised.__name__}: why" in event.traceback
-
-
-def test_worker_exit_is_not_reported_as_an_exception_of_user_code() -> None:
-    def run(*world: object) -> Completed:
-        raise WorkerExit(0)
-
-    loop = build_loop(SimpleNamespace(run=run))
-    loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
+    assert says in event.traceback
     with pytest.raises(WorkerExit):
-        loop._run_program(do.Run("", _world(1), None))
+        _run_program(WorkerExit(0))
 
 
 def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError, add_note
+from spark_elastic.errors import InvalidInput, add_note
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.rendezvous.auth_middleware import RequestLimits
@@ -32,6 +33,16 @@ def catch(error: Exception) -> Exception:
         raise error
     except Exception as caught:
         return caught
+
+
+def format_raised(call: Callable[[], object]) -> str:
+    """The traceback of what the call raises, without this module's own frames."""
+    with pytest.raises((Exception,)) as caught:
+        call()
+    inner = caught.value.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    return format_traceback(caught.value.with_traceback(inner))
 
 
 class ErrorWithoutText(Exception):
@@ -82,36 +93,37 @@ def test_a_traceback_ends_with_the_notes_of_its_error() -> None:
 def test_a_traceback_begins_at_the_users_first_frame(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("def step():\n    return 1 / 0\n\n\nstep()\n")
-    with pytest.raises(ZeroDivisionError) as caught:
-        Script.read(str(path))()
-    ours = caught.value.__traceback__
-    assert ours is not None
-    text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
+    text = format_raised(Script.read(str(path)))
     first, at, *_ = text.splitlines()
     assert (first, at.split(",")[0]) == ("Traceback (most recent call last):", f'  File "{path}"')
     assert text.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_a_loss_that_is_not_finite_is_reported_in_one_sentence_without_our_frames() -> None:
+def check_loss(file: Path) -> None:
     none = np.zeros(0, np.bool_)
-    decision = StepDecision(INITIAL_VERSION, 4, math.nan, 4.0, none, none)
-    with pytest.raises(FloatingPointError) as caught:
-        decision.check_finite(START)
-    ours = caught.value.__traceback__
-    assert ours is not None
-    text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
-    assert text.startswith("FloatingPointError: the loss became nan in step 0 of epoch 1: ")
-    assert text.count("\n") == 1
+    StepDecision(INITIAL_VERSION, 4, math.nan, 4.0, none, none).check_finite(START)
 
 
-def test_a_store_that_cannot_be_written_is_reported_in_one_sentence_without_frames(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError) as caught:
-        Store.open(str(tmp_path / "file")).write_bytes("model.pt", b"")
-    ours = caught.value.__traceback__
-    assert ours is not None
-    text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
-    assert text.startswith("spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///")
+def write_into_file(file: Path) -> None:
+    file.write_text("")
+    Store.open(str(file)).write_bytes("model.pt", b"")
+
+
+@pytest.mark.parametrize(
+    ("fail", "sentence"),
+    [
+        (check_loss, "FloatingPointError: the loss became nan in step 0 of epoch 1: "),
+        (
+            write_into_file,
+            "spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///",
+        ),
+    ],
+)
+def test_errors_that_are_sentences_are_reported_without_our_frames(
+    fail: Callable[[Path], None], sentence: str, tmp_path: Path
+) -> None:
+    text = format_raised(lambda: fail(tmp_path / "file"))
+    assert text.startswith(sentence)
     assert text.count("\n") == 1
 
 
@@ -122,20 +134,11 @@ def as_number(text: str) -> int:
 def test_code_in_a_folder_with_a_similar_name_counts_as_the_users() -> None:
     beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
     code = compile("def step():\n    int('x')\nstep()", beside, "exec")
-    with pytest.raises(ValueError, match="invalid literal") as caught:
-        exec(code, {"int": as_number})
-    ours = caught.value.__traceback__
-    assert ours is not None
-    assert format_traceback(caught.value.with_traceback(ours.tb_next)).count(beside) == 2
+    assert format_raised(lambda: exec(code, {"int": as_number})).count(beside) == 2
 
 
 def test_a_traceback_without_user_code_has_all_its_frames() -> None:
-    with pytest.raises(InvalidInput) as caught:
-        Script.read("missing.py")
-    ours = caught.value.__traceback__
-    assert ours is not None
-    assert ours.tb_next is not None
-    assert "script.py" in format_traceback(caught.value.with_traceback(ours.tb_next))
+    assert "script.py" in format_raised(lambda: Script.read("missing.py"))
 
 
 def test_any_picklable_result_comes_back_equal() -> None:
@@ -143,15 +146,7 @@ def test_any_picklable_result_comes_back_equal() -> None:
         assert decode_result(encode_result(value, 0), 0) == value
     assert decode_result(encode_result(np.arange(3), 0), 0).tolist() == [0, 1, 2]
     assert decode_result(encode_result(lambda x: x + 1, 0), 0)(2) == 3
-
-
-def test_the_result_of_a_worker_that_ended_without_one_is_none() -> None:
-    assert decode_result("null", 0) is None
-
-
-def test_a_result_that_cannot_be_pickled_is_refused_with_a_sentence() -> None:
-    with pytest.raises(InvalidInput, match="generator that cannot be pickled"):
-        encode_result((number for number in range(3)), 0)
+    assert decode_result("null", 0) is None  # of a worker that ended without one
 
 
 class _UnpicklableError(Exception):
@@ -161,18 +156,22 @@ class _UnpicklableError(Exception):
         super().__init__(what)
 
 
-def test_a_result_that_cannot_be_unpickled_is_refused_with_a_sentence() -> None:
-    with pytest.raises(InvalidInput, match=r"on rank 3 .* cannot be read here \(TypeError: .*'where'"):
-        decode_result(encode_result(_UnpicklableError("back", "nowhere"), 3), 3)
-
-
-def test_a_returned_value_that_is_too_large_is_refused_with_a_sentence() -> None:
-    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < RequestLimits().body
-    with pytest.raises(InvalidInput, match=r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"):
-        encode_result(bytes(RESULT_AT_MOST), 3)
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ((number for number in range(3)), "generator that cannot be pickled"),
+        (_UnpicklableError("back", "nowhere"), r"on rank 3 .* cannot be read here \(TypeError: .*'where'"),
+        (bytes(RESULT_AT_MOST), r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"),
+    ],
+    ids=["not pickled", "not read back", "too large"],
+)
+def test_a_result_that_cannot_be_handed_back_is_refused_with_a_sentence(value: object, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        decode_result(encode_result(value, 3), 3)
 
 
 def test_a_result_larger_than_the_servers_limit_is_refused_with_a_sentence() -> None:
+    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < RequestLimits().body
     check_result_size("x" * (7 << 20))
     with pytest.raises(InvalidInput, match=r"takes 8\.6 MiB in a message, and at most 8 MiB"):
         check_result_size('"' * 4_500_000)

@@ -12,10 +12,14 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.script import PORTS, Module, Script, find_free_port
 
 
+@pytest.fixture(autouse=True)
+def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["before"])
+
+
 def test_a_script_runs_in_place_and_imports_modules_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
     monkeypatch.delitem(sys.modules, "neighbour_of_a_script", raising=False)
     (tmp_path / "neighbour_of_a_script.py").write_text("value = 7\n")
     told = tmp_path / "told"
@@ -32,10 +36,7 @@ def test_a_script_runs_in_place_and_imports_modules_beside_it(
     assert sys.path == before
 
 
-def test_a_script_runs_on_a_host_that_does_not_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
+def test_a_script_runs_on_a_host_that_does_not_have_it(tmp_path: Path) -> None:
     path, told = tmp_path / "train.py", tmp_path / "told"
     path.write_text(f"import pathlib\npathlib.Path({str(told)!r}).write_text(__file__)\n")
     script = Script.read(str(path))
@@ -49,7 +50,6 @@ def test_a_script_runs_on_a_host_that_does_not_have_it(
 def test_a_linked_script_imports_modules_beside_the_file_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
     monkeypatch.delitem(sys.modules, "neighbour_of_a_linked_script", raising=False)
     own, link, told = tmp_path / "own", tmp_path / "train.py", tmp_path / "told"
     own.mkdir()
@@ -64,10 +64,7 @@ def test_a_linked_script_imports_modules_beside_the_file_itself(
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_script_is_read_in_the_encoding_that_it_declares(
-    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
+def test_a_script_is_read_in_the_encoding_that_it_declares(here: bool, tmp_path: Path) -> None:
     path, told = tmp_path / "train.py", tmp_path / "told"
     path.write_bytes(
         b"# -*- coding: latin-1 -*-\nimport pathlib\n"
@@ -80,8 +77,7 @@ def test_a_script_is_read_in_the_encoding_that_it_declares(
     assert told.read_text(encoding="utf-8") == "café"
 
 
-def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
+def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import sys\nsys.exit('no data')\n")
     with pytest.raises(SystemExit, match="no data"):
@@ -91,7 +87,6 @@ def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path, monkeypatch: p
 
 
 def test_a_script_may_change_the_module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "train.py"
     path.write_text("import sys\ndel sys.path[0]\n")
@@ -102,7 +97,6 @@ def test_a_script_may_change_the_module_path(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["before"])
     package, told = tmp_path / "package_to_run", tmp_path / "told"
     package.mkdir()
     (package / "__init__.py").touch()

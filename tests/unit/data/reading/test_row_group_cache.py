@@ -1,14 +1,22 @@
-"""Which row groups stay decoded: those in use, then those that were released first."""
+"""Row groups in memory: the cache and the memory of a host that its readers share."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spark_elastic.data.reading.decoding import ColumnArrays
-from spark_elastic.data.reading.row_group_cache import RowGroupCache
+from spark_elastic.data.reading.row_group_cache import (
+    DEFAULT_CACHE_BYTES,
+    RowGroupCache,
+    measure_available_memory,
+)
 from spark_elastic.errors import StoreError
 from tests.patience import until
 
@@ -37,29 +45,34 @@ def cache() -> Cache:
     return Cache()
 
 
-def test_released_row_groups_are_dropped_before_those_in_use(cache: Cache) -> None:
-    cache.fetch(0, 1, 2)
-    cache.groups.release(0)
-    cache.fetch(3)
-    cache.fetch(1, 2, 3)
-    assert cache.decoded == [0, 1, 2, 3]
-    cache.fetch(0)
-    assert cache.decoded == [0, 1, 2, 3, 0]
-
-
-def test_the_row_group_released_last_is_dropped_first(cache: Cache) -> None:
-    cache.fetch(0, 1, 2)
-    for group in (1, 2, 0):
-        cache.groups.release(group)
-    cache.fetch(3, 1, 2)
-    assert cache.decoded == [0, 1, 2, 3]
-
-
-def test_a_row_group_fetched_again_is_in_use_again(cache: Cache) -> None:
-    cache.fetch(0, 1, 2)
-    cache.groups.release()
-    cache.fetch(2, 3, 2, 0)
-    assert cache.decoded == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("calls", "decoded"),
+    [
+        # Released row groups are dropped before those in use,
+        ("fetch 0 1 2, release 0, fetch 3 1 2 3", [0, 1, 2, 3]),
+        ("fetch 0 1 2, release 0, fetch 3 1 2 3 0", [0, 1, 2, 3, 0]),
+        # the one released last first; one fetched again is in use again.
+        ("fetch 0 1 2, release 1 2 0, fetch 3 1 2", [0, 1, 2, 3]),
+        ("fetch 0 1 2, release all, fetch 2 3 2 0", [0, 1, 2, 3]),
+        # A prefetched row group displaces none in use, is decoded once and stays.
+        ("fetch 0 1, prefetch 2, refuse 3, release 1, prefetch 3, fetch 2 3 0", [0, 1, 2, 3]),
+        ("fetch 0 1, release all, prefetch 1, fetch 2 3 1", [0, 1, 2, 3]),
+    ],
+)
+def test_row_groups_are_dropped_in_the_order_of_their_use(
+    cache: Cache, calls: str, decoded: list[int]
+) -> None:
+    for call in calls.split(", "):
+        what, *groups = call.split()
+        for group in groups:
+            match what:
+                case "fetch":
+                    cache.fetch(int(group))
+                case "release":
+                    cache.groups.release(None if group == "all" else int(group))
+                case _:
+                    assert cache.prefetch(int(group)) is (what == "prefetch")
+    assert cache.decoded == decoded
 
 
 def test_a_table_that_is_read_over_and_over_keeps_a_part_in_memory(cache: Cache) -> None:
@@ -74,25 +87,6 @@ def test_a_cyclic_scan_of_row_groups_in_use_misses_only_one(cache: Cache) -> Non
     for _ in range(10):
         cache.fetch(0, 1, 2, 3)
     assert len(cache.decoded) < 4 + 9 * 2.5
-
-
-def test_a_prefetched_row_group_displaces_none_in_use(cache: Cache) -> None:
-    cache.fetch(0, 1)
-    assert cache.prefetch(2)
-    assert not cache.prefetch(3)
-    assert cache.decoded == [0, 1, 2]
-    cache.groups.release(1)
-    assert cache.prefetch(3)
-    cache.fetch(2, 3, 0)
-    assert cache.decoded == [0, 1, 2, 3]
-
-
-def test_a_prefetched_row_group_is_decoded_once_and_stays(cache: Cache) -> None:
-    cache.fetch(0, 1)
-    cache.groups.release()
-    assert cache.prefetch(1)
-    cache.fetch(2, 3, 1)
-    assert cache.decoded == [0, 1, 2, 3]
 
 
 def test_no_row_group_is_decoded_after_close(cache: Cache) -> None:
@@ -143,3 +137,98 @@ def test_a_failed_decoding_lets_the_next_one_start(cache: Cache) -> None:
     with pytest.raises(StoreError, match="disk is gone"):
         cache.groups.fetch(0, fail)
     cache.fetch(0)
+
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, content in {"proc/meminfo": "MemTotal: 8192 kB\nMemAvailable: 4096 kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (4 * MB, 8 * MB)),
+        ({"sys/fs/cgroup/memory.max": "max"}, (4 * MB, 8 * MB)),
+        ({"proc/meminfo": ""}, None),
+        (
+            {
+                "sys/fs/cgroup/memory.max": str(3 * MB),
+                "sys/fs/cgroup/memory.current": str(2 * MB),
+                "sys/fs/cgroup/memory.stat": f"anon {MB}\ninactive_file {MB}\n",
+            },
+            (2 * MB, 3 * MB),
+        ),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(3 * MB),
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": str(5 * MB),
+            },
+            (0, 3 * MB),
+        ),
+    ],
+)
+def test_the_smallest_limit_decides_the_available_memory(
+    tmp_path: Path, files: dict[str, str], expected: Any
+) -> None:
+    assert measure_available_memory(machine(tmp_path, files)) == expected
+
+
+def test_a_limit_of_the_address_space_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * MB, 3 * MB))
+    root = machine(tmp_path, {"proc/self/statm": f"{MB // resource.getpagesize()} 1 1"})
+    assert measure_available_memory(root) == (2 * MB, 3 * MB)
+
+
+def group(number: int) -> Any:
+    """Of 32 MB, of which nothing is ever touched."""
+    return {"x": np.empty(32 * MB, np.uint8)}
+
+
+def read_twice(total: int) -> tuple[int, int]:
+    """(row groups decoded, row groups kept) when 20 of them, 640 MB, are read twice and are all that takes memory."""
+    decoded: list[int] = []
+
+    def decode(number: int) -> Any:
+        decoded.append(number)
+        return group(number)
+
+    groups = RowGroupCache(sys.maxsize, lambda: (total - len(decoded) * 32 * MB, total))
+    for number in [*range(20), *range(20)]:
+        groups.fetch(number, decode)
+    kept = len(groups)
+    groups.close(lambda: None)
+    return len(decoded), kept
+
+
+def test_row_groups_that_fit_in_memory_are_read_once(caplog: Any) -> None:
+    assert read_twice(1000 * MB) == (20, 20)
+    assert caplog.messages == []
+
+
+def test_the_cache_ends_where_a_quarter_of_the_memory_is_left(caplog: Any) -> None:
+    assert read_twice(320 * MB) == (20 + 20 - 7, 7)
+    (line,) = caplog.messages
+    assert (
+        line == "not all rows fit into memory: 224 MB of decoded rows are kept, since 64 of 320 MB are left"
+    )
+
+
+def test_a_fixed_cache_size_does_not_measure_memory() -> None:
+    def measure_room() -> Any:
+        raise AssertionError("asked")
+
+    groups = RowGroupCache(DEFAULT_CACHE_BYTES, measure_room)
+    for number in range(6):
+        groups.fetch(number, group)
+    assert len(groups) == DEFAULT_CACHE_BYTES // (32 * MB)
+    groups.close(lambda: None)

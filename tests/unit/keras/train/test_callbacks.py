@@ -59,6 +59,18 @@ def make_group(rank: int = 0, theirs: bytes | None = None) -> Any:
     )
 
 
+def make_telling(said: list[bytes]) -> Any:
+    """Rank 0 of two; what it says is kept."""
+    return SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+
+
+def break_gather(mine: bytes) -> list[bytes]:
+    raise CollectiveError([1], "a peer is gone")
+
+
+BROKEN: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=break_gather)
+
+
 def test_each_hook_is_called_once_whatever_resets_happen() -> None:
     counts = CallCounter()
     callback_list, _ = make(counts)
@@ -98,10 +110,8 @@ def test_what_counts_as_progress_stays_the_same_where_a_callback_is_taken_over(
     callback_list.on_world_begin(make_group())
     callback_list.on_epoch_begin(0)
     if breaks:
-        broken = make_group()
-        broken.allgather_bytes = lambda mine: (_ for _ in ()).throw(CollectiveError("rank 1 is gone"))
         with pytest.raises(CollectiveError):
-            callback_list.on_epoch_end(broken, {"epoch": 0, "loss": 1.0})
+            callback_list.on_epoch_end(BROKEN, {"epoch": 0, "loss": 1.0})
     callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0})
     second = kind("loss", patience=2, min_delta=0.1)
     joined, _ = make(second)
@@ -135,7 +145,7 @@ def test_writing_callbacks_run_on_rank_0_and_their_state_goes_to_all_ranks() -> 
     leader, follower = SilentModelCheckpoint(), SilentModelCheckpoint()
     first, _ = make(leader)
     first.on_world_begin(make_group())
-    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    told = make_telling(said)
     first.on_epoch_end(told, {"epoch": 0, "loss": 1.0})
     second, model = make(follower)
     model.optimizer.learning_rate = 0.25
@@ -154,12 +164,8 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
     callback_list.on_world_begin(make_group())
     assert callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0}) is None
 
-    def break_gather(mine: bytes) -> list[bytes]:
-        raise CollectiveError([1], "a peer is gone")
-
-    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=break_gather)
     with pytest.raises(CollectiveError):
-        callback_list.on_epoch_end(broken, {"epoch": 1, "loss": 2.0})
+        callback_list.on_epoch_end(BROKEN, {"epoch": 1, "loss": 2.0})
     assert (float(np.asarray(model.optimizer.learning_rate)), stop.wait, model.stop_training) == (
         0.5,
         0,
@@ -185,14 +191,10 @@ def test_an_epochs_end_that_breaks_leaves_weights_that_a_callback_swaps_as_they_
     def find_weights() -> set[float]:
         return {float(value) for weights in model.get_weights() for value in weights.ravel()}
 
-    def break_gather(mine: bytes) -> list[bytes]:
-        raise CollectiveError([1], "a peer is gone")
-
     callback_list.on_world_begin(make_group())
     callback_list.on_epoch_begin(0)
-    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=break_gather)
     with pytest.raises(CollectiveError):
-        callback_list.on_epoch_end(broken, {"epoch": 0, "loss": 2.0})
+        callback_list.on_epoch_end(BROKEN, {"epoch": 0, "loss": 2.0})
     assert find_weights() == {1.0}
     callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 2.0})
     assert find_weights() == {2.0}
@@ -221,7 +223,7 @@ def test_several_optimizers_have_no_common_rate_and_end_with_their_averages() ->
 def test_the_next_rank_0_appends_to_the_csv_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     said: list[bytes] = []
-    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    told = make_telling(said)
     first, _ = make(keras.callbacks.CSVLogger(path))
     second, _ = make(keras.callbacks.CSVLogger(path))
     first.on_world_begin(told)
@@ -265,7 +267,7 @@ def test_numbers_that_callbacks_add_are_in_the_history_as_rank_0_has_them() -> N
         return callback_list
 
     said: list[bytes] = []
-    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    told = make_telling(said)
     logs: list[dict[str, Any]] = [{"epoch": 0, "loss": 1.0} for _ in range(2)]
     make_adding(2.0).on_epoch_end(told, logs[0])
     make_adding(3.0).on_epoch_end(make_group(rank=1, theirs=said[0]), logs[1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from spark_elastic.protocol import events as on
@@ -16,7 +14,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
 )
 from spark_elastic.protocol.types import SlotId
-from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+from tests.unit.protocol.driver_bench import Bench, at, name
 
 W2 = name(2)
 
@@ -76,6 +74,9 @@ def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
     bench.join(name(1), bench.fence, suspects=(W2,))
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     assert W2 not in bench.state.workers
+    bench.on(on.HostLost(0, "h2", "executor lost"))
+    bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
+    assert isinstance(bench.commands[0], ReleaseSlot)
 
 
 def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
@@ -155,21 +156,13 @@ def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
 
 def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
     """A worker that is evicted while it starts is started again: on a busy machine that would never end."""
-    bench = Bench(replace(FOUR, max_workers=5))
+    bench = Bench(max_workers=5)
     bench.start(1, 2, 3, 4)
     bench.slot(5)
     bench.wait(29.0, heartbeats_of=[1, 2, 3, 4])
     assert name(5) in bench.state.workers
     bench.wait(2.0, heartbeats_of=[1, 2, 3, 4])
     assert name(5) not in bench.state.workers
-
-
-def test_a_loss_aborts_a_world_once() -> None:
-    bench = _start_running()
-    bench.on(WorkerExited(W2.slot, W2, -9))
-    bench.on(WorkerExited(name(3).slot, name(3), -9))
-    bench.on(on.HostLost(0, "h3", "executor lost"))
-    assert len(bench.find_commands(AbortWorld)) == 1
 
 
 def test_an_evicted_worker_gets_a_stop_for_every_message() -> None:
@@ -182,53 +175,47 @@ def test_an_evicted_worker_gets_a_stop_for_every_message() -> None:
     assert bench.commands == (StopWorker(bench.commands[0].reason, W2, kill=True),)
 
 
-def test_a_slot_of_a_lost_host_is_released_at_its_next_message() -> None:
-    bench = _start_running()
-    bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
-    assert isinstance(bench.commands[0], ReleaseSlot)
-
-
 def test_a_late_message_about_an_older_worker_is_ignored() -> None:
     """Held up on the way, while its host was cut off: the newer one stays what it is."""
     bench = _start_running()
-    bench.on(WorkerExited(W2.slot, W2, -9))
-    bench.on(WorkerStarted(SlotId("2-0"), name(2, 3)))
-    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
+    bench.exit(W2, -9)
+    bench.on(WorkerStarted(name(2, 3).slot, name(2, 3)))
+    bench.on(WorkerStarted(name(2, 2).slot, name(2, 2)))
     assert name(2, 3) in bench.state.workers
     assert name(2, 2) in bench.state.workers.departed
 
 
-def test_an_exit_that_is_reported_after_the_next_world_reaches_the_user() -> None:
-    bench = Bench(replace(FOUR, num_workers=2))
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (
+            WorkerExited(W2.slot, W2, -9, "killed by signal 9"),
+            f"the process of worker {W2} ended: killed by signal 9",
+        ),
+        (
+            on.HostLost(0, "h2", "Spark lost executor 2"),
+            f"worker {W2} was lost with its slot: host h2 is lost: Spark lost executor 2",
+        ),
+    ],
+)
+def test_a_cause_that_is_reported_after_the_next_world_reaches_the_user(
+    event: on.DriverEvent, said: str
+) -> None:
+    bench = Bench(num_workers=2)
     bench.start(1, 2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))
-    bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
+    bench.join(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up")
     assert bench.members() == [name(1)]
-    bench.on(WorkerExited(W2.slot, W2, -9, "killed by signal 9"))
-    assert [told.reason for told in bench.find_commands(NotifyUser)][-1:] == [
-        f"the process of worker {W2} ended: killed by signal 9"
-    ]
-
-
-def test_an_executor_lost_after_its_workers_connection_is_reported() -> None:
-    bench = Bench(replace(FOUR, num_workers=2))
-    bench.start(1, 2)
-    bench.on(on.ConnectionLost(0, W2.slot, W2))
-    bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
-    assert bench.members() == [name(1)]
-    bench.on(on.HostLost(0, "h2", "Spark lost executor 2"))
-    assert [told.reason for told in bench.find_commands(NotifyUser)][-1:] == [
-        f"worker {W2} was lost with its slot: host h2 is lost: Spark lost executor 2"
-    ]
+    bench.on(event)
+    assert [told.reason for told in bench.find_commands(NotifyUser)][-1:] == [said]
 
 
 def test_the_reason_of_the_next_world_names_the_lost_worker_and_its_exit() -> None:
-    bench = Bench(replace(FOUR, num_workers=2))
+    bench = Bench(num_workers=2)
     bench.start(1, 2)
     bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
     assert "could not continue" in bench.find_commands(AbortWorld)[0].reason
-    bench.on(WorkerExited(W2.slot, W2, -9, "killed by signal 9"))
+    bench.exit(W2, -9, "killed by signal 9")
     assert bench.members() == [name(1)]
     assert f"worker {W2}" in bench.world.reason
     assert "is lost: its process ended" in bench.world.reason

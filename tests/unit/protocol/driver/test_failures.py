@@ -8,7 +8,7 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AnnounceChange, End, JobOutcome
 from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import Checkpoint, SlotId, format_position
+from spark_elastic.protocol.types import Checkpoint, SlotId, WorkerId, format_position
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 AT = "net.py, line 7, in forward"
@@ -21,44 +21,40 @@ def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) ->
 
 
 def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job() -> None:
+    """Another position or another exception does not."""
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    _raise(bench, name(2), "row 17")
-    bench.regroup(3, name(1), name(3), name(4))
-    bench.form()
-    _raise(bench, name(4), "row 17")
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert "ValueError: row 17" in bench.end.detail
-    assert "step 3" in bench.end.reason
-
-
-def test_r13_another_position_or_another_exception_does_not_end_the_job() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
-    _raise(bench, name(2), "row 17")
-    bench.regroup(3, name(1), name(3), name(4))
-    bench.form()
-    _raise(bench, name(4), "row 17", step=4)
-    bench.regroup(4, name(1), name(3))
-    bench.form()
-    _raise(bench, name(3), "row 18", step=4)
-    assert not bench.find_commands(End)
-
-
-def test_r13_an_exception_of_every_member_ends_the_job() -> None:
-    bench = Bench(replace(FOUR, failure_budget=1))
-    bench.start(1, 2, 3, 4)
-    for job in (1, 2, 3, 4):
+    for lost, print_, step in ((2, "row 17", 3), (4, "row 17", 4), (3, "row 18", 4)):
+        _raise(bench, name(lost), print_, step)
+        bench.restart(name(lost, 2))
+        bench.regroup(step, *(worker for worker in bench.members() if worker != name(lost)))
+        bench.wait(3.0, heartbeats_of=[1, 2, 3, 4])
+        bench.form()
         assert not bench.find_commands(End)
-        _raise(bench, name(job), "the same")
+    _raise(bench, bench.members()[0], "row 18", 4)
     assert bench.end.outcome is JobOutcome.USER_ERROR
+    assert "ValueError: row 18" in bench.end.detail
+    assert "step 4" in bench.end.reason
+
+
+@pytest.mark.scenario("U1")
+def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
+    bench = Bench(failure_budget=1, all_results=True)
+    bench.start(1, 2, 3)
+    for job, what in ((2, "row 17"), (1, "connection closed by peer"), (3, "connection closed by peer")):
+        assert not bench.find_commands(End)
+        _raise(bench, name(job), what, step=0)
+    assert bench.end.outcome is JobOutcome.USER_ERROR
+    assert name(2) in bench.end.reason
+    assert "ValueError: row 17" in bench.end.detail
+    assert "all 3 workers of world 1 raised" in bench.end.reason
 
 
 def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:
     """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
-    bench = Bench(replace(FOUR, failure_budget=1, all_results=True))
+    bench = Bench(failure_budget=1, all_results=True)
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     for job in (1, 3, 4):
         _raise(bench, name(job), f"connection {job} closed by peer", step=0)
     assert not bench.find_commands(End)
@@ -66,9 +62,8 @@ def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() 
 
 
 def _kill_worker(bench: Bench, world: int) -> None:
-    bench.on(WorkerExited(name(3, world).slot, name(3, world), -9))
-    bench.on(WorkerStarted(SlotId("3-0"), name(3, world + 1)))
-    bench.join(name(3, world + 1))
+    bench.exit(name(3, world), -9)
+    bench.restart(name(3, world + 1))
 
 
 def _lose_slot(bench: Bench, world: int) -> None:
@@ -81,7 +76,7 @@ def _raise_as_nccl(bench: Bench, worker: str) -> None:
 
 
 def _abort_as_nccl(bench: Bench, worker: str) -> None:
-    bench.on(WorkerExited(worker.slot, worker, -6, "killed by signal 6", crashed_at=AT))
+    bench.exit(worker, -6, "killed by signal 6", crashed_at=AT)
 
 
 @pytest.mark.parametrize("survivor_first", [True, False])
@@ -105,8 +100,7 @@ def test_r13_failures_that_follow_a_lost_peer_do_not_end_the_job(
         if survivor_first:
             taken(bench, world)
         bench.join(other, bench.fence, None)
-        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
-        bench.join(name(job, 2))
+        bench.restart(name(job, 2))
         bench.wait(5.0, heartbeats_of=[1, 2, 3, 4, 5])
         bench.form()
         assert not bench.find_commands(End)
@@ -114,18 +108,8 @@ def test_r13_failures_that_follow_a_lost_peer_do_not_end_the_job(
     assert not bench.find_commands(End), "the first one that proves something"
 
 
-def test_r13_if_all_members_raise_the_job_ends_with_the_first_exception() -> None:
-    bench = Bench(replace(FOUR, all_results=True))
-    bench.start(1, 2)
-    _raise(bench, name(2), "row 17", step=0)
-    _raise(bench, name(1), "connection closed by peer", step=0)
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert name(2) in bench.end.reason
-    assert "ValueError: row 17" in bench.end.detail
-
-
 def test_a_program_that_no_worker_can_load_ends_the_job() -> None:
-    bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
+    bench = Bench(max_workers=2, num_workers=2)
     for job in (1, 2):
         bench.slot(job)
     _raise(bench, name(1), "no module", step=None)
@@ -135,23 +119,23 @@ def test_a_program_that_no_worker_can_load_ends_the_job() -> None:
 
 
 def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
-    bench = Bench(replace(FOUR, failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0)))
+    bench = Bench(failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0))
     bench.start(1, 2)
     for started in (1, 2):
-        bench.on(WorkerExited(name(2, started).slot, name(2, started), -11))
-        bench.on(WorkerStarted(SlotId("2-0"), name(2, started + 1)))
+        bench.exit(name(2, started), -11)
+        bench.on(WorkerStarted(name(2, started + 1).slot, name(2, started + 1)))
     bench.wait(101.0, heartbeats_of=[1, 2])
-    bench.on(WorkerExited(name(2, 3).slot, name(2, 3), 1))
+    bench.exit(name(2, 3), 1)
     assert not bench.find_commands(End)
     for started in (4, 5):
-        bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
-        bench.on(WorkerExited(name(2, started).slot, name(2, started), 1))
+        bench.on(WorkerStarted(name(2, started).slot, name(2, started)))
+        bench.exit(name(2, started), 1)
     assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
     assert "failed 3 times within 100 s" in bench.end.reason
 
 
 def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_raise() -> None:
-    bench = Bench(replace(FOUR, failure_window=100.0, cooldown_range=(1.0, 1.0)))
+    bench = Bench(failure_window=100.0, cooldown_range=(1.0, 1.0))
     bench.start(1, 2)
     exits = [
         WorkerExited(SlotId("2-0"), name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)
@@ -160,7 +144,7 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
     bench.wait(101.0, heartbeats_of=[1, 2])
     for started, event in enumerate(exits[1:], 2):
         assert not bench.find_commands(End)
-        bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
+        bench.on(WorkerStarted(name(2, started).slot, name(2, started)))
         bench.on(event)
     assert bench.end.outcome is JobOutcome.OUT_OF_MEMORY
     assert "ran out of memory 3 times within 100 s" in bench.end.reason
@@ -168,45 +152,40 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
 
 
 def test_lost_hosts_and_drains_cost_no_budget() -> None:
-    bench = Bench(replace(FOUR, failure_budget=0))
+    bench = Bench(failure_budget=0)
     bench.start(1, 2, 3, 4)
     bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     bench.on(on.LaunchEnded(0, 3, "task failed"))
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
     bench.regroup(3, name(1), name(4))
-    bench.on(WorkerExited(name(4).slot, name(4), 0))
+    bench.exit(name(4), 0)
     assert not bench.find_commands(End)
 
 
 def test_r21_a_program_that_raises_before_it_joins_costs_those_who_train_nothing() -> None:
-    bench = Bench(replace(FOUR, failure_budget=1))
+    bench = Bench(failure_budget=1)
     bench.start(1, 2, 3)
     bench.slot(4)
     for started in (1, 2, 3):
-        bench.on(WorkerStarted(SlotId("4-0"), name(4, started)))
+        bench.on(WorkerStarted(name(4, started).slot, name(4, started)))
         _raise(bench, name(4, started), "no such file", step=None)
         assert name(4, started) in bench.state.workers.departed
     assert not bench.find_commands(End)
 
 
-def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() -> None:
-    bench = Bench(replace(FOUR, failure_budget=0))
-    bench.start(1, 2, 3, 4)
-    bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
-    bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
-    assert name(2) not in bench.state.workers
-    assert not bench.find_commands(End)
-    bench.on(WorkerExited(name(2).slot, name(2), -11))
-    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
-
-
 def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
-    bench = Bench(replace(FOUR, failure_budget=1))
+    bench = Bench(failure_budget=1)
     bench.start(1, 2, 3, 4)
     _raise(bench, name(2), "row 17")
-    bench.on(WorkerExited(name(2).slot, name(2), 1))
+    bench.exit(name(2), 1)
     assert not bench.find_commands(End)
+    bench.on(on.ConnectionLost(0, SlotId("3-0"), name(3)))  # whose exit is reported later
+    bench.join(name(1), bench.fence, at(3), suspects=(name(3),))
+    assert name(3) not in bench.state.workers
+    assert not bench.find_commands(End)
+    bench.exit(name(3), -11)
+    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
 
 
 BORNE = FOUR.driver_timeout
@@ -272,7 +251,7 @@ def test_worlds_that_break_for_up_to_driver_timeout_do_not_end_the_job() -> None
 
 
 def _crash(bench: Bench, worker: str, at: str = AT) -> None:
-    bench.on(WorkerExited(worker.slot, worker, -11, "killed by signal 11", crashed_at=at))
+    bench.exit(worker, -11, "killed by signal 11", crashed_at=at)
 
 
 def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> None:
@@ -280,32 +259,35 @@ def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> 
     _crash(bench, name(job), at)
     for other in others:
         bench.join(name(other), bench.fence, None)
-    bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
-    bench.join(name(job, 2))
+    bench.restart(name(job, 2))
     bench.wait(2.0, heartbeats_of=[job, *others])
     bench.form()
 
 
-def test_r13_native_code_that_crashes_at_one_place_in_two_worlds_ends_the_job() -> None:
-    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
-    bench.start(1, 2)
-    _crash_and_come_back(bench, 2, 1)
+@pytest.mark.parametrize(
+    ("job", "others", "first", "second", "ends"),
+    [
+        (2, [1], AT, name(1), True),
+        (2, [1], "net.py, line 9, in forward", name(1), False),
+        (2, [1], AT, name(2, 2), False),  # one host of several
+        (1, [], AT, name(1, 2), True),  # the only host
+    ],
+)
+def test_r13_native_code_that_crashes_at_one_place_on_all_hosts_ends_the_job(
+    job: int, others: list[int], first: str, second: WorkerId, ends: bool
+) -> None:
+    size = 1 + len(others)
+    bench = Bench(num_workers=size, max_workers=size, cooldown_range=(1.0, 1.0), all_results=True)
+    bench.start(*sorted([job, *others]))
+    _crash_and_come_back(bench, job, *others, at=first)
+    assert len(bench.members()) == size
     assert not bench.find_commands(End)
-    _crash(bench, name(1))
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert f"killed by signal 11 in {AT}" in bench.end.reason
+    _crash(bench, second)
+    assert [end.outcome for end in bench.find_commands(End)] == [JobOutcome.USER_ERROR] * ends
+    assert not ends or f"killed by signal 11 in {AT}" in bench.end.reason
 
 
 ALL_TWO = replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0), all_results=True)
-
-
-def test_r13_repeated_crashes_on_one_host_of_several_do_not_end_the_job() -> None:
-    bench = Bench(ALL_TWO)
-    bench.start(1, 2)
-    _crash_and_come_back(bench, 2, 1)
-    assert bench.members() == [name(1), name(2, 2)]
-    _crash(bench, name(2, 2))
-    assert not bench.find_commands(End)
 
 
 def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> None:
@@ -317,8 +299,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> No
         bench.join(other, bench.fence, None, suspects=(name(job),))
         assert name(job) in bench.state.workers.departed
         _crash(bench, name(job))
-        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
-        bench.join(name(job, 2))
+        bench.restart(name(job, 2))
         bench.wait(2.0, heartbeats_of=[1, 2, 3])
         bench.join(name(3), bench.fence, None)
         bench.wait(2.0, heartbeats_of=[1, 2, 3])
@@ -337,26 +318,9 @@ def test_r13_a_forgotten_host_does_not_count_as_a_second_host() -> None:
     assert not bench.find_commands(End)
 
 
-def test_r13_crashes_at_two_places_do_not_end_the_job() -> None:
-    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
-    bench.start(1, 2)
-    _crash_and_come_back(bench, 2, 1, at="net.py, line 9, in forward")
-    _crash(bench, name(1))
-    assert not bench.find_commands(End)
-
-
-def test_r13_two_crashes_on_the_only_host_end_the_job() -> None:
-    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
-    bench.start(1)
-    _crash_and_come_back(bench, 1)
-    assert not bench.find_commands(End)
-    _crash(bench, name(1, 2))
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-
-
 def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
     """A job on one host, whose native code crashes now and then, comes further with each world, until it does not."""
-    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
+    bench = Bench(num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0))
     bench.start(1)
     for started, step in ((1, 100), (2, 200), (3, 0)):
         assert not bench.find_commands(End)
@@ -364,8 +328,7 @@ def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
             written = Checkpoint(bench.fence, at(step), f"checkpoint-{step}", "digest")
             bench.on(CheckpointWritten(name(1, started), written))
         _crash(bench, name(1, started))
-        bench.on(WorkerStarted(SlotId("1-0"), name(1, started + 1)))
-        bench.join(name(1, started + 1))
+        bench.restart(name(1, started + 1))
         bench.wait(5.0, heartbeats_of=[1])
         bench.form()
     assert not bench.find_commands(End)
@@ -375,26 +338,26 @@ def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
 
 
 def test_r13_a_crash_before_any_world_ends_the_job_once_all_slots_had_it_twice() -> None:
-    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
+    bench = Bench(num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0))
     for job in (1, 2):
         bench.slot(job)
     for started in (1, 2):
         for job in (1, 2):
             assert not bench.find_commands(End)
             _crash(bench, name(job, started))
-            bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
+            bench.on(WorkerStarted(name(job, started + 1).slot, name(job, started + 1)))
     assert "on all 2 slots" in bench.end.reason
 
 
 def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
-    bench = Bench(replace(FOUR, num_workers=1, cooldown_range=(1.0, 1.0)))
+    bench = Bench(num_workers=1, cooldown_range=(1.0, 1.0))
     bench.start(1)
     for job in (2, 3):
         bench.slot(job)
     for started in (1, 2):
         for job in (2, 3):
             _crash(bench, name(job, started))
-            bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
+            bench.on(WorkerStarted(name(job, started + 1).slot, name(job, started + 1)))
     assert not bench.find_commands(End)
 
 
@@ -421,8 +384,7 @@ def test_r13_a_member_that_cannot_reach_another_one_is_left_out_and_returns_late
     assert bench.members() == [name(1), name(3)]
     assert "machines h1 and h2 could not reach each other, in 3 worlds in a row" in bench.world.reason
     bench.form()
-    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
-    bench.join(name(2, 2))
+    bench.restart(name(2, 2))
     bench.wait(BORNE / 2, heartbeats_of=[1, 2, 3])
     assert not bench.find_commands(AnnounceChange)
     bench.wait(BORNE, heartbeats_of=[1, 2, 3])

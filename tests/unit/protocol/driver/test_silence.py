@@ -3,40 +3,32 @@ off alone is lost."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits, SlotId, WorkerId
-from tests.unit.protocol.driver_bench import FOUR, Bench, name
+from tests.unit.protocol.driver_bench import Bench, name
 
 ALL = (1, 2, 3, 4)
 
 
 def _start_running() -> Bench:
-    bench = Bench(replace(FOUR, driver_timeout=40.0))
+    bench = Bench(driver_timeout=40.0)
     bench.start(*ALL)
     return bench
 
 
-def test_r12_a_driver_that_is_cut_off_evicts_no_worker() -> None:
-    bench = _start_running()
-    bench.wait(30.0)
-    bench.wait(10.0, heartbeats_of=ALL)
-    assert not bench.find_commands(AbortWorld)
-    assert len(bench.state.workers) == 4
-
-
-def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker() -> None:
+def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker_until_the_drivers_timeout() -> None:
     bench = _start_running()
     for job in ALL:
         bench.wait(0.25)
         bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
     bench.wait(30.0)
     assert not bench.find_commands(AbortWorld)
+    bench.wait(16.0)
+    assert not bench.state.workers
 
 
 def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
@@ -92,21 +84,14 @@ def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
 def test_r12_a_slot_whose_workers_fall_silent_again_and_again_is_given_back_and_cools_down() -> None:
     bench = _start_running()
     for started in (1, 2, 3):
-        assert not bench.find_commands(ReleaseSlot)
+        assert not bench.released
         bench.wait(6.0, heartbeats_of=(1, 2, 3))
         bench.on(WorkerExited(SlotId("4-0"), name(4, started), -9))
-        bench.on(WorkerStarted(SlotId("4-0"), name(4, started + 1)))
-        bench.join(name(4, started + 1))
+        bench.restart(name(4, started + 1))
     (released,) = bench.find_commands(ReleaseSlot)
     assert released.reason == "3 workers of slot 4-0 were evicted within 600 s because they were silent"
     assert bench.state.blacklist.find_host_return("h4", bench.now) is not None
     assert set(bench.state.workers) == {name(1), name(2), name(3)}
-
-
-def test_r12_workers_count_as_ended_after_the_drivers_timeout() -> None:
-    bench = _start_running()
-    bench.wait(46.0)
-    assert not bench.state.workers
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["first news", "given up before"])
@@ -119,7 +104,7 @@ def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failur
             bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=sixteen)
     for job in sixteen:
-        bench.on(WorkerExited(name(job).slot, name(job), DRIVER_SILENT_EXIT_CODE))
+        bench.exit(name(job), DRIVER_SILENT_EXIT_CODE)
     assert not bench.state.workers
     assert not bench.find_commands(End)
     assert not bench.state.blacklist
@@ -127,20 +112,14 @@ def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failur
 
 
 def test_a_program_that_exits_with_the_code_of_a_silent_driver_ends_the_job() -> None:
-    bench = Bench(replace(FOUR, failure_budget=0))
+    bench = Bench(failure_budget=0)
     bench.start(1)
     for started in range(1, 25):
         if bench.find_commands(End):
             break
-        bench.on(WorkerExited(name(1, started).slot, name(1, started), DRIVER_SILENT_EXIT_CODE))
-        bench.on(WorkerStarted(SlotId("1-0"), name(1, started + 1)))
+        bench.exit(name(1, started), DRIVER_SILENT_EXIT_CODE)
+        bench.on(WorkerStarted(name(1, started + 1).slot, name(1, started + 1)))
     assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
-
-
-def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
-    bench = _start_running()
-    bench.wait(5.5, heartbeats_of=(1, 2, 3))
-    assert set(bench.state.workers) == {name(1), name(2), name(3)}
 
 
 @pytest.mark.parametrize(
@@ -152,16 +131,16 @@ def test_r14_a_second_attempt_waits_only_until_the_first_must_have_ended(
     """Spark retries a task whose process was killed, and reports nothing."""
     bench = Bench(Limits(2, 2, 2, driver_timeout=10.0))
     bench.start(1, 2)
-    bench.on(WorkerExited(name(1).slot, name(1), -9))
+    bench.exit(name(1), -9)
     bench.on(order)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.join(WorkerId("1-1.1"))
     for _ in range(14):
         bench.wait(1.0, heartbeats_of=[2])
         bench.on(Heartbeat(SlotId("1-1"), WorkerId("1-1.1"), "S"))
-    assert not bench.find_commands(ReleaseSlot)
+    assert not bench.released
     bench.wait(2.0, heartbeats_of=[2])
-    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["1-1"]
+    assert bench.released == ["1-1"]
     bench.on(Heartbeat(SlotId("1-0")))
     assert bench.find_commands(ReleaseSlot)[-1].slot == "1-0"
 

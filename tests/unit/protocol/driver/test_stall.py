@@ -32,10 +32,6 @@ def find(
     return find_stalls(WORLD, heartbeats, NOW, AFTER, began, 1.0, ended_at)
 
 
-def ranks(found: tuple[Stall, ...]) -> list[int]:
-    return [stall.member.rank for stall in found]
-
-
 @pytest.mark.parametrize(
     ("sign", "how"),
     [
@@ -63,33 +59,30 @@ def test_a_member_that_works_on_in_a_world_that_is_over_is_named_although_no_mem
     )
 
 
-def test_two_missing_members_are_named() -> None:
-    assert ranks(find(("T", False, 9.0), WAITING, ("R", False, 4.0))) == [0, 2]
+WORKS: Sign = ("R", False, 50.0)
 
 
-def test_no_member_is_named_while_none_has_waited_for_long() -> None:
-    assert not find(("S", True, 2.9), ("R", False, 50.0), ("S", True, 2.9))
-    assert not find(("R", False, 50.0), ("R", False, 50.0), ("R", False, 50.0))
-
-
-def test_a_member_that_has_just_begun_to_work_is_not_named() -> None:
-    assert ranks(find(WAITING, ("R", False, 50.0), ("R", False, 0.2))) == [1]
-
-
-def test_members_that_wait_are_not_named() -> None:
-    assert not find(WAITING, WAITING, WAITING)
-
-
-def test_waiting_before_the_world_began_does_not_count() -> None:
-    assert not find(("S", True, 60.0), ("R", False, 2.0), ("S", True, 60.0), began=NOW - 2.0)
-
-
-def test_a_stopped_member_does_not_count_as_waiting() -> None:
-    assert not find(("T", True, 60.0), ("R", False, 60.0), ("R", False, 60.0))
-
-
-def test_a_member_of_a_silent_slot_does_not_count_as_waiting() -> None:
-    assert not find(WAITING, WAITING, WAITING, at=NOW - 30.0)
+@pytest.mark.parametrize(
+    ("signs", "when", "named"),
+    [
+        ((("T", False, 9.0), WAITING, ("R", False, 4.0)), {}, [0, 2]),
+        ((("S", True, 2.9), WORKS, ("S", True, 2.9)), {}, []),  # none has waited for long
+        ((WORKS, WORKS, WORKS), {}, []),
+        ((WAITING, WORKS, ("R", False, 0.2)), {}, [1]),  # one has just begun to work
+        ((WAITING, WAITING, WAITING), {}, []),
+        (
+            (("S", True, 60.0), ("R", False, 2.0), ("S", True, 60.0)),
+            {"began": NOW - 2.0},
+            [],
+        ),  # before the world
+        ((("T", True, 60.0), WORKS, WORKS), {}, []),  # a stopped member does not wait
+        ((WAITING, WAITING, WAITING), {"at": NOW - 30.0}, []),  # nor one of a silent slot
+    ],
+)
+def test_members_that_others_have_long_waited_for_are_named(
+    signs: tuple[Sign, ...], when: dict[str, float], named: list[int]
+) -> None:
+    assert [stall.member.rank for stall in find(*signs, **when)] == named
 
 
 def test_heartbeats_about_an_earlier_worker_do_not_count() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AnnounceChange, LaunchSlot, ReleaseSlot, StopWorker
-from spark_elastic.protocol.messages import WorkerExited, WorkerStarted, WorkerStraggles
+from spark_elastic.protocol.commands import AnnounceChange, LaunchSlot, StopWorker
+from spark_elastic.protocol.messages import WorkerExited, WorkerStraggles
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
-from tests.unit.protocol.driver_bench import FOUR, Bench, name
+from tests.unit.protocol.driver_bench import Bench, name
 
 ALL = (1, 2, 3, 4)
 SPARE = name(2, 2)
@@ -23,8 +21,7 @@ def exchange(bench: Bench, straggler: WorkerId, step: int) -> None:
 
 def let_spare_join(bench: Bench) -> None:
     bench.on(WorkerExited(SlotId("2-0"), name(2), 0))
-    bench.on(WorkerStarted(SlotId("2-0"), SPARE))
-    bench.join(SPARE)
+    bench.restart(SPARE)
     bench.form()
     bench.wait(0.2, heartbeats_of=ALL)
     bench.stop_planned(9, *bench.members())
@@ -37,7 +34,7 @@ def test_a_straggler_leaves_at_a_step_boundary_and_its_spare_takes_its_place() -
     exchange(bench, name(2), 6)
     assert bench.members() == [name(1), name(3), name(4)]
     assert [stop.worker for stop in bench.find_commands(StopWorker) if not stop.kill] == [name(2)]
-    assert not bench.find_commands(ReleaseSlot), "the slot keeps its core"
+    assert not bench.released, "the slot keeps its core"
     let_spare_join(bench)
     assert bench.members() == [name(1), name(3), name(4), SPARE]
     assert len(bench.find_commands(LaunchSlot)) == 4
@@ -50,7 +47,7 @@ def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host
     let_spare_join(bench)
     exchange(bench, SPARE, 12)
     assert bench.members() == [name(1), name(3), name(4)]
-    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["2-0"]
+    assert bench.released == ["2-0"]
     assert bench.state.blacklist.find_host_return("h2", bench.now) is not None
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.wait(70.0, heartbeats_of=ALL)
@@ -58,7 +55,7 @@ def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host
 
 
 def test_a_straggler_stays_where_the_world_would_be_too_small_without_it() -> None:
-    bench = Bench(replace(FOUR, min_workers=4))
+    bench = Bench(min_workers=4)
     bench.start(*ALL)
     bench.on(WorkerStraggles(name(2), bench.fence, "it is slow"))
     bench.wait(1.0, heartbeats_of=ALL)

@@ -14,8 +14,7 @@ from spark_elastic.protocol.commands import (
     PublishWorld,
     StopWorker,
 )
-from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerFailed
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 WHOLE = replace(FOUR, all_results=True, cooldown_range=(1.0, 1.0))
@@ -29,14 +28,13 @@ def _finish(bench: Bench, *workers: str, step: int = 0) -> None:
 def _raise(bench: Bench, worker: str, step: int | None = 0) -> None:
     position = at(step) if step is not None else None
     bench.on(WorkerFailed(worker, bench.fence, position, "print", "Traceback\nValueError: rank 1"))
-    bench.on(WorkerExited(worker.slot, worker, 1))
+    bench.exit(worker, 1)
 
 
 def _replace(bench: Bench, job: int, started: int) -> str:
     """The slot's next worker comes."""
     worker = name(job, started)
-    bench.on(WorkerStarted(SlotId(f"{job}-0"), worker))
-    bench.join(worker)
+    bench.restart(worker)
     bench.wait(1.1, heartbeats_of=[1, 2, 3, 4])
     return worker
 
@@ -63,7 +61,7 @@ def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
 def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(first: str) -> None:
     bench = _start_three()
     _finish(bench, first)
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     (abort,) = bench.find_commands(AbortWorld)
     assert name(2) in abort.reason
     _finish(bench, *(worker for worker in (name(1), name(3)) if worker != first))
@@ -80,7 +78,7 @@ def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(
 def test_r15_a_member_lost_after_its_result_counts_as_done() -> None:
     bench = _start_three()
     _finish(bench, name(2))
-    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.exit(name(2), -9)
     assert not bench.find_commands(AbortWorld)
     _finish(bench, name(1), name(3))
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
@@ -105,21 +103,24 @@ def test_r15_an_exception_of_one_rank_is_retried_once_and_then_ends_the_job(rank
     assert bench.end.detail.endswith("ValueError: rank 1")
 
 
-def test_r15_the_wait_for_a_rank_that_raised_is_limited() -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+@pytest.mark.parametrize(
+    ("cooldown", "step", "seconds"),
+    [
+        (1.0, 0, WHOLE.gather_timeout + 0.1),
+        (60.0, 0, 0.0),  # its slot cools down for longer
+        (1.0, 7, 0.0),  # in the middle of an elastic training
+    ],
+)
+def test_r15_the_wait_for_a_rank_that_raised_is_limited(cooldown: float, step: int, seconds: float) -> None:
+    bench = Bench(WHOLE, num_workers=2, max_workers=2, cooldown_range=(cooldown, cooldown))
     bench.start(1, 2)
-    _raise(bench, name(2))
-    _finish(bench, name(1))
-    assert len(bench.find_commands(PublishWorld)) == 1
-    bench.wait(WHOLE.gather_timeout + 0.1, heartbeats_of=[1, 2])
-    assert bench.members() == [name(1)]
-
-
-def test_r15_a_failed_rank_is_not_waited_for_if_its_slot_cools_down_for_longer() -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2, cooldown_range=(60.0, 60.0)))
-    bench.start(1, 2)
-    _raise(bench, name(2))
-    _finish(bench, name(1))
+    _raise(bench, name(2), step)
+    if step:
+        bench.join(name(1), bench.fence, at(step))
+    else:
+        _finish(bench, name(1))
+    assert len(bench.find_commands(PublishWorld)) == (1 if seconds else 2)
+    bench.wait(seconds, heartbeats_of=[1, 2])
     assert bench.members() == [name(1)]
 
 
@@ -131,11 +132,11 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(
 ) -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), code))
+    bench.exit(name(2), code)
     _finish(bench, name(1))
     newcomer = _replace(bench, 2, 2)
     bench.form()
-    bench.on(WorkerExited(newcomer.slot, newcomer, code))
+    bench.exit(newcomer, code)
     assert [end.outcome for end in bench.find_commands(End)] == ([outcome] if outcome else [])
     assert (
         not outcome
@@ -143,40 +144,29 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(
     )
 
 
-def test_the_only_worker_did_not_raise_if_its_function_ended_the_process() -> None:
-    bench = Bench(replace(WHOLE, num_workers=1, max_workers=1))
-    bench.start(1)
-    bench.on(WorkerExited(name(1).slot, name(1), 0))
-    assert bench.end.reason == "the only worker of world 1 ended with exit code 0, at the beginning"
-
-
-def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for() -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
-    bench.start(1, 2)
-    _raise(bench, name(2), 7)
-    bench.join(name(1), bench.fence, at(7))
-    assert bench.members() == [name(1)]
-
-
 def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+    bench = Bench(WHOLE, num_workers=2, max_workers=2)
     bench.start(1, 2)
     bench.on(WorkerFailed(name(2), bench.fence, at(3), "print", "Traceback\nValueError: rank 1"))
     bench.on(Heartbeat(name(2).slot, name(2), "T"))
-    stops = [stop for stop in bench.find_commands(StopWorker) if stop.worker == name(2)]
+    stops = [stop.kill for stop in bench.find_commands(StopWorker) if stop.worker == name(2)]
     assert stops
-    assert not any(stop.kill for stop in stops)
+    assert not any(stops)
+    alone = Bench(WHOLE, num_workers=1, max_workers=1)
+    alone.start(1)
+    alone.exit(name(1), 0)  # ended by its function: it did not raise
+    assert alone.end.reason == "the only worker of world 1 ended with exit code 0, at the beginning"
 
 
 def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(WorkerExited(name(2).slot, name(2), 5))
+    bench.exit(name(2), 5)
     bench.join(name(1), bench.fence, at(7))
     newcomer = _replace(bench, 2, 2)
     assert bench.members() == [name(1), newcomer]
     bench.form()
-    bench.on(WorkerExited(newcomer.slot, newcomer, 5))
+    bench.exit(newcomer, 5)
     assert not bench.find_commands(End)
 
 

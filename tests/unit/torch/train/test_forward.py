@@ -1,9 +1,10 @@
-"""R3: what a forward pass changes comes back."""
+"""A model's forward passes."""
 
 from __future__ import annotations
 
 import gc
 import random
+import re
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -14,20 +15,12 @@ import torch
 from torch import nn
 
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.torch.forward import BufferSnapshot, rng_state, set_rng_state
-
-
-def test_r03_buffers_come_back() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    x = torch.randn(8, 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    snapshot = BufferSnapshot(model, model.modules())
-    model(x)
-    assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
-    assert snapshot.find_changed([("0.running_mean", model.get_buffer("0.running_mean"))]) == [True]
-    snapshot.restore()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert snapshot.find_changed([("0.running_mean", model.get_buffer("0.running_mean"))]) == [False]
+from spark_elastic.training.torch.forward import (
+    BufferSnapshot,
+    describe_world_dependence,
+    rng_state,
+    set_rng_state,
+)
 
 
 class NetReplacingItsBuffer(nn.Module):
@@ -35,20 +28,28 @@ class NetReplacingItsBuffer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.ones(2))
+        self.register_buffer("running_mean", torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = self.mean * 0.5
-        return x * self.mean
+        self.running_mean = self.running_mean * 0.5
+        return x * self.running_mean
 
 
-def test_r03_a_replaced_buffer_comes_back() -> None:
-    model = nn.Sequential(NetReplacingItsBuffer())
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), NetReplacingItsBuffer()])
+def test_r03_buffers_come_back(layer: nn.Module) -> None:
+    model = nn.Sequential(layer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     snapshot = BufferSnapshot(model, model.modules())
-    model(torch.ones(2))
-    assert snapshot.find_changed([("0.mean", model.get_buffer("0.mean"))]) == [True]
+
+    def has_changed() -> bool:
+        return snapshot.find_changed([("0.running_mean", model.get_buffer("0.running_mean"))]) == [True]
+
+    model(torch.randn(8, 3))
+    assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
+    assert has_changed()
     snapshot.restore()
-    assert torch.equal(model.get_buffer("0.mean"), torch.ones(2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert isinstance(layer, NetReplacingItsBuffer) or not has_changed()
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["numpy 1.24 and newer", "numpy 1.23"])
@@ -105,3 +106,21 @@ def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
     assert collecting  # elsewhere
     assert torch.get_rng_state.__name__ not in collecting
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ([nn.BatchNorm1d(3)], r"1 \(BatchNorm1d"),
+        ([nn.Dropout(0.1)], r"1 \(Dropout"),
+        ([nn.LSTM(3, 3, 2, dropout=0.2)], r"1 \(LSTM"),
+        ([nn.MultiheadAttention(4, 2, dropout=0.2)], r"1 \(MultiheadAttention"),
+        ([nn.RReLU()], r"1 \(RReLU"),
+        ([nn.Dropout() for _ in range(5)], "2 more"),
+        ([nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.Dropout(0.0), nn.LSTM(3, 3)], None),
+        ([nn.SyncBatchNorm(3), nn.BatchNorm1d(3).eval()], None),
+    ],
+)
+def test_r09_layers_that_couple_rows_or_draw_are_named(layers: list[nn.Module], named: str | None) -> None:
+    sentence = describe_world_dependence(nn.Sequential(nn.Linear(3, 3), *layers))
+    assert sentence is None if named is None else re.search(named, str(sentence))

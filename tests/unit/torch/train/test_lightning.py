@@ -81,22 +81,25 @@ def test_a_batch_is_mapped_as_the_tuple_that_it_is() -> None:
     assert torch.equal(labels, 2 * SHARE.labels[0])
 
 
-def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
-    class Logs(ModuleLikeLightning):
-        def training_step(self, batch: Any, number: int) -> Any:
-            self.log("far", SimpleNamespace(compute=lambda: 1.0))  # type: ignore[operator]
-
-    with pytest.raises(InvalidInput, match=r"self.log\('far', ...\) was given the metric SimpleNamespace"):
-        take_step(Logs(2, 1), Position(0, Phase.TRAIN, 0))
-
-
-def test_logged_values_are_means() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "how", "says"),
+    [
+        (
+            "far",
+            SimpleNamespace(compute=lambda: 1.0),
+            {},
+            "the metric SimpleNamespace",
+        ),  # of one worker's rows
+        ("rows", 3, {"reduce_fx": "sum"}, "reduce_fx='sum'"),
+    ],
+)
+def test_logged_values_are_means(name: str, value: Any, how: dict[str, str], says: str) -> None:
     class Logs(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
             self.log_dict({"far": 1.0}, reduce_fx=torch.mean)  # type: ignore[operator]
-            self.log("rows", 3, reduce_fx="sum")  # type: ignore[operator]
+            self.log(name, value, **how)  # type: ignore[operator]
 
-    with pytest.raises(InvalidInput, match=r"self.log\('rows', ...\) was given reduce_fx='sum'"):
+    with pytest.raises(InvalidInput, match=rf"self.log\('{name}', ...\) was given {says}"):
         take_step(Logs(2, 1), Position(0, Phase.TRAIN, 0))
 
 

@@ -170,6 +170,8 @@ def test_a_metric_that_computes_no_number_is_named() -> None:
     metrics._updates = 1
     with pytest.raises(InvalidInput, match="the metric 'odd_a' computed 'text': compute must return numbers"):
         metrics.results()
+    with pytest.raises(InvalidInput, match="metrics need the model's outputs, and found no tensor"):
+        metrics.add(LossResult(torch.zeros(()), 1, ()), (torch.zeros(1),))
 
 
 def test_a_metric_function_may_return_a_number_for_each_row() -> None:
@@ -186,14 +188,6 @@ def test_a_metric_function_that_returns_no_number_is_named(returned: object) -> 
         InvalidInput, match=r"the metric 'odd' returned a .* for 3 rows: return one number, or"
     ):
         odd._update([torch.zeros(3)], [torch.zeros(3)])
-
-
-def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
-    metrics = Metrics({"far": MeanDistance()}, ["y"], logs=False)
-    with pytest.raises(
-        InvalidInput, match="metrics need the model's outputs, and found no tensor among them"
-    ):
-        metrics.add(LossResult(torch.zeros(()), 1, ()), (torch.zeros(1),))
 
 
 def test_a_metric_collection_counts_as_its_members() -> None:

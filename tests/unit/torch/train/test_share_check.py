@@ -65,24 +65,36 @@ def test_only_every_so_many_steps_and_only_with_others_is_there_a_check() -> Non
     assert checker().draw(at(0), Division.equal(1, SHARES)) is None
 
 
-def test_equal_bits_are_no_dispute() -> None:
-    judge(ShareCheck(1, 0, (2,)), digest_of(1.0), None, digest_of(1.0))
+ONE, OTHER = digest_of(1.0), digest_of(1.0000001)
 
 
-def test_the_third_decides_who_is_wrong() -> None:
-    with pytest.raises(
-        StepDisputed, match=r"share 1: rank 2 on host \?.* other bits than the 2 others"
-    ) as caught:
-        judge(ShareCheck(1, 0, (2, 1)), digest_of(1.0), digest_of(1.0), digest_of(1.0000001))
-    assert caught.value.suspects == (2,)
-
-
-def test_two_workers_that_differ_are_both_suspected() -> None:
-    with pytest.raises(
-        StepDisputed, match="which of them is wrong cannot be said: with three workers"
-    ) as caught:
-        judge(ShareCheck(1, 1, (0,)), digest_of(1.0), digest_of(-1.0))
-    assert caught.value.suspects == (1, 0)
+@pytest.mark.parametrize(
+    ("check", "found", "says", "suspects"),
+    [
+        (ShareCheck(1, 0, (2,)), [ONE, None, ONE], None, ()),
+        (
+            ShareCheck(1, 0, (2, 1)),
+            [ONE, ONE, OTHER],
+            r"share 1: rank 2 on host \?.* other bits than the 2 others",
+            (2,),
+        ),
+        (
+            ShareCheck(1, 1, (0,)),
+            [ONE, OTHER],
+            "which of them is wrong cannot be said: with three workers",
+            (1, 0),
+        ),
+    ],
+)
+def test_a_third_decides_who_is_wrong(
+    check: ShareCheck, found: list[Any], says: str | None, suspects: tuple[int, ...]
+) -> None:
+    if says is None:
+        judge(check, *found)
+        return
+    with pytest.raises(StepDisputed, match=says) as caught:
+        judge(check, *found)
+    assert caught.value.suspects == suspects
 
 
 def test_every_bit_counts() -> None:

@@ -1,7 +1,8 @@
-"""Jobs say in Spark's UI what they are, and what was said before comes back."""
+"""What a process says of itself and of its jobs in Spark's UI, and which session it takes."""
 
 from __future__ import annotations
 
+import platform
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,16 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs, mark_jobs, set_description
+import spark_elastic
+from spark_elastic.clusters.spark.host_facts import (
+    DESCRIPTION,
+    collect_host_facts,
+    describe_jobs,
+    get_session,
+    set_description,
+)
 from spark_elastic.clusters.spark.launcher import SparkLauncher
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.testing.fakes import FakeClock
 
@@ -38,15 +47,6 @@ def test_the_callers_description_is_restored(before: str | None) -> None:
     with describe_jobs(session, "writes rows"):
         assert sc[DESCRIPTION].startswith("spark_elastic writes rows")
     assert sc[DESCRIPTION] == before
-
-
-def test_the_tag_of_a_slot_does_not_stay_with_later_jobs_of_its_thread() -> None:
-    tags: set[str] = set()
-    sc: Any = Properties()
-    sc.addJobTag, sc.removeJobTag = tags.add, tags.remove
-    with mark_jobs(sc, "RUN slot 3", "ours"):
-        assert tags == {"ours"}
-    assert (tags, sc[DESCRIPTION]) == (set(), None)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -94,3 +94,16 @@ def test_the_error_of_a_block_in_which_the_session_stops_comes_through() -> None
 
     with pytest.raises(ValueError, match="the write ended"):
         write()
+
+
+def test_host_facts_are_those_of_this_process() -> None:
+    found = collect_host_facts()
+    assert found["python"] == platform.python_version()
+    assert found["spark_elastic"] == spark_elastic.__version__
+    assert found["host"]
+
+
+def test_a_master_is_no_session() -> None:
+    for given in ("local", ""):
+        with pytest.raises(InvalidInput, match=f"spark must be a SparkSession; got '{given}'"):
+            get_session(given)  # type: ignore[arg-type]
