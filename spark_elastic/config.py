@@ -207,7 +207,8 @@ def build_config(config: Any, settings: Mapping[str, Any]) -> ElasticConfig:
         return from_env(**settings)
     make_kind("an ElasticConfig", ElasticConfig)("config", config)
     changes = {name: value for name, value in settings.items() if changes_setting(name, value)}
-    return dataclasses.replace(config, **changes)
+    merged: ElasticConfig = dataclasses.replace(config, **changes)
+    return merged
 
 
 def check_setting_names(names: Iterable[str], others: Iterable[str] = (), owner: str = "") -> None:

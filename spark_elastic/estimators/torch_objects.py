@@ -177,9 +177,9 @@ def _draw_weights(seed: int) -> Iterator[None]:
         yield
 
 
-def _check_model(model: Any, seed: Any) -> torch.nn.Module:
+def _check_model(given: Any, seed: Any) -> torch.nn.Module:
     model = build_model(
-        model, torch.nn.Module, "a torch.nn.Module", functools.partial(_draw_weights, int(seed))
+        given, torch.nn.Module, "a torch.nn.Module", functools.partial(_draw_weights, int(seed))
     )
     check_serializable(model)
     if is_lightning(model):
@@ -346,12 +346,12 @@ def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
     """The factor of each of several losses."""
     if weights is None:
         return (1.0 / losses,) * losses if losses > 1 else ()
-    found = _WEIGHTS("loss_weights", weights)
-    if len(found) != losses:
-        raise InvalidInput(f"loss_weights has {len(found)} weights for {losses} losses: give one for each.")
+    factors: tuple[float, ...] = _WEIGHTS("loss_weights", weights)
+    if len(factors) != losses:
+        raise InvalidInput(f"loss_weights has {len(factors)} weights for {losses} losses: give one for each.")
     if losses == 1:
         raise InvalidInput("loss_weights needs several losses: pass loss as a list.")
-    return found
+    return factors
 
 
 def _check_optimizer(
