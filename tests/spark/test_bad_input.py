@@ -37,7 +37,7 @@ def table(spark: SparkSession, features: str = "array<float>", rows: Any = None)
     return spark.createDataFrame(rows, f"id int, x {features}, s string, y float")
 
 
-def estimator(store: Path | str, **changes: Any) -> ElasticTorchEstimator:
+def estimator(store: Path | str, /, **changes: Any) -> ElasticTorchEstimator:
     model = torch.nn.Linear(2, 1)
     values: dict[str, Any] = {
         "model": model,
