@@ -139,6 +139,8 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
             "metrics are of the model's outputs, which train_minibatch_fn and a LightningModule's training_step keep "
             "to themselves: leave metrics out (a LightningModule has self.log)."
         )
+    if not own_step:
+        _check_forward(model, values["feature_cols"] or ())
     if values.get("determinism") == "bitwise":
         check_layers(model, keeps_buffers=True)
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
@@ -157,6 +159,20 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         transformation=check_transformation(values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
     )
+
+
+def _check_forward(model: torch.nn.Module, features: Sequence[str]) -> None:
+    """Refuse a forward that does not take one tensor for each feature column."""
+    try:
+        inspect.signature(model.forward).bind(*features)
+    except ValueError:
+        return  # it does not say what it takes
+    except TypeError as error:
+        raise InvalidInput(
+            f"{type(model).__name__}.forward is given one tensor for each of feature_cols {list(features)}, which it "
+            f"does not take ({error}): combine columns of numbers into one by VectorAssembler, or write a forward with "
+            "these parameters."
+        ) from error
 
 
 def find_activation(loss: Any) -> str | None:

@@ -31,6 +31,13 @@ def ask(**changes: Any) -> FitRequest:
     return build_request(values(**changes), check_torch_objects)
 
 
+def test_a_forward_that_does_not_take_the_feature_columns_is_refused_with_advice() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"Sequential\.forward is given one tensor for each .*VectorAssembler"
+    ):
+        ask(feature_cols=["x", "z"])
+
+
 def test_good_values_become_a_request() -> None:
     request = ask(batch_size=16, num_workers=3, min_workers=2)
     assert (request.config.global_batch, request.config.min_workers, request.config.max_workers) == (48, 2, 3)
