@@ -57,8 +57,7 @@ class PreflightError(ElasticError):
 class JobFailed(ElasticError):
     """Training ended without a result."""
 
-    # A `JobReport` of the job so far; None if the job never started.
-    report: Any = None
+    report: Any = None  # a `JobReport` of the job so far; None if the job never started
 
 
 class WorkerFailed(JobFailed):
@@ -89,8 +88,7 @@ class FailureBudgetExceeded(JobFailed):
 class JobCancelled(ElasticError):
     """The user or Spark cancelled the job, or another driver took over its run."""
 
-    # A `JobReport` of the job so far; None if the job never started.
-    report: Any = None
+    report: Any = None  # a `JobReport` of the job so far; None if the job never started
 
 
 class DriverUnreachable(ElasticError):

@@ -159,20 +159,13 @@ def connect(
 class _GroupSpec:
     """What a group and its subgroups are built from."""
 
-    # The process's listening socket.
-    endpoint: Endpoint
-    # Address of each rank's endpoint.
-    peers: list[str]
-    # Each rank's number in the group that `connect` built.
-    members: Sequence[int]
-    # (attempt, generation).
-    fence: tuple[int, int]
-    # Seconds that one wait for a peer may last.
-    timeout: float
-    # Ranks on this rank's host; empty: sockets only.
-    local: list[int]
-    # 0 for the group of all ranks, otherwise the subgroup's number.
-    channel: int = 0
+    endpoint: Endpoint  # the process's listening socket
+    peers: list[str]  # address of each rank's endpoint
+    members: Sequence[int]  # each rank's number in the group that `connect` built
+    fence: tuple[int, int]  # (attempt, generation)
+    timeout: float  # seconds that one wait for a peer may last
+    local: list[int]  # ranks on this rank's host; empty: sockets only
+    channel: int = 0  # 0 for the group of all ranks, otherwise the subgroup's number
 
     def build_native(self, rank: int) -> _engine.Group:
         fence = (*self.fence, self.channel)

@@ -30,24 +30,16 @@ WIRES = {None: "plain", "fp16": "float16", "bf16": "bfloat16"}
 class Reduction:
     """A validated allreduce or reducescatter."""
 
-    # The operand, C-contiguous.
-    array: Array
-    # One of DTYPES: the array's own dtype, or bfloat16 stored as uint16.
-    dtype: str
-    # One of OPS.
-    op: str
+    array: Array  # the operand, C-contiguous
+    dtype: str  # one of DTYPES: the array's own dtype, or bfloat16 stored as uint16
+    op: str  # one of OPS
     # Shape of the array, or the shapes of the arrays that were fused into it.
     shapes: tuple[tuple[int, ...], ...]
-    # One of ALGORITHMS.
-    algorithm: str = "auto"
-    # This rank's weight in an average; None: all ranks weigh the same.
-    weight: float | None = None
-    # Factor on the operand of this rank.
-    before: float = 1.0
-    # Factor on the result.
-    after: float = 1.0
-    # Dtype on the wire: "plain" for the array's own.
-    wire: str = "plain"
+    algorithm: str = "auto"  # one of ALGORITHMS
+    weight: float | None = None  # this rank's weight in an average; None: all ranks weigh the same
+    before: float = 1.0  # factor on the operand of this rank
+    after: float = 1.0  # factor on the result
+    wire: str = "plain"  # dtype on the wire: "plain" for the array's own
 
     def with_weights(self, weights: Sequence[float], rank: int) -> Reduction:
         """The weighted average as a sum; `weights` are those of all ranks."""

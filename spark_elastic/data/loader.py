@@ -34,18 +34,12 @@ MIN_GROUP_BYTES_FOR_THREAD = 1 << 20  # for smaller row groups a decoding thread
 class StepRows:
     """One rank's rows of a step, in memory of their own."""
 
-    # From 0.
-    epoch: int
-    # Of the epoch, from 0.
-    step: int
-    # Rows of the step over all ranks, by which the sum of losses is divided (R8, weighting).
-    planned: int
-    # (n,) the global number of each row.
-    row_ids: Int64s
-    # Column -> (n, *shape).
-    columns: ColumnArrays
-    # How all ranks divide the step.
-    division: Division = ALONE
+    epoch: int  # from 0
+    step: int  # of the epoch, from 0
+    planned: int  # rows of the step over all ranks, by which the sum of losses is divided (R8, weighting)
+    row_ids: Int64s  # (n,) the global number of each row
+    columns: ColumnArrays  # column -> (n, *shape)
+    division: Division = ALONE  # how all ranks divide the step
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -55,12 +49,10 @@ class StepRows:
 class Prefetch:
     """How far the gathering thread may run ahead, and how long the consumer waits for it."""
 
-    # Steps that are gathered and not consumed yet, at most.
-    steps: int = 64
+    steps: int = 64  # steps that are gathered and not consumed yet, at most
     # Bytes of these steps, at most; a step that alone has more is gathered all the same.
     bytes: int = 64 << 20
-    # Seconds without an answer from the store.
-    deadline: float = 300.0
+    deadline: float = 300.0  # seconds without an answer from the store
 
 
 class StepLoader:

@@ -32,13 +32,11 @@ Int64s = npt.NDArray[np.int64]
 class Column:
     """A column as numpy arrays."""
 
-    # As in the table.
-    name: str
+    name: str  # as in the table
     # numpy's dtype. Raw columns, which a transformation turns into numbers, have `object` (bytes or strings),
     # `datetime64[D]` or `datetime64[us]`.
     dtype: str
-    # Shape of one row, () for a scalar.
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # shape of one row, () for a scalar
     # How petastorm encoded a row in the file: "ndarray", "compressed_ndarray" or "image"; "": not at all.
     codec: str = ""
 
@@ -57,18 +55,12 @@ class Column:
 class RowGroup:
     """A row group of a file, or a part of a large row group of an existing file."""
 
-    # Number of the file in the manifest.
-    file: int
-    # Number of the row group in the file.
-    index: int
-    # Rows that the table has of it.
-    rows: int
-    # Encoded bytes before compression.
-    bytes: int
-    # Of a part, its first row in the row group as it is in the file; 0 for a whole one.
-    first_row: int = 0
-    # Of a part, the rows in the file of the whole row group; 0: this is the whole one.
-    parent_rows: int = 0
+    file: int  # number of the file in the manifest
+    index: int  # number of the row group in the file
+    rows: int  # rows that the table has of it
+    bytes: int  # encoded bytes before compression
+    first_row: int = 0  # of a part, its first row in the row group as it is in the file; 0 for a whole one
+    parent_rows: int = 0  # of a part, the rows in the file of the whole row group; 0: this is the whole one
     # Of a part, the rows in the file of each part of the row group but the last; 0 for a whole one.
     part_rows: int = 0
     # Which rows in the file the table has no more, by `pack_deleted`; "": it has all of them.
@@ -193,20 +185,16 @@ class FileColumns:
 class Manifest:
     """A data set."""
 
-    # Of the data set; its files may have more.
-    columns: tuple[Column, ...]
-    # Names of Parquet files in the store.
-    files: tuple[str, ...]
-    # In the order of the table's rows.
-    row_groups: RowGroups
+    columns: tuple[Column, ...]  # of the data set; its files may have more
+    files: tuple[str, ...]  # names of Parquet files in the store
+    row_groups: RowGroups  # in the order of the table's rows
     # Of written rows: identifies what they were made from. Of a table: digest of what is selected of it. Of other
     # files: `content`.
     fingerprint: str
     # Of written rows: digest of all values and their places. Of files that exist: digest of their names, sizes and
     # times, and of which of their rows are deleted.
     content: str
-    # Of each file; (): the files say all.
-    file_columns: tuple[FileColumns, ...] = ()
+    file_columns: tuple[FileColumns, ...] = ()  # of each file; (): the files say all
     # Of each file `ObjectInfo.state`, which readers compare; (): nobody writes these files again.
     file_states: tuple[str, ...] = ()
 

@@ -119,16 +119,12 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class RankRows:
     """One rank's rows of one step, in the step's order."""
 
-    # Of the epoch, from 0.
-    step: int
-    # Rows of the step over all ranks.
-    planned: int
+    step: int  # of the epoch, from 0
+    planned: int  # rows of the step over all ranks
     # The rank takes the rows `start ... start + len(rows)` of the step's.
     start: int
-    # (n,) the row group of each row.
-    groups: Int64s
-    # (n,) each row's number inside its row group.
-    rows: Int64s
+    groups: Int64s  # (n,) the row group of each row
+    rows: Int64s  # (n,) each row's number inside its row group
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -138,30 +134,22 @@ class RankRows:
 class LaneRows:
     """The rows of one lane that a rank takes in consecutive steps."""
 
-    # Where they begin in the rank's rows of each step.
-    offset: int
-    # How many they are in each step.
-    width: int
-    # (row group, rows inside it), step by step.
-    runs: tuple[tuple[int, Int64s], ...]
+    offset: int  # where they begin in the rank's rows of each step
+    width: int  # how many they are in each step
+    runs: tuple[tuple[int, Int64s], ...]  # (row group, rows inside it), step by step
 
 
 @dataclass(frozen=True)
 class RankBlock:
     """One rank's rows of consecutive steps, which have equally many rows."""
 
-    # The first step.
-    step: int
-    # How many steps.
-    count: int
-    # Rows of each step over all ranks.
-    planned: int
+    step: int  # the first step
+    count: int  # how many steps
+    planned: int  # rows of each step over all ranks
     # The rank takes the rows `start ... start + length` of each step's.
     start: int
-    # How many rows the rank takes of each step; 0: none.
-    length: int
-    # Those of which the rank takes rows, in the order of the step's rows.
-    lanes: tuple[LaneRows, ...]
+    length: int  # how many rows the rank takes of each step; 0: none
+    lanes: tuple[LaneRows, ...]  # those of which the rank takes rows, in the order of the step's rows
 
     @cached_property
     def groups(self) -> list[int]:
@@ -173,16 +161,11 @@ class RankBlock:
 class DataPlan:
     """The rows of every step of every epoch. All fields stay the same for the whole run (R19, resuming a run)."""
 
-    # Rows of each row group, in the manifest's order.
-    row_groups: tuple[int, ...]
-    # The most rows that a step may take.
-    global_batch: int
-    # Decides the order, together with the epoch.
-    seed: int
-    # Row streams that an epoch is cut into.
-    lanes: int
-    # Whether groups and rows are shuffled, or keep the manifest's order.
-    shuffle: bool = True
+    row_groups: tuple[int, ...]  # rows of each row group, in the manifest's order
+    global_batch: int  # the most rows that a step may take
+    seed: int  # decides the order, together with the epoch
+    lanes: int  # row streams that an epoch is cut into
+    shuffle: bool = True  # whether groups and rows are shuffled, or keep the manifest's order
     # Virtual shares that each step is cut into, which ranks take whole (`determinism="bitwise"`); 0: ranks divide rows.
     shares: int = 0
     # The epoch that `assign_rows` was last asked for.

@@ -51,10 +51,8 @@ Range = tuple[int, int]
 class RetryingClient:
     """An fsspec file system whose calls are coroutines, with the limit of its retries."""
 
-    # Its coroutines run in fsspec's thread.
-    filesystem: AsyncFileSystem
-    # How long a call is tried, beside the time that its bytes take at BYTES_PER_SECOND.
-    seconds: float
+    filesystem: AsyncFileSystem  # its coroutines run in fsspec's thread
+    seconds: float  # how long a call is tried, beside the time that its bytes take at BYTES_PER_SECOND
 
     def call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any

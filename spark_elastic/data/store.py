@@ -250,11 +250,9 @@ def _is_retry_limit(seconds: object) -> bool:
 class ObjectInfo:
     """An object of a listing."""
 
-    # Within the store.
-    name: str
+    name: str  # within the store
     bytes: int  # its size
-    # When it was last written, in seconds since 1970; None if the store does not say.
-    modified: float | None
+    modified: float | None  # when it was last written, in seconds since 1970; None if the store does not say
     # An object store's name for this content of the object; "": it has none.
     tag: str = field(default="", repr=False)
 
@@ -269,12 +267,9 @@ class ObjectInfo:
 class Store:
     """A root under which objects are read and written by name ("data/ab12/manifest.json")."""
 
-    # As given, with a scheme where it was a local path; Spark and messages get it.
-    url: str
-    # Of fsspec, with the user's `storage_options`.
-    filesystem: Any = field(repr=False, compare=False)
-    # The url's path as the file system takes it, without a slash at the end.
-    root: str = field(repr=False)
+    url: str  # as given, with a scheme where it was a local path; Spark and messages get it
+    filesystem: Any = field(repr=False, compare=False)  # of fsspec, with the user's `storage_options`
+    root: str = field(repr=False)  # the url's path as the file system takes it, without a slash at the end
     # How long a call of an object store is tried again.
     retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)
 
@@ -652,16 +647,13 @@ _OWN = re.compile(
 class StoreEntry:
     """A folder of this package in a store."""
 
-    # Its path within the store.
-    name: str
+    name: str  # its path within the store
     # data, run, probe, channel, or partial: a file whose writer was killed, or still writes
     kind: str
-    # Of all objects in it.
-    bytes: int
+    bytes: int  # of all objects in it
     # When its newest object was written, in seconds since 1970; None if the store does not say.
     modified: float | None
-    # Whether it is an unfinished run, or rows that one reads.
-    needed: bool
+    needed: bool  # whether it is an unfinished run, or rows that one reads
 
 
 def list_entries(store: Store) -> list[StoreEntry]:

@@ -265,8 +265,7 @@ class Selection:
 
     # Name of a column for the estimator -> its name in the table, where they differ.
     columns: Mapping[str, str]
-    # Which rows; None: all.
-    where: Predicate | None
+    where: Predicate | None  # which rows; None: all
 
     @classmethod
     def parse(cls, columns: Any, where: Any) -> Selection:

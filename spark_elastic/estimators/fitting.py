@@ -58,26 +58,19 @@ UNSCALED = (
 class Framework(Generic[O]):
     """What `train_model` needs to know about torch or Keras."""
 
-    # Packages that executors must have.
-    packages: tuple[str, ...]
-    # Modules that a spare imports in advance.
-    preload: tuple[str, ...]
-    # Suffix of a file of weights.
-    suffix: str
-    # Builds the program that each worker runs.
-    build_program: Callable[[TrainSpec, O], Program]
+    packages: tuple[str, ...]  # packages that executors must have
+    preload: tuple[str, ...]  # modules that a spare imports in advance
+    suffix: str  # suffix of a file of weights
+    build_program: Callable[[TrainSpec, O], Program]  # builds the program that each worker runs
 
 
 @dataclass(frozen=True)
 class FitResult:
     """The trained weights and their description, from which a framework makes its fitted model."""
 
-    # As the workers wrote them.
-    weights: bytes
-    # The feature columns as the model takes them, or as the transformation does.
-    features: tuple[Column, ...]
-    # What the fitted model tells of its training.
-    summary: FitSummary
+    weights: bytes  # as the workers wrote them
+    features: tuple[Column, ...]  # the feature columns as the model takes them, or as the transformation does
+    summary: FitSummary  # what the fitted model tells of its training
     # A row of the features for a model with a transformation, if rows were read.
     sample: list[Any] | None = None
 
@@ -210,22 +203,14 @@ def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
 class FitRun(Generic[O]):
     """The inputs of one training."""
 
-    # Launches its job.
-    platform: SparkPlatform
-    # Which rows, and how they come into files.
-    rows: RowSource
-    # What the user asked for.
-    request: FitRequest[O]
-    # What differs between torch and Keras.
-    framework: Framework[O]
-    # Of run, checkpoints, model and ledger.
-    store: Store
-    # The user's, or a random one.
-    run_id: str
-    # Folder of the ledger, if there is one.
-    ledger: str | None
-    # Shows the progress.
-    listener: ProgressListener
+    platform: SparkPlatform  # launches its job
+    rows: RowSource  # which rows, and how they come into files
+    request: FitRequest[O]  # what the user asked for
+    framework: Framework[O]  # what differs between torch and Keras
+    store: Store  # of run, checkpoints, model and ledger
+    run_id: str  # the user's, or a random one
+    ledger: str | None  # folder of the ledger, if there is one
+    listener: ProgressListener  # shows the progress
 
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""

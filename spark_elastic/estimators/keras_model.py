@@ -34,14 +34,11 @@ PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformatio
 class KerasPredictor:
     """Rows in, predictions out; the model is called with training=False."""
 
-    # The model.
-    archive: Archive
-    # Of the features.
-    columns: tuple[Column, ...]
+    archive: Archive  # the model
+    columns: tuple[Column, ...]  # of the features
     # cloudpickle of what makes the model's inputs of the feature columns; None: they are its inputs.
     transformation: bytes | None = None
-    # The outputs have their order; (): the model's own.
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # the outputs have their order; (): the model's own
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -59,8 +59,7 @@ class Trial:
     find_layer: Callable[[], str | None]
     # Whether `measure` computes the loss alone, of outputs that the model has computed of all rows.
     is_apart: bool
-    # How far equal losses may differ by rounding.
-    tolerance: float
+    tolerance: float  # how far equal losses may differ by rounding
 
 
 class _Finding(NamedTuple):

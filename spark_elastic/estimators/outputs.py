@@ -35,20 +35,15 @@ def count_numbers(shape: Sequence[int]) -> int:
 class OutputColumns:
     """The columns that the user asked for, checked as far as that goes without the model's outputs."""
 
-    # Column of the class, or of the model's one output.
-    prediction: str
-    # Column of a vector of probabilities; None: it is left out.
-    probability: str | None
-    # Column of a vector of what these are made of; None: it is left out.
-    raw_prediction: str | None
+    prediction: str  # column of the class, or of the model's one output
+    probability: str | None  # column of a vector of probabilities; None: it is left out
+    raw_prediction: str | None  # column of a vector of what these are made of; None: it is left out
     # Column of each output as it is; None: `prediction`, or names of `labels`.
     outputs: tuple[str, ...] | None
-    # Label columns of the training.
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # label columns of the training
     # Function that makes probabilities of the one output; None: outputs stay as they are.
     activation: str | None
-    # Threshold of each class; a single one is that of class 1 of two.
-    thresholds: tuple[float, ...]
+    thresholds: tuple[float, ...]  # threshold of each class; a single one is that of class 1 of two
     # Whether the user asked for classes by name; else outputs stay as they are where they cannot be classes.
     required: bool
 
@@ -152,10 +147,8 @@ def find_threshold(thresholds: Sequence[float]) -> float:
 class Outputs:
     """The columns that predictions fill."""
 
-    # Names.
-    columns: tuple[str, ...]
-    # Numbers of a row in each column; 1: a plain double.
-    widths: tuple[int, ...]
+    columns: tuple[str, ...]  # names
+    widths: tuple[int, ...]  # numbers of a row in each column; 1: a plain double
     # Content of each column, "class", "probability" or "raw", of the one output; (): the outputs as they are.
     contents: tuple[str, ...] = ()
     # As in `OutputColumns`, as is the next.

@@ -88,8 +88,7 @@ class MissingRows:
 
     # Kinds of missing values, by the number that a row has in the last column of the UDF; -1: it has all values.
     kinds: tuple[MissingKind, ...]
-    # Whether rows of each kind are left out; else they end the job.
-    drops: tuple[bool, ...]
+    drops: tuple[bool, ...]  # whether rows of each kind are left out; else they end the job
     # Takes the driver's line of the log from a task; None: the task logs it on its host.
     driver_log: Accumulator[str] | None = None
 

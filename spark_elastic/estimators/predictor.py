@@ -227,10 +227,8 @@ class ModuleWithTransformation:
 class TorchPredictor:
     """Rows in, predictions out; the module runs in evaluation mode without gradients."""
 
-    # A module, or a `ModuleWithTransformation`.
-    packed: Packed
-    # Of the features.
-    columns: tuple[Column, ...]
+    packed: Packed  # a module, or a `ModuleWithTransformation`
+    columns: tuple[Column, ...]  # of the features
 
     def _unpack(self) -> tuple[torch.nn.Module, Transformation | None]:
         thing = self.packed.unpack()

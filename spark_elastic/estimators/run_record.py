@@ -33,22 +33,15 @@ class RunRecord:
 
     # Where the rows are: a folder of the store ("": its root), or the url of existing files, or those of two tables.
     data: str
-    # The manifest of the rows that are trained on, as JSON.
-    manifest: str
-    # Its `Manifest.hash`; `load_manifest` compares it.
-    manifest_hash: str
-    # Rows of one step.
-    global_batch: int
-    # Streams that an epoch is cut into.
-    lanes: int
-    # The parameters that must stay the same.
-    settings: Mapping[str, Any]
+    manifest: str  # the manifest of the rows that are trained on, as JSON
+    manifest_hash: str  # its `Manifest.hash`; `load_manifest` compares it
+    global_batch: int  # rows of one step
+    lanes: int  # streams that an epoch is cut into
+    settings: Mapping[str, Any]  # the parameters that must stay the same
     # manifest, global_batch and lanes of the rows that are validated with; None: there are none.
     validation: Mapping[str, Any] | None
-    # Digests of the user's objects, by the names that an error has for them.
-    objects: Mapping[str, str]
-    # Of this record; a release reads its own alone.
-    format: int = FORMAT
+    objects: Mapping[str, str]  # digests of the user's objects, by the names that an error has for them
+    format: int = FORMAT  # of this record; a release reads its own alone
 
     @classmethod
     def create(
@@ -171,18 +164,12 @@ def plan_rows(request: FitRequest[Any], manifest: Manifest, global_batch: int, s
 class RunResult:
     """The result of a finished run."""
 
-    # Name of the trained weights in the store.
-    model: str
-    # SHA-256 of that object.
-    sha256: str
-    # Checksum of weights and optimizer, equal on all replicas.
-    digest: str
-    # That the run was to have; callbacks may have ended it sooner.
-    epochs: int
-    # One dict for each epoch.
-    history: list[dict[str, Any]]
-    # Rows of the training table.
-    data_rows: int
+    model: str  # name of the trained weights in the store
+    sha256: str  # SHA-256 of that object
+    digest: str  # checksum of weights and optimizer, equal on all replicas
+    epochs: int  # that the run was to have; callbacks may have ended it sooner
+    history: list[dict[str, Any]]  # one dict for each epoch
+    data_rows: int  # rows of the training table
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunResult | None:

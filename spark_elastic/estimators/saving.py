@@ -155,10 +155,8 @@ def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
 class Packed:
     """A torch module as bytes."""
 
-    # cloudpickle, to be loaded only from places that are trusted.
-    architecture: bytes
-    # Tensors by name.
-    weights: bytes
+    architecture: bytes  # cloudpickle, to be loaded only from places that are trusted
+    weights: bytes  # tensors by name
 
     def parts(self) -> dict[str, bytes]:
         """By name."""

@@ -61,34 +61,23 @@ if TYPE_CHECKING:
 class WorldRecord:
     """A world of a fit."""
 
-    # When it began, since training was launched.
-    seconds: float
-    # Workers.
-    size: int
-    # Why it was formed, in words.
-    reason: str
+    seconds: float  # when it began, since training was launched
+    size: int  # workers
+    reason: str  # why it was formed, in words
 
 
 @dataclass(frozen=True)
 class FitSummary:
     """What a fit did."""
 
-    # The run's name in the store.
-    run_id: str = ""
-    # One dict per epoch, with at least `epoch`, `loss` and `rows`.
-    epochs: tuple[Mapping[str, Any], ...] = ()
-    # In the order in which they began.
-    worlds: tuple[WorldRecord, ...] = ()
-    # That the whole of `fit` took.
-    seconds: float = 0.0
-    # Rows of the training table.
-    data_rows: int = 0
-    # Checksum of the final weights.
-    digest: str = ""
-    # Which rows were trained on, such as the version of a table.
-    data: str = ""
-    # Checksum of what they were read from.
-    data_digest: str = ""
+    run_id: str = ""  # the run's name in the store
+    epochs: tuple[Mapping[str, Any], ...] = ()  # one dict per epoch, with at least `epoch`, `loss` and `rows`
+    worlds: tuple[WorldRecord, ...] = ()  # in the order in which they began
+    seconds: float = 0.0  # that the whole of `fit` took
+    data_rows: int = 0  # rows of the training table
+    digest: str = ""  # checksum of the final weights
+    data: str = ""  # which rows were trained on, such as the version of a table
+    data_digest: str = ""  # checksum of what they were read from
     # Where the time went, what losses cost, and the rows of each epoch; of the last `fit` of the run alone.
     report: JobReport = field(default_factory=JobReport)
 

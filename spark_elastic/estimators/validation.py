@@ -33,28 +33,20 @@ M = TypeVar("M")
 class FitRequest(Generic[O]):
     """What one `fit` was asked for, checked."""
 
-    # The parameters of the training, which the workers receive as they are.
-    config: FitConfig
-    # The user's model, optimizer, losses and so on.
-    objects: O
-    # Url or path of the store; None: a folder of this machine.
-    store: str | None = None
+    config: FitConfig  # the parameters of the training, which the workers receive as they are
+    objects: O  # the user's model, optimizer, losses and so on
+    store: str | None = None  # url or path of the store; None: a folder of this machine
     # fsspec's options for the store, which may hold credentials.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    # What happens to rows with nulls and NaN.
-    missing: MissingValues = field(default_factory=MissingValues)
+    missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
     # Whether a DataFrame's rows are written to the store: "auto", "always" or "never".
     materialize: str = "auto"
-    # Name of the run in the store; None: a new one.
-    run_id: str | None = None
-    # 0: silent; 1: progress and what workers print; 2: also the log.
-    verbose: int = 1
-    # Whether the written rows stay in the store for later fits.
-    keep_data: bool = False
+    run_id: str | None = None  # name of the run in the store; None: a new one
+    verbose: int = 1  # 0: silent; 1: progress and what workers print; 2: also the log
+    keep_data: bool = False  # whether the written rows stay in the store for later fits
     # Called on the driver with each report of progress.
     on_progress: Callable[[Mapping[str, Any]], None] | None = None
-    # Ports, addresses, time limits.
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)  # Ports, addresses, time limits
 
 
 # Only one thread at a time calls a user's model factory: initial weights come from the process's random generators, and

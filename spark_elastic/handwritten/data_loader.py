@@ -281,8 +281,7 @@ class _BatchSampler:
     """For torch's DataLoader, which runs ahead of the loop: the indices of this rank's batches from the position on."""
 
     def __init__(self, loader: ElasticDataLoader) -> None:
-        # The loader has torch's DataLoader, which has this.
-        self._loader = weakref.ref(loader)
+        self._loader = weakref.ref(loader)  # the loader has torch's DataLoader, which has this
 
     def __iter__(self) -> Iterator[list[int]]:
         loader = self._loader()
@@ -376,8 +375,7 @@ class StepShares:
         self._key = loader.seed, loader.epoch, loader.step
         self._planned = loader._plan.count_step_rows(loader.step)
         self._is_begun = False
-        # Whether all shares were taken.
-        self.is_complete = False
+        self.is_complete = False  # whether all shares were taken
 
     def __len__(self) -> int:
         return self._own[1] - self._own[0]

@@ -138,10 +138,8 @@ class State(ABC):
         """
         self._reset_callbacks: list[Callable[[], object]] = []
         self._session: WorkerSession | None = None
-        # Number of the newest commit.
-        self._number = 0
-        # The rank whose state the others receive in `sync`.
-        self._source = 0
+        self._number = 0  # number of the newest commit
+        self._source = 0  # the rank whose state the others receive in `sync`
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Functions to call after each change of the world, on the workers that were there before.
@@ -301,8 +299,7 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
-        # Names of the values that are pickled.
-        self._plain: list[str] = []
+        self._plain: list[str] = []  # names of the values that are pickled
         # Values of the newest commit by name, in whose place others were assigned since then.
         self._replaced: dict[str, Any] = {}
         super().__init__()

@@ -70,14 +70,10 @@ class ShardBuilder(SnapshotBuilder):
 class ShardedCommit:
     """What this process holds of one commit."""
 
-    # Its size is the number of shards.
-    key: CommitKey
-    # What all ranks have alike.
-    common: Snapshot
-    # Where the ranks of its world ran.
-    places: Sequence[Place]
-    # By number: the rank's own shard, and those that it keeps a copy of.
-    shards: dict[int, Bytes]
+    key: CommitKey  # its size is the number of shards
+    common: Snapshot  # what all ranks have alike
+    places: Sequence[Place]  # where the ranks of its world ran
+    shards: dict[int, Bytes]  # by number: the rank's own shard, and those that it keeps a copy of
     # By number: the checksums of these shards, computed by the ranks that made them.
     checksums: dict[int, int]
     # The memory in which they lie, for use by a later commit once this one is dropped.

@@ -68,8 +68,7 @@ class ShardedState(ObjectState):
             )
         self._build = build
         self._commits = ShardedCommits()
-        # Names of what `build` has returned.
-        self._built: list[str] = []
+        self._built: list[str] = []  # names of what `build` has returned
         super().__init__(**values)
         for name, handler in self._handlers.items():
             if isinstance(handler, DividedHandler):

@@ -22,10 +22,8 @@ def get_shard_range(rows: int, size: int, rank: int) -> tuple[int, int]:
 class DividedTensor(NamedTuple):
     """A tensor whose rows are divided over the ranks."""
 
-    # Of all ranks together.
-    rows: int
-    # Bytes of a row.
-    row_bytes: int
+    rows: int  # of all ranks together
+    row_bytes: int  # bytes of a row
 
     def count_piece_bytes(self, size: int, rank: int) -> int:
         """The bytes of a rank's rows."""
@@ -59,10 +57,8 @@ def find_overlaps(rows: int, old_size: int, new_size: int, new_rank: int) -> Ite
 class Place(NamedTuple):
     """Where a rank runs."""
 
-    # The address at which peers reach its workers.
-    machine: str
-    # The executor.
-    host: str
+    machine: str  # the address at which peers reach its workers
+    host: str  # the executor
 
 
 def assign_copies(places: Sequence[Place]) -> list[int]:
@@ -91,32 +87,26 @@ class CommitKey(NamedTuple):
     """Names a commit; of two keys the higher one is the newer commit. The members of a new world commit the same state
     again, divided anew."""
 
-    # Commits so far, as `Position.step` counts them; 0: the initial state.
-    number: int
+    number: int  # commits so far, as `Position.step` counts them; 0: the initial state
     # (attempt, generation) of the world that made it; (0, 0): it was read from a checkpoint.
     fence: tuple[int, int]
-    # How many ranks its state is divided over.
-    size: int
+    size: int  # how many ranks its state is divided over
 
 
 @dataclass(frozen=True)
 class RestorableCommit:
     """A commit of which each shard is there."""
 
-    # The newest that is whole.
-    key: CommitKey
-    # For each of its shards the rank of the present world that sends it.
-    senders: tuple[int, ...]
+    key: CommitKey  # the newest that is whole
+    senders: tuple[int, ...]  # for each of its shards the rank of the present world that sends it
 
 
 @dataclass(frozen=True)
 class LostCommit:
     """A commit of which shards are gone, with all of their copies."""
 
-    # The newest that is known.
-    key: CommitKey
-    # The numbers of those shards.
-    shards: tuple[int, ...]
+    key: CommitKey  # the newest that is known
+    shards: tuple[int, ...]  # the numbers of those shards
 
 
 Holdings = Sequence[tuple[CommitKey, Sequence[int]]]

@@ -47,40 +47,32 @@ class WorkerRequest(Request[R_co]):
 class Acknowledged:
     """The driver has received the message."""
 
-    # Why the sender must end; None: it continues.
-    stop: str | None = None
+    stop: str | None = None  # why the sender must end; None: it continues
 
 
 @dataclass(frozen=True)
 class Admission:
     """Whether a slot may carry a worker. A refused slot stays until the driver releases it: R14 (duplicates)."""
 
-    # False: the job is over, or the host is unfit.
-    accepted: bool
-    # The sentence that refuses it; "" when accepted.
-    reason: str = ""
-    # Seconds until the next heartbeat is due.
-    heartbeat_interval: float = 1.0
+    accepted: bool  # False: the job is over, or the host is unfit
+    reason: str = ""  # the sentence that refuses it; "" when accepted
+    heartbeat_interval: float = 1.0  # seconds until the next heartbeat is due
 
 
 @dataclass(frozen=True)
 class HeartbeatReply:
     """Answers a heartbeat."""
 
-    # Seconds until the next heartbeat is due.
-    heartbeat_interval: float = 1.0
-    # Why the slot must end; None: it continues.
-    stop: str | None = None
+    heartbeat_interval: float = 1.0  # seconds until the next heartbeat is due
+    stop: str | None = None  # why the slot must end; None: it continues
 
 
 @dataclass(frozen=True)
 class NextWorld:
     """Answers a worker that waits for a world. Both fields None: not decided yet, ask again."""
 
-    # In which the worker is a member.
-    world: World | None = None
-    # Why the worker must end.
-    stop: str | None = None
+    world: World | None = None  # in which the worker is a member
+    stop: str | None = None  # why the worker must end
 
     @property
     def is_undecided(self) -> bool:
@@ -94,12 +86,10 @@ class NextWorld:
 class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
-    # The executor's id; where there is no Spark, the machine's name.
-    host: HostId
+    host: HostId  # the executor's id; where there is no Spark, the machine's name
     # Number of the launch that carries it. One launch may have several attempts alive: R14 (duplicates).
     launch: int
-    # Name of its machine, by which discovery may list it.
-    node: str = ""
+    node: str = ""  # name of its machine, by which discovery may list it
     # Why the slot cannot take part, "" if it can: it has no device for its worker, or, as the server finds in `facts`,
     # the host's software does not fit.
     unfit: str = ""
@@ -111,38 +101,28 @@ class RegisterSlot(SlotRequest[Admission]):
 class Heartbeat(SlotRequest[HeartbeatReply]):
     """The slot is alive, and this is the state of its worker."""
 
-    # None while it has none.
-    worker: WorkerId | None = None
-    # State letter of the worker's process as in /proc, "" without a process.
-    state: str = ""
-    # The worker's main thread waits for other workers; False: it works.
-    waits: bool = False
-    # For how long it has waited or worked, in seconds.
-    seconds: float = 0.0
-    # Where the main thread is; "" unless it has worked for long or is stopped.
-    stack: str = ""
+    worker: WorkerId | None = None  # None while it has none
+    state: str = ""  # state letter of the worker's process as in /proc, "" without a process
+    waits: bool = False  # the worker's main thread waits for other workers; False: it works
+    seconds: float = 0.0  # for how long it has waited or worked, in seconds
+    stack: str = ""  # where the main thread is; "" unless it has worked for long or is stopped
 
 
 @dataclass(frozen=True)
 class WorkerStarted(SlotRequest[Acknowledged]):
     """The slot announces the process that is its worker now."""
 
-    # Its number in the slot is higher than those of all workers that the slot had before.
-    worker: WorkerId
+    worker: WorkerId  # its number in the slot is higher than those of all workers that the slot had before
 
 
 @dataclass(frozen=True)
 class WorkerExited(SlotRequest[Acknowledged]):
     """The slot saw the process of its worker end."""
 
-    # Whose process it was.
-    worker: WorkerId
-    # As subprocess gives it; negative: the signal that killed it.
-    exit_code: int
-    # The exit in words, for people.
-    reason: str = ""
-    # The kernel killed it because memory ran out.
-    out_of_memory: bool = False
+    worker: WorkerId  # whose process it was
+    exit_code: int  # as subprocess gives it; negative: the signal that killed it
+    reason: str = ""  # the exit in words, for people
+    out_of_memory: bool = False  # the kernel killed it because memory ran out
     # Python frames in which native code crashed; "" if it did not crash or the frames are unknown.
     crashed_at: str = ""
 
@@ -155,24 +135,19 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
     """The worker has left its world, if it had one, and asks for the next (long poll), again and again until it gets
     one."""
 
-    # The world it left; None before its first.
-    fence: Fence | None = None
-    # Where its state stands; None for a newcomer, which holds no state.
-    position: Position | None = None
+    fence: Fence | None = None  # the world it left; None before its first
+    position: Position | None = None  # where its state stands; None for a newcomer, which holds no state
     # Members that it blames for its broken group; empty for a planned change.
     suspects: tuple[WorkerId, ...] = ()
-    # Why it asks; the driver shows it if its world broke.
-    reason: str = ""
-    # It stopped at a step boundary because a change was announced.
-    planned: bool = False
+    reason: str = ""  # why it asks; the driver shows it if its world broke
+    planned: bool = False  # it stopped at a step boundary because a change was announced
 
 
 @dataclass(frozen=True)
 class WorldFormed(WorkerRequest[Acknowledged]):
     """The worker has built the group of that generation."""
 
-    # Of that generation.
-    fence: Fence
+    fence: Fence  # of that generation
 
 
 @dataclass(frozen=True)
@@ -181,12 +156,9 @@ class WorkerFailed(WorkerRequest[Acknowledged]):
 
     # Of the world that it entered last; None before its first, or if it could not load the program.
     fence: Fence | None
-    # Of the state that it held; None: it held none.
-    position: Position | None
-    # Equal for exceptions that count as the same failure.
-    fingerprint: str
-    # Cut to what a message can carry.
-    traceback: str
+    position: Position | None  # of the state that it held; None: it held none
+    fingerprint: str  # equal for exceptions that count as the same failure
+    traceback: str  # cut to what a message can carry
 
 
 @dataclass(frozen=True)
@@ -194,20 +166,16 @@ class WorkerDone(WorkerRequest[NextWorld]):
     """The worker reached the end of training, R15 (end), and keeps its state until the reply (long poll): either
     a stop, or another world."""
 
-    # Of the world in which it did.
-    fence: Fence
-    # Of the state that it keeps.
-    position: Position
-    # JSON text.
-    result: str
+    fence: Fence  # of the world in which it did
+    position: Position  # of the state that it keeps
+    result: str  # JSON text
 
 
 @dataclass(frozen=True)
 class CheckpointWritten(WorkerRequest[Acknowledged]):
     """The worker has written a checkpoint. The driver publishes it: R18 (publication)."""
 
-    # Complete in the store.
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # complete in the store
 
 
 @dataclass(frozen=True)
@@ -223,10 +191,8 @@ class CheckpointStoreFull(WorkerRequest[Acknowledged]):
 class WorkerStraggles(WorkerRequest[Acknowledged]):
     """The worker keeps the others of its world waiting, and they would be quicker without it."""
 
-    # Of that world; ignored once there is a newer one.
-    fence: Fence
-    # Why it drains, as people read it.
-    reason: str
+    fence: Fence  # of that world; ignored once there is a newer one
+    reason: str  # why it drains, as people read it
 
 
 DriverMessage: TypeAlias = (

@@ -24,14 +24,11 @@ class SlotSpec:
     A field with the name of an `ElasticConfig` setting takes its value: a new slot setting is one more line here.
     """
 
-    # host:port of the driver's rendezvous server.
-    address: str
+    address: str  # host:port of the driver's rendezvous server
     # The job's secret. It travels inside the cluster's own task channel, never in a command line or an environment.
     key: bytes = field(repr=False)
-    # Number of the driver that holds the run: the first half of every fence.
-    attempt: int
-    # The job's name, for logs and Spark's UI.
-    job_name: str = ""
+    attempt: int  # number of the driver that holds the run: the first half of every fence
+    job_name: str = ""  # the job's name, for logs and Spark's UI
     # Certificate of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either.
     certificate: str | None = None
     # Modules that a process must be able to import before it reports that it is warm.
@@ -41,8 +38,7 @@ class SlotSpec:
 
     # Settings of `ElasticConfig` under their names; times in seconds.
 
-    # The longest wait for peers in one collective.
-    collective_timeout: float = _SETTINGS.collective_timeout
+    collective_timeout: float = _SETTINGS.collective_timeout  # the longest wait for peers in one collective
     # After so long a silence of the driver a worker ends itself.
     driver_timeout: float = _SETTINGS.driver_timeout
     # From when the slot's first worker is warm until a spare is started.
@@ -55,10 +51,8 @@ class SlotSpec:
     network_interface: str | None = _SETTINGS.network_interface
     # Threads that a worker computes with; None: as the slot's environment says, on Spark `spark.task.cpus`.
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
-    # What workers train on: auto, cuda, cpu or, in tests, a name of torch's.
-    device: str = _SETTINGS.device
-    # How many slots share a GPU.
-    slots_per_gpu: int = _SETTINGS.slots_per_gpu
+    device: str = _SETTINGS.device  # what workers train on: auto, cuda, cpu or, in tests, a name of torch's
+    slots_per_gpu: int = _SETTINGS.slots_per_gpu  # how many slots share a GPU
 
     @property
     def forks_imports(self) -> bool:
@@ -76,14 +70,11 @@ class SlotSpec:
 class SlotIdentity:
     """Which slot a process belongs to."""
 
-    # Its id, which names the attempt of the task.
-    slot: SlotId
-    # The host that carries the slot: a Spark executor.
-    host: HostId = ""
+    slot: SlotId  # its id, which names the attempt of the task
+    host: HostId = ""  # the host that carries the slot: a Spark executor
     # The process whose end is the host's end: a Spark executor's JVM. 0: none is known.
     host_pid: int = 0
-    # The address of this machine at which peers reach the worker.
-    address: str = "127.0.0.1"
+    address: str = "127.0.0.1"  # the address of this machine at which peers reach the worker
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # The folder of the files that `SparkContext.addFile` gave to the slot's host; "": there is none.
@@ -96,14 +87,12 @@ class SlotIdentity:
 class WorkerIdentity(SlotIdentity):
     """Which worker of its slot a training process is, once its slot has made it one."""
 
-    # Its number grows from worker to worker of the slot.
-    worker: WorkerId
+    worker: WorkerId  # its number grows from worker to worker of the slot
     # First and last port at which the worker may listen. None: any.
     ports: tuple[int, int] | None = None
     # The world that another process left as this worker, since its program has to begin again. None: there was none.
     left: Fence | None = None
-    # Where that process stood.
-    position: Position | None = None
+    position: Position | None = None  # where that process stood
 
     @classmethod
     def of_slot(cls, slot: SlotIdentity, **own: Any) -> Self:

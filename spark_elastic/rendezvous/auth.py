@@ -157,10 +157,8 @@ DAYS = "3650"
 class Certificate:
     """A server's certificate."""
 
-    # The certificate alone, in PEM; what clients need.
-    public: str
-    # With the private key, for the server.
-    context: ssl.SSLContext = field(repr=False, compare=False)
+    public: str  # the certificate alone, in PEM; what clients need
+    context: ssl.SSLContext = field(repr=False, compare=False)  # with the private key, for the server
 
 
 def is_tls_enabled(config: ElasticConfig, encrypted: bool) -> bool:

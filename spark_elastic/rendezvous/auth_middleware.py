@@ -70,10 +70,8 @@ Handler = Callable[[Call], Awaitable[object]]
 class RequestLimits:
     """Limits of one request."""
 
-    # Bytes of the body.
-    body: int = MAX_BODY_BYTES
-    # Seconds in which the body must arrive.
-    body_seconds: float = 10.0
+    body: int = MAX_BODY_BYTES  # bytes of the body
+    body_seconds: float = 10.0  # seconds in which the body must arrive
 
 
 class AuthMiddleware:

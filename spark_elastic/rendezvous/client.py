@@ -188,12 +188,9 @@ class _Session:
 class _Retries:
     """The attempts of one request."""
 
-    # On the client's clock.
-    deadline: float
-    # Those that failed so far.
-    tries: int = 0
-    # A new session was opened since the request began.
-    renewed: bool = False
+    deadline: float  # on the client's clock
+    tries: int = 0  # those that failed so far
+    renewed: bool = False  # a new session was opened since the request began
 
 
 class RendezvousClient:

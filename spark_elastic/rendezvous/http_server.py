@@ -222,14 +222,10 @@ LOOPBACK = "127.0.0.1"
 class Bind:
     """Where a server listens."""
 
-    # A name or an IPv4 or IPv6 address of this machine; brackets around it do not count.
-    host: str = LOOPBACK
-    # 0: any free one.
-    port: int = 0
-    # What clients dial instead of `host`.
-    advertise: str | None = None
-    # None: plain HTTP.
-    certificate: Certificate | None = None
+    host: str = LOOPBACK  # a name or an IPv4 or IPv6 address of this machine; brackets around it do not count
+    port: int = 0  # 0: any free one
+    advertise: str | None = None  # what clients dial instead of `host`
+    certificate: Certificate | None = None  # None: plain HTTP
 
 
 def listen(bind: Bind) -> socket.socket:

@@ -39,12 +39,9 @@ class DriverClient(Protocol):
 class WorkerToStop:
     """A worker that its slot must end."""
 
-    # One of the slot, which may have ended by now.
-    worker: WorkerId
-    # Why; the server also tells it to the worker itself.
-    reason: str
-    # The slot kills it without asking.
-    kill: bool = False
+    worker: WorkerId  # one of the slot, which may have ended by now
+    reason: str  # Why; the server also tells it to the worker itself
+    kill: bool = False  # the slot kills it without asking
 
 
 @dataclass(frozen=True)
@@ -53,30 +50,24 @@ class SlotCommands:
 
     # Number of commands that the slot knows now. It sends it with its next request, so that none is lost or repeated.
     seen: int
-    # By those commands, in the order in which they were given.
-    workers_to_stop: tuple[WorkerToStop, ...] = ()
-    # Why the slot must end its worker and return; None: it stays.
-    release: str | None = None
+    workers_to_stop: tuple[WorkerToStop, ...] = ()  # by those commands, in the order in which they were given
+    release: str | None = None  # why the slot must end its worker and return; None: it stays
 
 
 @dataclass(frozen=True)
 class WatchSlot(SlotRequest[SlotCommands]):
     """Waits for commands after the first `seen` ones (long poll)."""
 
-    # As the newest reply has it; 0 before the first.
-    seen: int = 0
+    seen: int = 0  # as the newest reply has it; 0 before the first
 
 
 @dataclass(frozen=True)
 class LogLines(SlotRequest[Acknowledged]):
     """Output of a worker."""
 
-    # None: of a spare.
-    worker: WorkerId | None
-    # None before its first world.
-    rank: int | None
-    # Without their line ends.
-    lines: tuple[str, ...]
+    worker: WorkerId | None  # None: of a spare
+    rank: int | None  # None before its first world
+    lines: tuple[str, ...]  # without their line ends
 
 
 # ---- workers
@@ -86,14 +77,10 @@ class LogLines(SlotRequest[Acknowledged]):
 class WorkerUpdate:
     """What a worker must know at once."""
 
-    # The newest membership version.
-    version: MembershipVersion
-    # The fence of the newest world that is over; None: none is yet.
-    ended_fence: Fence | None = None
-    # Why that world is over; "" if none is.
-    end_reason: str = ""
-    # Why the worker must end; None: it continues.
-    stop: str | None = None
+    version: MembershipVersion  # the newest membership version
+    ended_fence: Fence | None = None  # the fence of the newest world that is over; None: none is yet
+    end_reason: str = ""  # why that world is over; "" if none is
+    stop: str | None = None  # why the worker must end; None: it continues
 
 
 @dataclass(frozen=True)
@@ -104,10 +91,8 @@ class WatchWorker(WorkerRequest[WorkerUpdate]):
     begins while the poll is open.
     """
 
-    # Of the newest world that the worker knows to be over; None: none yet.
-    ended_fence: Fence | None = None
-    # The newest membership version that it knows.
-    version: MembershipVersion = INITIAL_VERSION
+    ended_fence: Fence | None = None  # of the newest world that the worker knows to be over; None: none yet
+    version: MembershipVersion = INITIAL_VERSION  # the newest membership version that it knows
 
 
 @dataclass(frozen=True)
@@ -122,24 +107,18 @@ class Report(WorkerRequest[Acknowledged]):
 class Blobs:
     """Answers an exchange."""
 
-    # One of each rank, in rank order; None while some are missing.
-    blobs: tuple[bytes, ...] | None = None
-    # Workers that have not sent theirs.
-    missing: tuple[WorkerId, ...] = ()
+    blobs: tuple[bytes, ...] | None = None  # one of each rank, in rank order; None while some are missing
+    missing: tuple[WorkerId, ...] = ()  # workers that have not sent theirs
 
 
 @dataclass(frozen=True)
 class ExchangeAddresses(WorkerRequest[Blobs]):
     """Sends the address of `rank`, as bytes, and waits for those of all ranks (long poll)."""
 
-    # Of the world whose members exchange; refused unless that is the newest and not over.
-    fence: Fence
-    # The sender's in that world.
-    rank: int
-    # For the peers, opaque to the server.
-    blob: bytes
-    # A world may have several exchanges.
-    name: str = "mesh"
+    fence: Fence  # of the world whose members exchange; refused unless that is the newest and not over
+    rank: int  # the sender's in that world
+    blob: bytes  # for the peers, opaque to the server
+    name: str = "mesh"  # a world may have several exchanges
 
 
 # ---- the key-value store
@@ -157,66 +136,51 @@ class Values:
 class SetValues(Request[Values]):
     """Stores values[i] under keys[i] of a scope."""
 
-    # A generation's, open while its world is, or any other, which the first write opens.
-    scope: str
-    # Names within the scope, one for each value.
-    keys: tuple[str, ...]
-    # Replace those that the keys had before.
-    values: tuple[bytes, ...]
+    scope: str  # a generation's, open while its world is, or any other, which the first write opens
+    keys: tuple[str, ...]  # names within the scope, one for each value
+    values: tuple[bytes, ...]  # replace those that the keys had before
 
 
 @dataclass(frozen=True)
 class GetValues(Request[Values]):
     """Reads keys of a scope."""
 
-    # As in `SetValues`; one that nobody has written is empty.
-    scope: str
-    # Of values that may not be there (yet).
-    keys: tuple[str, ...]
-    # Wait until all of them have a value (long poll).
-    wait: bool = False
+    scope: str  # as in `SetValues`; one that nobody has written is empty
+    keys: tuple[str, ...]  # of values that may not be there (yet)
+    wait: bool = False  # wait until all of them have a value (long poll)
 
 
 @dataclass(frozen=True)
 class Keys:
     """Answers `ListKeys`."""
 
-    # In the order in which they were first written.
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # in the order in which they were first written
 
 
 @dataclass(frozen=True)
 class ListKeys(Request[Keys]):
     """Lists the keys of a scope that have a value."""
 
-    # As in `GetValues`.
-    scope: str
-    # The beginning of those that are listed.
-    prefix: str = ""
+    scope: str  # as in `GetValues`
+    prefix: str = ""  # the beginning of those that are listed
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Answers a `CompareAndSet`."""
 
-    # Whether the key had the expected value and was changed.
-    changed: bool
-    # What it has now; None: nothing.
-    value: bytes | None = None
+    changed: bool  # whether the key had the expected value and was changed
+    value: bytes | None = None  # what it has now; None: nothing
 
 
 @dataclass(frozen=True)
 class CompareAndSet(Request[Comparison]):
     """Changes a key of a scope in one step, if it has the expected value."""
 
-    # As in `SetValues`.
-    scope: str
-    # The one that changes.
-    key: str
-    # None: the key has no value.
-    expected: bytes | None
-    # None: remove the key.
-    desired: bytes | None
+    scope: str  # as in `SetValues`
+    key: str  # the one that changes
+    expected: bytes | None  # None: the key has no value
+    desired: bytes | None  # None: remove the key
     # Unique. A request that is sent again, after a broken connection, gets the first one's reply.
     token: str
 

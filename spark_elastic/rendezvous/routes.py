@@ -116,12 +116,10 @@ class ServerCallbacks:
 
     # Takes the driver's events; called in the event loop's thread, as all but `on_logs` are.
     post: Callable[[DriverEvent], None]
-    # Takes workers' output; called in a thread of its own.
-    on_logs: Callable[[LogLines], None]
+    on_logs: Callable[[LogLines], None]  # takes workers' output; called in a thread of its own
     # Given the facts of a slot's host: the sentence that refuses the slot, None to admit it.
     admit: Callable[[dict[str, Any]], str | None] = _admit_all
-    # Takes workers' progress.
-    on_report: Callable[[Report], None] = _ignore_report
+    on_report: Callable[[Report], None] = _ignore_report  # takes workers' progress
     # Given the number of slots: seconds between two heartbeats of each.
     heartbeat_interval: Callable[[int], float] = _one_second
 

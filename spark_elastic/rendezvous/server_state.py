@@ -29,16 +29,11 @@ GENERATION = "generation/"  # begins the scopes that only `open` makes
 class KeyValueLimits:
     """Upper bounds of the key-value store."""
 
-    # Of the store; a generation's is counted, but never refused.
-    scopes: int = 256
-    # Of one scope.
-    keys: int = 65536
-    # Characters of one key.
-    key_bytes: int = 512
-    # Of one value.
-    value_bytes: int = 4 << 20
-    # Of all values together.
-    total_bytes: int = 256 << 20
+    scopes: int = 256  # of the store; a generation's is counted, but never refused
+    keys: int = 65536  # of one scope
+    key_bytes: int = 512  # characters of one key
+    value_bytes: int = 4 << 20  # of one value
+    total_bytes: int = 256 << 20  # of all values together
 
 
 def name_generation_scope(generation: int) -> str:

@@ -38,12 +38,9 @@ Headers = list[tuple[bytes, bytes]]
 class Page:
     """One page."""
 
-    # Its Content-Type.
-    kind: str
-    # Called in the event loop's thread, so it must be quick.
-    render: Callable[[], bytes]
-    # Its Content-Security-Policy.
-    policy: str = "default-src 'none'"
+    kind: str  # its Content-Type
+    render: Callable[[], bytes]  # called in the event loop's thread, so it must be quick
+    policy: str = "default-src 'none'"  # its Content-Security-Policy
 
 
 class StatusApp:

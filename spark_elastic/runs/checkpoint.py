@@ -198,8 +198,7 @@ class CheckpointWriter:
         """
         self._store = store
         self._report = report
-        # Guards the five fields below.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the five fields below
         # The checkpoint to write next: its world, position, and a function that makes its parts.
         self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
         # World and position of the checkpoint that was offered last; None: it failed, or none was.
@@ -309,12 +308,9 @@ class CheckpointWriter:
 class CheckpointPolicy:
     """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
 
-    # Whose checkpoints they are.
-    run_id: str
-    # Steps between two checkpoints; None: their number does not matter.
-    steps: int | None = None
-    # Seconds between two checkpoints; None: time does not matter.
-    seconds: float | None = 60.0
+    run_id: str  # whose checkpoints they are
+    steps: int | None = None  # steps between two checkpoints; None: their number does not matter
+    seconds: float | None = 60.0  # seconds between two checkpoints; None: time does not matter
 
 
 class CheckpointSchedule:
@@ -399,8 +395,7 @@ class Checkpointer:
         self._clock = clock
         self._codec = codec
         self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
-        # A snapshot whose step is not finalized yet.
-        self._pending: Snapshot | None = None
+        self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due."""

@@ -32,10 +32,8 @@ ALIGNMENT = 64  # in a snapshot's memory each array begins at a multiple of so m
 class Extent(NamedTuple):
     """A part of a snapshot's memory."""
 
-    # Bytes from the beginning of the memory; a multiple of ALIGNMENT.
-    offset: int
-    # Length in bytes.
-    nbytes: int
+    offset: int  # bytes from the beginning of the memory; a multiple of ALIGNMENT
+    nbytes: int  # length in bytes
 
     def of(self, memory: Bytes) -> Bytes:
         """This part of `memory`, as a view."""
@@ -45,12 +43,9 @@ class Extent(NamedTuple):
 class ArrayRef(NamedTuple):
     """A numpy array in a snapshot's memory."""
 
-    # Its bytes.
-    extent: Extent
-    # As numpy writes it, with the byte order.
-    dtype: str
-    # () for a scalar.
-    shape: tuple[int, ...]
+    extent: Extent  # its bytes
+    dtype: str  # as numpy writes it, with the byte order
+    shape: tuple[int, ...]  # () for a scalar
 
     def of(self, memory: Bytes) -> npt.NDArray[Any]:
         """The array, as a view of `memory`."""
@@ -70,8 +65,7 @@ class Snapshot:
     position: Position
     # Everything small, with references into `memory` in place of arrays. Shares nothing with the live state.
     values: Any
-    # (n,) bytes of all arrays.
-    memory: Bytes
+    memory: Bytes  # (n,) bytes of all arrays
 
     def copy(self) -> Snapshot:
         """The same snapshot in a memory of its own."""
@@ -90,12 +84,10 @@ class SnapshotBuilder:
         self.change_counters: list[Callable[[], int]] = []
         # (extent, function that copies to it) of what lies on another device.
         self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []
-        # Waits until these copies are complete.
-        self.wait_remote: Callable[[], None] = lambda: None
+        self.wait_remote: Callable[[], None] = lambda: None  # waits until these copies are complete
         # Returns memory of so many bytes, to which the other device copies quickly.
         self.allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
-        # Bytes that the snapshot needs so far.
-        self.size = 0
+        self.size = 0  # bytes that the snapshot needs so far
 
     def add_remote(self, nbytes: int, copy: Callable[[Bytes], None]) -> Extent:
         """Have memory of another device copied. copy: begins to copy it to so many bytes; `wait_remote`

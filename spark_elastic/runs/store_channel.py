@@ -32,16 +32,11 @@ SEND_EVERY = 2.0  # seconds after which a side without messages sends an empty l
 class ChannelEnd:
     """One side's end of a channel."""
 
-    # That both sides reach.
-    store: Store
-    # Of this channel alone, in the store.
-    folder: str
-    # The job's, with which messages are signed.
-    key: bytes = field(repr=False)
-    # Name of this side.
-    own: str
-    # Name of the other side.
-    other: str
+    store: Store  # that both sides reach
+    folder: str  # of this channel alone, in the store
+    key: bytes = field(repr=False)  # the job's, with which messages are signed
+    own: str  # name of this side
+    other: str  # name of the other side
 
     def object_name(self, to: str, number: int) -> str:
         return f"{self.folder}/{to}-{number:08d}"

@@ -220,8 +220,7 @@ class _Files:
         self.group_index, self.group_rows, self.group_bytes = np.concatenate(
             [np.zeros((3, 0), np.int64), *groups], axis=1
         )
-        # Schema -> the number of the first file that has it.
-        self._firsts: dict[FileSchema, int] = {}
+        self._firsts: dict[FileSchema, int] = {}  # schema -> the number of the first file that has it
         for place, each in enumerate(self.facts):
             self._firsts.setdefault(each.schema, place)
 

@@ -43,8 +43,7 @@ FILES_PER_THREAD = 64  # fewer files are read by one thread
 class DataFile:
     """A Parquet file of a table, and what is known of it beside its footer."""
 
-    # The object in the store.
-    info: ObjectInfo
+    info: ObjectInfo  # the object in the store
     # Column -> the text of its one value, which is not in the file.
     constants: Mapping[str, str] = field(default_factory=dict)
     # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
@@ -84,8 +83,7 @@ class DataFile:
 class FileSchema:
     """What files have in common."""
 
-    # The names of all columns in the file.
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of all columns in the file
     # Wanted column -> its type; those that are not in the file are not in here.
     types: tuple[tuple[str, pa.DataType], ...]
     # Column -> its name in the file, for all columns of tables that map them; (): columns have their own names.
@@ -100,15 +98,12 @@ class FileSchema:
 class FileFacts:
     """What the footer of a file says, and the columns that `where` compares."""
 
-    # What the file has in common with others.
-    schema: FileSchema
-    # The rows that the table has of it.
-    rows: int
+    schema: FileSchema  # what the file has in common with others
+    rows: int  # the rows that the table has of it
     # (3, n): of each row group with rows, its number in the file, its rows there, deleted ones among them, and its
     # bytes before compression.
     groups: Int64s
-    # Wanted column -> its nulls; those that are not in the file are not in here.
-    nulls: Mapping[str, int]
+    nulls: Mapping[str, int]  # wanted column -> its nulls; those that are not in the file are not in here
     # Wanted column of arrays -> its numbers in each row group; columns of which they are not known are not in here.
     values: Mapping[str, Int64s]
     # Of each row in the file, whether it is not taken, where `where` takes a part; None: as the table says.

@@ -32,12 +32,9 @@ Partition = tuple[int, tuple[Any, ...]] | None
 class _EqualityDelete:
     """What one equality delete file deletes."""
 
-    # Data files with lower sequence numbers lose their rows.
-    sequence: int
-    # The ids of the fields that are compared.
-    ids: tuple[int, ...]
-    # Their values, in columns that have the ids for names.
-    values: pa.Table
+    sequence: int  # data files with lower sequence numbers lose their rows
+    ids: tuple[int, ...]  # the ids of the fields that are compared
+    values: pa.Table  # their values, in columns that have the ids for names
 
 
 class DeletedRows:

@@ -38,18 +38,12 @@ _PHYSICAL_NAME = "delta.columnMapping.physicalName"
 class TableSnapshot:
     """The files of one version of a table."""
 
-    # How errors name it, such as "version 3 of the Delta table file:///tables/t".
-    name: str
-    # What reads it again: the version of Delta or the snapshot id of Iceberg.
-    version: int
-    # Holds all files.
-    store: Store
-    # Each marks the rows that the table has no more.
-    files: tuple[DataFile, ...]
-    # The names of its columns.
-    columns: tuple[str, ...]
-    # Those of single values.
-    single: tuple[str, ...]
+    name: str  # how errors name it, such as "version 3 of the Delta table file:///tables/t"
+    version: int  # what reads it again: the version of Delta or the snapshot id of Iceberg
+    store: Store  # holds all files
+    files: tuple[DataFile, ...]  # each marks the rows that the table has no more
+    columns: tuple[str, ...]  # the names of its columns
+    single: tuple[str, ...]  # those of single values
 
 
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:

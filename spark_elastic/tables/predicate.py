@@ -39,16 +39,11 @@ _NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "day": 86_400 * 1
 class Bounds:
     """What is known of the values of a column in each part of a file."""
 
-    # Of each part, a value that no other is less than, nulls and NaN aside; null: not known.
-    low: pa.Array
-    # Of each part, a value that no other is greater than; null: not known.
-    high: pa.Array
-    # Of each part, whether it has nulls alone.
-    is_null: Mask
-    # Of each part, whether it may have nulls.
-    may_be_null: Mask
-    # Whether there may be NaN beside what the bounds tell of.
-    may_be_nan: bool
+    low: pa.Array  # of each part, a value that no other is less than, nulls and NaN aside; null: not known
+    high: pa.Array  # of each part, a value that no other is greater than; null: not known
+    is_null: Mask  # of each part, whether it has nulls alone
+    may_be_null: Mask  # of each part, whether it may have nulls
+    may_be_nan: bool  # whether there may be NaN beside what the bounds tell of
 
     def slice(self, part: int) -> Bounds:
         """Of this part alone."""

@@ -32,26 +32,19 @@ class ReplayDiffers(AssertionError):
 class JournalEntry:
     """An event and the commands that it led to."""
 
-    # Of the journal.
-    line: int
-    # What the machine was given.
-    event: DriverEvent
-    # What it decided.
-    commands: tuple[DriverCommand, ...]
+    line: int  # of the journal
+    event: DriverEvent  # what the machine was given
+    commands: tuple[DriverCommand, ...]  # what it decided
 
 
 @dataclass(frozen=True)
 class Replay:
     """A job that decided again as it had."""
 
-    # Arguments of `driver_machine.initial`.
-    initial: dict[str, Any]
-    # What the machine decided at the beginning.
-    first: tuple[DriverCommand, ...]
-    # Events and decisions, in order.
-    entries: tuple[JournalEntry, ...]
-    # How the machine ended.
-    state: DriverState
+    initial: dict[str, Any]  # arguments of `driver_machine.initial`
+    first: tuple[DriverCommand, ...]  # what the machine decided at the beginning
+    entries: tuple[JournalEntry, ...]  # events and decisions, in order
+    state: DriverState  # how the machine ended
 
     def as_test(self, name: str = "test_replayed_journal", entries: int | None = None) -> str:
         """Source of a test that takes the machine through the first `entries` of it (default: all)."""

@@ -31,20 +31,14 @@ R = TypeVar("R", bound=Cuttable)
 class LocalBatch(Generic[R]):
     """This rank's n rows of a step."""
 
-    # Rows of the step over all ranks.
-    planned: int
-    # (n,) The global number of each row, for the ledger.
-    row_ids: npt.NDArray[np.int64]
-    # (n, ...) each.
-    features: tuple[R, ...]
-    # (n, ...) each.
-    labels: tuple[R, ...]
-    # (n,) Sample weights, if there are any.
-    weights: R | None
+    planned: int  # rows of the step over all ranks
+    row_ids: npt.NDArray[np.int64]  # (n,) The global number of each row, for the ledger
+    features: tuple[R, ...]  # (n, ...) each
+    labels: tuple[R, ...]  # (n, ...) each
+    weights: R | None  # (n,) Sample weights, if there are any
     # In bitwise mode the rows of each virtual share of this rank, in order; the arrays above are then empty.
     shares: tuple[LocalBatch[R], ...] = ()
-    # The number, among the step's virtual shares, of the first of `shares`.
-    first_share: int = 0
+    first_share: int = 0  # the number, among the step's virtual shares, of the first of `shares`
     # How all ranks divide the step's virtual shares; None: there are none, or this is one of them.
     division: Division | None = None
     # Labels and weights in memory of the host, where the arrays above are on another device.

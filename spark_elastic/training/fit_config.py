@@ -83,34 +83,27 @@ class FitConfig:
 
     # Columns fed to the model, in the order of its inputs.
     feature_cols: tuple[str, ...] = _param(_check_columns)
-    # Columns fed to the loss.
-    label_cols: tuple[str, ...] = _param(_check_columns)
+    label_cols: tuple[str, ...] = _param(_check_columns)  # columns fed to the loss
     # Column with a weight for each row, or None.
     sample_weight_col: str | None = _param(COLUMN.or_none(), None)
     # Shape of one row of each feature column as the model takes it; None: as it is stored.
     input_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)
-    # The same for label columns.
-    label_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)
+    label_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)  # the same for label columns
     # Rows to validate with: a fraction, or the name of the column that marks them; None: no validation.
     validation: float | str | None = _param(_VALIDATION, None)
-    # Rows of one forward pass of a worker.
-    batch_size: int = _param(COUNT, 32)
+    batch_size: int = _param(COUNT, 32)  # rows of one forward pass of a worker
     # The same in validation; None: batch_size.
     val_batch_size: int | None = _param(COUNT.or_none(), None, may_change=True)
     # Forward passes of a worker whose gradients are one step.
     backward_passes_per_step: int = _param(COUNT, 1)
-    # Passes over the data.
-    epochs: int = _param(COUNT, 1, may_change=True)
+    epochs: int = _param(COUNT, 1, may_change=True)  # passes over the data
     # Workers at the start; the global batch is made for them.
     num_workers: int = _param(COUNT, 1, may_change=True)
-    # Fewest workers to continue with.
-    min_workers: int = _param(COUNT, 1, may_change=True)
+    min_workers: int = _param(COUNT, 1, may_change=True)  # fewest workers to continue with
     # Most workers ever; None stands for num_workers and is replaced by it.
     max_workers: int = _param(COUNT.or_none(), None, may_change=True)
-    # Seed of the order of rows and of the workers' random numbers.
-    seed: int = _param(SEED, 0)
-    # Whether each epoch has its own order of rows.
-    shuffle: bool = _param(FLAG, True)
+    seed: int = _param(SEED, 0)  # seed of the order of rows and of the workers' random numbers
+    shuffle: bool = _param(FLAG, True)  # whether each epoch has its own order of rows
     # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.
     row_order: str | None = _param(make_choice("hash", "table").or_none(), None)
     # Streams that an epoch is cut into, as far as memory and rows of a step suffice; None: 16, or 2 for each worker.
@@ -127,8 +120,7 @@ class FitConfig:
     verify_steps: int | None = _param(COUNT.or_none(), None, may_change=True)
     # Whose rows a loss that compares rows sees: "worker", those of one worker; None: such a loss is refused.
     loss_scope: str | None = _param(make_choice("worker").or_none(), None, may_change=True)
-    # Whether all learning rates are multiplied by num_workers, once.
-    scale_lr: bool = _param(FLAG, False)
+    scale_lr: bool = _param(FLAG, False)  # whether all learning rates are multiplied by num_workers, once
     # Largest 2-norm of all gradients together; None: no limit.
     gradient_clip_norm: float | None = _param(ABOVE_0.or_none(), None)
     # Largest absolute value of an element of a gradient; None: no limit.
@@ -145,8 +137,7 @@ class FitConfig:
     transformation_workers: int = _param(WHOLE, 0, may_change=True)
     # Which of them: "process" or "thread".
     transformation_pool: str = _param(make_choice("process", "thread"), "process", may_change=True)
-    # Whether slow workers get fewer rows of a step.
-    balance_rows: bool = _param(FLAG, False, may_change=True)
+    balance_rows: bool = _param(FLAG, False, may_change=True)  # whether slow workers get fewer rows of a step
     # Whether the first loss of NaN or infinity ends the training.
     terminate_on_nan: bool = _param(FLAG, True, may_change=True)
     # Whether a worker keeps all decoded rows, as far as memory allows.

@@ -25,20 +25,14 @@ OWN_NUMBERS = frozenset(
 class StepSums:
     """Sums over the steps of an epoch, or of its validation."""
 
-    # Sum of the losses of all rows.
-    loss: float = 0.0
+    loss: float = 0.0  # sum of the losses of all rows
     # What the sum is divided by (R8, weighting). 0: the user wants the loss summed. NaN: the model reports no loss.
     divisor: float = 0.0
-    # Rows of all ranks.
-    rows: int = 0
-    # Number of steps.
-    steps: int = 0
-    # Seconds that the steps took on this worker.
-    seconds: float = 0.0
-    # Sizes of the worlds that took the steps, each once.
-    world_sizes: list[int] = field(default_factory=list)
-    # A row had a sample weight other than 0, or rows have none.
-    has_weight: bool = False
+    rows: int = 0  # rows of all ranks
+    steps: int = 0  # number of steps
+    seconds: float = 0.0  # seconds that the steps took on this worker
+    world_sizes: list[int] = field(default_factory=list)  # sizes of the worlds that took the steps, each once
+    has_weight: bool = False  # a row had a sample weight other than 0, or rows have none
 
     def add(self, decision: StepDecision, world_size: int, seconds: float) -> None:
         """Add a step that was applied."""
@@ -85,14 +79,11 @@ class TrainingProgress:
 
     # One entry for each epoch that was closed; plain JSON values.
     history: list[dict[str, Any]] = field(default_factory=list)
-    # Sums over the steps of the current epoch.
-    epoch: StepSums = field(default_factory=StepSums)
-    # Sums over the steps of its validation.
-    validation: StepSums = field(default_factory=StepSums)
+    epoch: StepSums = field(default_factory=StepSums)  # sums over the steps of the current epoch
+    validation: StepSums = field(default_factory=StepSums)  # sums over the steps of its validation
     # Logs of the newest step until it is finalized (R1, finalized steps); callbacks see them only then.
     pending_logs: dict[str, Any] | None = None
-    # Why the training ends with this epoch; None: it continues.
-    stop_reason: str | None = None
+    stop_reason: str | None = None  # why the training ends with this epoch; None: it continues
     # Whether the warning about layers that depend on the number of workers was given (R9, scope of P2).
     has_warned: bool = False
     # Keras: sum over rows and number of rows of each loss, by name.

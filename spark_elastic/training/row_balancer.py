@@ -38,8 +38,7 @@ class RowBalancer:
         """
         self._total, self._size = parts, size
         self._equal, self._equal_parts = Division.equal(size, shares), Division.equal(size, parts).parts
-        # By rank.
-        self.parts = self._equal_parts
+        self.parts = self._equal_parts  # by rank
         # BatchNorm cannot train on a single row.
         self._least = 1 if shares else max(min(2, parts // size), int(parts // size * MIN_FRACTION), 1)
         # The rank without which the others would be quicker, for some time now; None: there is none.

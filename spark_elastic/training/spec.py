@@ -22,32 +22,22 @@ from spark_elastic.training.transformation import Transformation
 class Rows:
     """A data set and the order of its steps."""
 
-    # Where the files of the manifest are.
-    data: Store
-    # The files, and the rows in them.
-    manifest: Manifest
-    # The order of these rows.
-    plan: DataPlan
+    data: Store  # where the files of the manifest are
+    manifest: Manifest  # the files, and the rows in them
+    plan: DataPlan  # the order of these rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """Everything that a worker knows about a training, except the user's objects."""
 
-    # The parameters of the fit.
-    config: FitConfig
-    # Rows to train on.
-    rows: Rows
-    # Rows to validate with after each epoch, if any.
-    validation: Rows | None = None
-    # The feature columns in the shapes that the model takes.
-    features: tuple[Column, ...]
-    # Where results and checkpoints are written.
-    store: Store
-    # Name of the final model in `store`.
-    result: str
-    # Factor for all learning rates when the training begins (`scale_lr`).
-    lr_scale: int = 1
+    config: FitConfig  # the parameters of the fit
+    rows: Rows  # rows to train on
+    validation: Rows | None = None  # rows to validate with after each epoch, if any
+    features: tuple[Column, ...]  # the feature columns in the shapes that the model takes
+    store: Store  # where results and checkpoints are written
+    result: str  # name of the final model in `store`
+    lr_scale: int = 1  # factor for all learning rates when the training begins (`scale_lr`)
     # Folder of the ledger, which lists the rows of each step: an absolute path, or a name in `store`; None: no ledger.
     ledger: str | None = None
     # When checkpoints are written, and for which run; None: never.

@@ -63,8 +63,7 @@ class StepDisputed(ElasticError):
 
     def __init__(self, text: str, suspects: Sequence[int]) -> None:
         super().__init__(text)
-        # The ranks one of which, or all of which, are wrong.
-        self.suspects = tuple(suspects)
+        self.suspects = tuple(suspects)  # the ranks one of which, or all of which, are wrong
 
 
 class WorkClock:
@@ -74,8 +73,7 @@ class WorkClock:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        # When the work under way began; None: it is not measured.
-        self._began: float | None = None
+        self._began: float | None = None  # when the work under way began; None: it is not measured
         # Seconds of this thread when the exchange under way began; then those that the exchange took of them.
         self._thread_began = self._exchange = 0.0
         self._counts_exchanges = False

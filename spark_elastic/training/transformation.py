@@ -131,28 +131,21 @@ def _transform_and_reshape(
 class RowBatch:
     """A rank's rows of one step, as a transformation is to see them; crosses to another process."""
 
-    # Column -> an array of the rows' values, before the transformation.
-    columns: Mapping[str, Any]
-    # (n,) the global number of each row, which its random numbers go by.
-    row_ids: Int64s
-    # From 0.
-    epoch: int
+    columns: Mapping[str, Any]  # column -> an array of the rows' values, before the transformation
+    row_ids: Int64s  # (n,) the global number of each row, which its random numbers go by
+    epoch: int  # from 0
     # Where to cut the rows into parts that are transformed one by one: 0, ..., their number. (): nowhere.
     cuts: tuple[int, ...]
-    # Whether rows are augmented: in training alone.
-    augments: bool
+    augments: bool  # whether rows are augmented: in training alone
 
 
 @dataclass(frozen=True)
 class BatchTransformation:
     """A transformation with all that it needs of the fit; crosses to other processes."""
 
-    # The user's.
-    function: Transformation
-    # Columns that model and loss take.
-    wanted: tuple[str, ...]
-    # Of the fit, for augmentation.
-    seed: int
+    function: Transformation  # the user's
+    wanted: tuple[str, ...]  # columns that model and loss take
+    seed: int  # of the fit, for augmentation
     # Whether a rank without rows needs their shape in training: its forward pass exchanges statistics of no rows.
     shapes_nothing: bool = False
 

@@ -73,8 +73,7 @@ class PendingSteps:
         """
         self._steps, self._begin, self._most = steps, begin, most
         self._coming: deque[PendingStep] = deque()
-        # Whether the stream has more steps.
-        self._has_more = True
+        self._has_more = True  # whether the stream has more steps
 
     def __enter__(self) -> PendingSteps:
         return self

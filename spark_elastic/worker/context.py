@@ -224,24 +224,17 @@ class WaitRecorder:
 class WorkerContext:
     """The worker that this process is, at one point in time."""
 
-    # Its id; the same as long as the process lives.
-    worker: WorkerId
-    # None before the first world.
-    world: World | None = None
-    # None between two worlds.
-    group: Group | None = None
-    # The step that is being taken.
-    position: Position | None = None
-    # The way to the worker's loop.
-    handle: WorkerHandle | None = None
+    worker: WorkerId  # its id; the same as long as the process lives
+    world: World | None = None  # None before the first world
+    group: Group | None = None  # None between two worlds
+    position: Position | None = None  # the step that is being taken
+    handle: WorkerHandle | None = None  # the way to the worker's loop
     # What the users of `group` share; a new one for each group.
     group_context: GroupContext = field(default_factory=GroupContext)
     # The driver, whose key-value store the worker may use; None in a process without one.
     driver: DriverClient | None = None
-    # Where the worker's peers find it.
-    address: str = "127.0.0.1"
-    # First and last port that the worker may listen on; None: any.
-    ports: tuple[int, int] | None = None
+    address: str = "127.0.0.1"  # where the worker's peers find it
+    ports: tuple[int, int] | None = None  # first and last port that the worker may listen on; None: any
     # Addresses of the resources that Spark gave to the slot, by name ("gpu").
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Told of waits for other workers, which the slot's heartbeats report.
@@ -263,8 +256,7 @@ class ProcessContext(Scope):
 
     def __init__(self) -> None:
         super().__init__()
-        # What this process trains on: "cpu", "cuda", or another device type of torch.
-        self.device = "cpu"
+        self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
         # Folder of the files that Spark's user added; "": Spark did not start this process's slot.
         self.files = ""
         # None: this process is no worker.
@@ -272,8 +264,7 @@ class ProcessContext(Scope):
         self.call = CallContext()
         # (type, handler class) pairs that the user set for states; None: the defaults.
         self.state_handlers: list[tuple[type, Any]] | None = None
-        # Whether `init` of one of Horovod's interfaces was called.
-        self.is_initialized = False
+        self.is_initialized = False  # whether `init` of one of Horovod's interfaces was called
 
 
 # Module state, since Horovod's API consists of functions without an argument for it.

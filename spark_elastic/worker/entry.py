@@ -49,28 +49,20 @@ _HOST_POLL = 0.005  # seconds between two looks at the executor's JVM
 class ChildFds:
     """Descriptors that a training process inherits from its slot."""
 
-    # Writing end of the pipe on which the process says that it is warm.
-    status: int
-    # File of `stack_sampler`: since when the main thread waits or works.
-    activity: int
-    # File of `stack_sampler`: where the main thread is.
-    stacks: int
+    status: int  # writing end of the pipe on which the process says that it is warm
+    activity: int  # file of `stack_sampler`: since when the main thread waits or works
+    stacks: int  # file of `stack_sampler`: where the main thread is
 
 
 @dataclass(frozen=True)
 class Header:
     """What a slot tells its child process on the first line of its standard input."""
 
-    # The same for all slots of the job.
-    spec: SlotSpec
-    # Of the slot; the process's own worker id follows, once it becomes a worker.
-    identity: SlotIdentity
-    # Process id of the slot.
-    parent: int
-    # Length of the pickled program, which follows the header.
-    payload_bytes: int
-    # For a process that was spawned; one that was forked has its own numbers for them.
-    fds: ChildFds
+    spec: SlotSpec  # the same for all slots of the job
+    identity: SlotIdentity  # of the slot; the process's own worker id follows, once it becomes a worker
+    parent: int  # process id of the slot
+    payload_bytes: int  # length of the pickled program, which follows the header
+    fds: ChildFds  # for a process that was spawned; one that was forked has its own numbers for them
 
     def to_line(self) -> bytes:
         return codec.dumps(self) + b"\n"
@@ -84,12 +76,9 @@ class Header:
 class Activation:
     """What makes a warm process a worker, on a line of its standard input."""
 
-    # Its id from now on.
-    worker: WorkerId
-    # As in `WorkerIdentity`.
-    left: Fence | None = None
-    # As in `WorkerIdentity`.
-    position: Position | None = None
+    worker: WorkerId  # its id from now on
+    left: Fence | None = None  # as in `WorkerIdentity`
+    position: Position | None = None  # as in `WorkerIdentity`
 
     def to_line(self) -> bytes:
         return codec.dumps(self) + b"\n"

@@ -54,10 +54,8 @@ class _InForkedProcess(BaseException):
 class _Request:
     """For one process."""
 
-    # Standard input and output of the new process, then its `ChildFds`.
-    descriptors: tuple[int, ...]
-    # To the slot, which cancels the request by closing its end.
-    reply: socket.socket
+    descriptors: tuple[int, ...]  # standard input and output of the new process, then its `ChildFds`
+    reply: socket.socket  # to the slot, which cancels the request by closing its end
 
     def __enter__(self) -> _Request:
         return self
@@ -97,8 +95,7 @@ def _move_up(descriptor: int) -> int:
 class _Imported:
     """What came of the imports."""
 
-    # Why no process can be forked, "" if one can.
-    obstacle: str = ""
+    obstacle: str = ""  # why no process can be forked, "" if one can
     # Sentences for the user, which the first process's slot passes on.
     notes: list[str] = field(default_factory=list)
 

@@ -37,8 +37,7 @@ class InheritedSettings:
 
     # Early imports of the program, made by the server; they may hold secrets, and are not shown.
     imports: tuple[str, ...] = field(repr=False)
-    # Of the server; it may hold secrets, and is not shown.
-    environment: Mapping[str, str] = field(repr=False)
+    environment: Mapping[str, str] = field(repr=False)  # of the server; it may hold secrets, and is not shown
     # Of the process: folder, umask, limits, signal mask, processors and so on.
     others: tuple[object, ...] = ()
 

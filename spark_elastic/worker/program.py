@@ -49,8 +49,7 @@ class Stopped:
 class Completed:
     """The program reached its end."""
 
-    # JSON text for the driver.
-    result: str
+    result: str  # JSON text for the driver
 
 
 Outcome: TypeAlias = Stopped | Completed

@@ -33,12 +33,9 @@ DIST_ENV = "dist_env"
 class Script:
     """A Python file to run as `python train.py` does; with the name `-c`, the program of `python -c`."""
 
-    # Absolute, on the caller's host.
-    path: str
-    # The file's bytes, for hosts without that file.
-    source: bytes
-    # What follows the script in `sys.argv`.
-    arguments: tuple[str, ...] = ()
+    path: str  # Absolute, on the caller's host
+    source: bytes  # the file's bytes, for hosts without that file
+    arguments: tuple[str, ...] = ()  # what follows the script in `sys.argv`
 
     @classmethod
     def read(cls, path: str, *arguments: str) -> Script:
@@ -90,14 +87,10 @@ class Script:
 class Module:
     """A module to run as `python -m` does."""
 
-    # With its package, as `python -m` takes it.
-    name: str
-    # The caller's current folder, in which the module is searched first.
-    folder: str
-    # The file's bytes.
-    source: bytes
-    # What follows the module in `sys.argv`.
-    arguments: tuple[str, ...] = ()
+    name: str  # with its package, as `python -m` takes it
+    folder: str  # the caller's current folder, in which the module is searched first
+    source: bytes  # the file's bytes
+    arguments: tuple[str, ...] = ()  # what follows the module in `sys.argv`
 
     @classmethod
     def find(cls, name: str, *arguments: str) -> Module:
@@ -162,10 +155,8 @@ def _search_first(folder: str) -> Iterator[None]:
 class DistEnv:
     """What a program reads of its place in a world."""
 
-    # By name, of `os.environ`.
-    variables: dict[str, str]
-    # Whether another member is inside of its elastic loop.
-    others_in_loop: bool
+    variables: dict[str, str]  # by name, of `os.environ`
+    others_in_loop: bool  # whether another member is inside of its elastic loop
 
     def apply(self) -> None:
         """Set the variables. Main thread only."""

@@ -230,14 +230,10 @@ class _WatchedGroup:
 class StackSample:
     """What a training process does at one point in time."""
 
-    # Whether it waits for other workers; otherwise it works.
-    is_waiting: bool
-    # For how long it has waited or worked.
-    seconds: float
-    # Of its main thread, in one line; "" while there is none.
-    stack: str
-    # Whether the slot must now ask the main thread for its stack.
-    wants_dump: bool = False
+    is_waiting: bool  # whether it waits for other workers; otherwise it works
+    seconds: float  # for how long it has waited or worked
+    stack: str  # of its main thread, in one line; "" while there is none
+    wants_dump: bool = False  # whether the slot must now ask the main thread for its stack
 
 
 class StackReader:

@@ -53,20 +53,15 @@ RUN_OPTIONS = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept")
 class Options:
     """The arguments of a call, after their checks."""
 
-    # None: Spark's default parallelism.
-    num_workers: int | None = None
-    # None: num_workers, as in Horovod.
-    min_workers: int | None = None
+    num_workers: int | None = None  # None: Spark's default parallelism
+    min_workers: int | None = None  # None: num_workers, as in Horovod
     # None: num_workers. R16 (start) uses all three.
     max_workers: int | None = None
-    # Variables of the training processes.
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    # Where the workers' lines go; None: standard output.
-    stdout: IO[str] | None = None
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables of the training processes
+    stdout: IO[str] | None = None  # where the workers' lines go; None: standard output
     # 0: what workers print. 1: also worlds, joins, losses and drains. 2: also the log "spark_elastic", level INFO.
     verbose: int = 1
-    # Each line of the workers begins with the time.
-    prefix_output_with_timestamp: bool = False
+    prefix_output_with_timestamp: bool = False  # each line of the workers begins with the time
     # Modules that are imported before a worker is warm; None: those that the function seems to need.
     preload: tuple[str, ...] | None = None
     # Checkpoints of commits are written to the store under this name, and another call with it continues from them.

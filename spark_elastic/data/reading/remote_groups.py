@@ -33,12 +33,9 @@ Footer: TypeAlias = tuple[int, pq.FileMetaData]  # with the bytes of its file
 class LoadedGroup:
     """The bytes of a row group that were read."""
 
-    # Bytes of the file.
-    size: int
-    # Of that file.
-    footer: pq.FileMetaData
-    # First byte -> content of the columns.
-    ranges: Mapping[int, bytes]
+    size: int  # bytes of the file
+    footer: pq.FileMetaData  # of that file
+    ranges: Mapping[int, bytes]  # first byte -> content of the columns
 
 
 class RemoteGroups:

@@ -42,16 +42,12 @@ _DTYPES = {"string_": "bytes_", "unicode_": "str_", "bool": "bool_"}
 class Field(NamedTuple):
     """One field of a schema, in the order of petastorm's UnischemaField."""
 
-    # As in the Parquet file.
-    name: str
-    # numpy's dtype, "Decimal", or an object of `_Stored`.
-    numpy_dtype: Any
-    # Of one row; None stands for a dimension of any length.
-    shape: tuple[int | None, ...]
+    name: str  # as in the Parquet file
+    numpy_dtype: Any  # numpy's dtype, "Decimal", or an object of `_Stored`
+    shape: tuple[int | None, ...]  # of one row; None stands for a dimension of any length
     # Petastorm's object, by whose class `codec_name` goes; None: values are stored as they are.
     codec: Any = None
-    # Not read here: the values tell.
-    nullable: Any = False
+    nullable: Any = False  # not read here: the values tell
 
     def __setstate__(self, state: object) -> None:
         """A field has no attributes but those above."""

@@ -41,14 +41,11 @@ class NoFileScan(Exception):
 class FileScan:
     """The files whose rows a DataFrame has."""
 
-    # "parquet", "delta" or "iceberg".
-    kind: str
-    # Column of the DataFrame -> its name in the files or the table.
-    columns: Mapping[str, str]
+    kind: str  # "parquet", "delta" or "iceberg"
+    columns: Mapping[str, str]  # column of the DataFrame -> its name in the files or the table
     # parquet: urls of the files. delta: the url of the table. iceberg: that of its metadata file.
     urls: tuple[str, ...]
-    # Version of Delta, or id of a snapshot of Iceberg.
-    version: int | None = None
+    version: int | None = None  # version of Delta, or id of a snapshot of Iceberg
 
 
 def find_file_scan(df: DataFrame, names: Sequence[str]) -> FileScan:

@@ -78,12 +78,10 @@ class WriteOptions:
     # Rows of each row group but the last of a file. None: about `row_group_bytes`, and 10,000 rows at most (on Spark
     # 3.5, in the table's order, only if every column holds single numbers).
     rows_per_group: int | None = None
-    # Bytes of a row group before compression.
-    row_group_bytes: int = ROW_GROUP_BYTES
+    row_group_bytes: int = ROW_GROUP_BYTES  # bytes of a row group before compression
     # Whether a transformation makes numbers of the columns, so that strings, bytes and dates are written as they are.
     transformed: bool = False
-    # What happens to rows with nulls and NaN.
-    missing: MissingValues = field(default_factory=MissingValues)
+    missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
     # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
     row_order: str = "hash"
 
@@ -139,12 +137,9 @@ class ValidationSplit:
     that neither other partitions nor a second run move it to the other data set.
     """
 
-    # Fraction of the rows, where no column is given.
-    fraction: float = 0.0
-    # Rows where this column is true or above 0 validate.
-    column: str | None = None
-    # Of the fit; it changes which rows the fraction takes.
-    seed: int = 0
+    fraction: float = 0.0  # fraction of the rows, where no column is given
+    column: str | None = None  # rows where this column is true or above 0 validate
+    seed: int = 0  # of the fit; it changes which rows the fraction takes
 
     def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
         """The columns as they are written, and whether a row validates."""
@@ -207,14 +202,10 @@ def materialize(
 class _Target:
     """Where and how a data set is written."""
 
-    # Executors and driver both reach it.
-    store: Store
-    # In the store; nothing else is written there.
-    folder: str
-    # What the rows come from and how they are written: `fingerprint_table`.
-    fingerprint: str
-    # How files are laid out.
-    options: WriteOptions
+    store: Store  # executors and driver both reach it
+    folder: str  # in the store; nothing else is written there
+    fingerprint: str  # what the rows come from and how they are written: `fingerprint_table`
+    options: WriteOptions  # how files are laid out
 
     def write(self, rows: DataFrame, row_bytes: int | None, folders: str | None = None) -> None:
         """Write the rows into the folder, or into one for each value of the column `folders`."""

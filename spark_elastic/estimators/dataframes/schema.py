@@ -60,14 +60,10 @@ _RAW_DTYPES: dict[type[DataType], str] = {
 class ColumnType:
     """The type in which a Spark column is written and read."""
 
-    # numpy's dtype.
-    dtype: str
-    # Dimensions of a row; 0: a single number.
-    dimensions: int
-    # Whether it is an ML vector.
-    vector: bool = False
-    # Spark's name of the type that it is cast to before it is written; None: no cast.
-    cast: str | None = None
+    dtype: str  # numpy's dtype
+    dimensions: int  # dimensions of a row; 0: a single number
+    vector: bool = False  # whether it is an ML vector
+    cast: str | None = None  # Spark's name of the type that it is cast to before it is written; None: no cast
 
 
 def check_is_dataframe(df: object, call: str) -> None:

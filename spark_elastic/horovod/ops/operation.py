@@ -39,8 +39,7 @@ POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does ot
 class CompletionSignal:
     """What the handles of one queue share to wait for their completion."""
 
-    # Tells when operations were requested, and for how long they wait.
-    clock: Clock
+    clock: Clock  # tells when operations were requested, and for how long they wait
     # Entered around a wait for other processes.
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     # Notified whenever an operation completes or a round ends; its lock guards the state of the queue.

@@ -39,14 +39,10 @@ _PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.
 class Archive:
     """A Keras model as bytes, with what its `.keras` file does not say."""
 
-    # The `.keras` file.
-    content: bytes
-    # cloudpickle of classes and functions by name.
-    custom: bytes
-    # Keras's default dtype.
-    floatx: str = "float32"
-    # The file may come from anywhere, so that Keras refuses lambdas in it.
-    safe: bool = False
+    content: bytes  # the `.keras` file
+    custom: bytes  # cloudpickle of classes and functions by name
+    floatx: str = "float32"  # Keras's default dtype
+    safe: bool = False  # the file may come from anywhere, so that Keras refuses lambdas in it
     # Numbers of the trainable variables that are excluded from their optimizer's weight decay.
     undecayed: tuple[int, ...] = ()
     # The first matrix of each LoRA layer, of which the file has the merged kernel alone.

@@ -75,12 +75,9 @@ STRINGS = "object"  # numpy's dtype of what TensorFlow calls strings
 class Inputs:
     """How feature columns become the model's inputs."""
 
-    # As the model sees them, in the order of its inputs.
-    columns: tuple[Column, ...]
-    # Of each input; (): those of the arrays.
-    dtypes: tuple[str, ...]
-    # Of one row of each input; (): those of the arrays.
-    shapes: tuple[tuple[int, ...], ...]
+    columns: tuple[Column, ...]  # as the model sees them, in the order of its inputs
+    dtypes: tuple[str, ...]  # of each input; (): those of the arrays
+    shapes: tuple[tuple[int, ...], ...]  # of one row of each input; (): those of the arrays
 
     @classmethod
     def of(cls, model: Any, features: Sequence[Column], free: bool = False) -> Inputs:

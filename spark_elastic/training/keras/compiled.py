@@ -31,20 +31,14 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 class _OutputLoss:
     """The loss of one output."""
 
-    # Keys that lead to the output in the structure of the model's outputs.
-    path: tuple[Any, ...]
-    # A Keras loss without reduction.
-    loss: Any
-    # Its weight in the sum of the losses.
-    weight: float
-    # As Keras names it; the history has it as NAME_loss.
-    name: str
-    # The reduction that the user chose.
-    reduction: str
+    path: tuple[Any, ...]  # keys that lead to the output in the structure of the model's outputs
+    loss: Any  # a Keras loss without reduction
+    weight: float  # its weight in the sum of the losses
+    name: str  # as Keras names it; the history has it as NAME_loss
+    reduction: str  # the reduction that the user chose
     # The class whose labels do not count, not in a mean's divisor either (Keras's ignore_class); None: all count.
     ignored: int | None
-    # Which of the outputs it is, in their order.
-    place: int
+    place: int  # which of the outputs it is, in their order
 
     @property
     def of_classes(self) -> bool:

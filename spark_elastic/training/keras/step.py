@@ -148,10 +148,8 @@ Pack = Callable[[Sequence[Any]], Any]
 class Structure:
     """How the inputs and outputs of a model are nested."""
 
-    # From a list in order to the inputs as the model takes them.
-    inputs: Pack
-    # From a list in order to the structure of the outputs.
-    outputs: Pack
+    inputs: Pack  # from a list in order to the inputs as the model takes them
+    outputs: Pack  # from a list in order to the structure of the outputs
 
 
 class Gradients:

@@ -43,12 +43,9 @@ from spark_elastic.worker.context import get_process_context
 class KerasUserObjects:
     """What the user brings to a training with Keras."""
 
-    # Compiled.
-    model: Archive
-    # Keras's own, or of their kind.
-    callbacks: tuple[Any, ...] = ()
-    # By class of the one label.
-    class_weight: Mapping[int, float] | None = None
+    model: Archive  # compiled
+    callbacks: tuple[Any, ...] = ()  # Keras's own, or of their kind
+    class_weight: Mapping[int, float] | None = None  # by class of the one label
     # Applied to the columns of each step; None: they stay as they are.
     transformation: Transformation | None = None
 
@@ -65,20 +62,13 @@ class KerasUserObjects:
 class ConnectedModel:
     """How a model and its losses take the columns, which a call of the model with some rows has shown."""
 
-    # How feature columns become inputs.
-    inputs: Inputs
-    # In the order of the outputs.
-    label_cols: Sequence[str]
-    # Without class weights, as Keras validates.
-    batches: BatchBuilder
-    # How inputs and outputs are nested.
-    structure: Structure
-    # Those that the model was compiled with, one for each output that has one.
-    losses: CompiledLosses
-    # Of those rows, in the structure of the outputs.
-    labels: Any
-    # Of those rows.
-    outputs: Any
+    inputs: Inputs  # how feature columns become inputs
+    label_cols: Sequence[str]  # in the order of the outputs
+    batches: BatchBuilder  # without class weights, as Keras validates
+    structure: Structure  # how inputs and outputs are nested
+    losses: CompiledLosses  # those that the model was compiled with, one for each output that has one
+    labels: Any  # of those rows, in the structure of the outputs
+    outputs: Any  # of those rows
 
     @classmethod
     def of(cls, model: Any, spec: TrainSpec, rows: StepRows, *, transformed: bool) -> ConnectedModel:

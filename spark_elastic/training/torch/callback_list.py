@@ -38,10 +38,8 @@ class TorchCallbackList:
         self._training = Training(model, optimizer)
         self._started = False
         self._group: Group | None = None  # of the world
-        # The newest epoch of which this worker's callbacks were told; -1: none yet.
-        self._told = -1
-        # The newest epoch whose beginning the state of the callbacks contains; -1: none yet.
-        self._begun = -1
+        self._told = -1  # the newest epoch of which this worker's callbacks were told; -1: none yet
+        self._begun = -1  # the newest epoch whose beginning the state of the callbacks contains; -1: none yet
         for callback in self._schedules:
             callback.bind(optimizer)
 

@@ -58,8 +58,7 @@ _ELEMENTWISE = (
 class LossSum:
     """The loss of one part of a step's rows."""
 
-    # () with a graph: the sum over the rows.
-    total: torch.Tensor
+    total: torch.Tensor  # () with a graph: the sum over the rows
     # This part's summand of the divisor; 0 in every part if the user wants the loss summed, not averaged.
     denominator: float
 
@@ -235,8 +234,7 @@ class RowLoss:
         if type(loss) in (*_ELEMENTWISE, nn.CrossEntropyLoss, nn.NLLLoss):  # a class of the user may do more
             self._sum_loss = copy.deepcopy(loss)
             self._sum_loss.reduction = "sum"
-        # (C,) Weights of the classes, on the host.
-        self._class_weights: torch.Tensor | None = None
+        self._class_weights: torch.Tensor | None = None  # (C,) Weights of the classes, on the host
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
             self._class_weights = loss.weight.detach().to("cpu", torch.float64)
         self._device = torch.device("cpu")
@@ -374,10 +372,8 @@ HALVES = frozenset(DTYPES.values())
 class LossResult:
     """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
 
-    # As in `LossSum`.
-    total: torch.Tensor
-    # As in `LossSum`; NaN: the model reports no loss.
-    denominator: float
+    total: torch.Tensor  # as in `LossSum`
+    denominator: float  # as in `LossSum`; NaN: the model reports no loss
     # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
     outputs: tuple[torch.Tensor, ...] = ()
     # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
@@ -388,8 +384,7 @@ class LossResult:
 class LossFn(Protocol):
     """Called for each micro-batch of a step, after `begin`, which every rank calls."""
 
-    # Whether `LossResult.logged` is used.
-    logs: bool
+    logs: bool  # whether `LossResult.logged` is used
 
     def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None: ...
 

@@ -35,8 +35,7 @@ _SAMPLES = 16  # elements of a frozen parameter that are compared before each co
 class TensorRef(NamedTuple):
     """A tensor in a snapshot."""
 
-    # Its bytes in the memory of the snapshot, or a copy that many snapshots share.
-    extent: Extent | Bytes
+    extent: Extent | Bytes  # its bytes in the memory of the snapshot, or a copy that many snapshots share
     dtype: torch.dtype  # with which these bytes are viewed
     shape: tuple[int, ...]  # () for a scalar
     on_host: bool  # False: it was on the device that the process trains on

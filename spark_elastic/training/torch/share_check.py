@@ -32,12 +32,9 @@ MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
 class ShareCheck:
     """A virtual share that several ranks compute."""
 
-    # Its number among the step's shares.
-    share: int
-    # The rank whose share it is.
-    owner: int
-    # One or two ranks that compute it, too.
-    witnesses: tuple[int, ...]
+    share: int  # its number among the step's shares
+    owner: int  # the rank whose share it is
+    witnesses: tuple[int, ...]  # one or two ranks that compute it, too
 
 
 class GradientDigest:

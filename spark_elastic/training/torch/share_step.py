@@ -37,8 +37,7 @@ Floats = npt.NDArray[np.float64]
 class ShareStep(TrainStep):
     """Takes steps whose batches have virtual shares."""
 
-    # Has some shares computed by several ranks; None: no share is.
-    checker: ShareChecker | None = None
+    checker: ShareChecker | None = None  # has some shares computed by several ranks; None: no share is
     _attributes: Attributes  # of the model's parts, as the newest share left them
 
     def _compute_gradients(

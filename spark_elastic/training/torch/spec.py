@@ -149,25 +149,19 @@ def _to_plain(value: Any) -> Any:
 class TorchUserObjects:
     """The objects that the user gave to the estimator, checked."""
 
-    # May be a LightningModule.
-    model: torch.nn.Module
+    model: torch.nn.Module  # may be a LightningModule
     # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
     # LightningModule, which builds its own.
     optimizer: Any
     # One loss of (output, *labels), or one for each label; (): `train_minibatch_fn` or the model computes the loss.
     losses: tuple[Callable[..., torch.Tensor], ...]
-    # Factor of each of several losses; (): there is at most one.
-    loss_weights: tuple[float, ...] = ()
-    # Functions or torchmetrics objects, by name.
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    # Called in this order.
-    callbacks: tuple[Callback, ...] = ()
+    loss_weights: tuple[float, ...] = ()  # factor of each of several losses; (): there is at most one
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # functions or torchmetrics objects, by name
+    callbacks: tuple[Callback, ...] = ()  # called in this order
     # The user's own forward pass and loss of a part of a batch.
     train_minibatch_fn: Callable[..., Any] | None = None
-    # The user's function of the columns of a batch, by name.
-    transformation: Transformation | None = None
-    # Names of the numbers of an epoch that callbacks and schedules read.
-    watched: tuple[str, ...] = ()
+    transformation: Transformation | None = None  # the user's function of the columns of a batch, by name
+    watched: tuple[str, ...] = ()  # names of the numbers of an epoch that callbacks and schedules read
 
     def identity(self) -> dict[str, str]:
         """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""

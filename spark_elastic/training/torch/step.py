@@ -49,8 +49,7 @@ class GradientScaling:
             )
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-        # Steps since training began that were not applied.
-        self.skipped = 0
+        self.skipped = 0  # steps since training began that were not applied
 
     def backward(self, total: torch.Tensor, divisor: int) -> None:
         """The backward pass of total / divisor."""
@@ -113,8 +112,7 @@ class TrainStep:
         self._metrics = metrics
         self._scaling = scaling
         self.work, self._worked = WorkClock(), 0.0
-        # The buffers before the newest step.
-        self._before: BufferSnapshot | None = None
+        self._before: BufferSnapshot | None = None  # the buffers before the newest step
         # Whether code of the user looks at the model in `on_previous_step_finalized`.
         self.shows_buffers = False
         # Called while the device computes, before the ranks exchange.

@@ -69,12 +69,9 @@ class TorchTrainProgram(TrainingLoop):
 class ArrivingBatch:
     """A batch on its way to the device."""
 
-    # What it is made of.
-    rows: StepRows
-    # On the device; complete once `arrival` is.
-    batch: LocalBatch[torch.Tensor]
-    # None: the device is the CPU, and everything is there.
-    arrival: Arrival | None
+    rows: StepRows  # what it is made of
+    batch: LocalBatch[torch.Tensor]  # on the device; complete once `arrival` is
+    arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
 
 def _list_tensors(batch: LocalBatch[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,8 +92,7 @@ class TorchTrainer:
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         self._spec = spec
         self._objects = objects
-        # None until `move_to_device`.
-        self._exchange: GradientExchange | None = None
+        self._exchange: GradientExchange | None = None  # None until `move_to_device`
         # The next step's batch, on its way to the device; None: it is built when its step begins.
         self._coming: ArrivingBatch | None = None
 
