@@ -222,5 +222,5 @@ def test_facts_say_what_torch_is_built_for() -> None:
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:1", ""])
 def test_an_unknown_device_is_refused(device: str) -> None:
-    with pytest.raises(InvalidInput, match="device must be 'auto', 'cpu' or 'cuda'; got"):
+    with pytest.raises(InvalidInput, match="device must be one of 'auto', 'cpu', 'cuda'; got"):
         ElasticConfig(device=device)
