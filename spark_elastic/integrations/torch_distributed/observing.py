@@ -2,17 +2,14 @@
 
 torch's own groups pass each collective through its dispatcher, where modes (`CommDebugMode`) and profilers see the
 operator `c10d::allreduce_`, and their `Work` reports "gloo:all_reduce" from the call to the end. A method written in
-Python stands before both. While somebody observes, it enters the dispatcher, whose kernels lead back to it. Those are
-replaced at the first observed call; for groups of other kinds they call the ones that they replaced. Any thread may
-call.
+Python stands before both. While somebody observes, it enters the dispatcher, whose kernels lead back to it; they are
+registered at the first observed call. Any thread may call.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,11 +52,12 @@ RENAMED = {
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-KEYS = ("CPU", "CUDA", "PrivateUse1", "SparseCPU", "SparseCUDA")
 _autograd: Any = torch.autograd
 _library: Any = torch.library
 _get_kernel: Any = getattr(_library, "get_kernel", None)  # a recent torch has it
 _base: Any = dist.ProcessGroup
+_core: Any = torch._C
+OF_DEVICES = _core._dispatch_keyset_full_after(_core.DispatchKey.BackendSelect)  # keys of their kernels
 
 Method = Callable[..., Any]
 
@@ -119,33 +117,33 @@ class _Entered:
 
 
 class _Kernels:
-    """Kernels of torch's collectives on each kind of device that lead to a group written in Python."""
+    """Kernels of torch's collectives that lead to a group written in Python.
+
+    They stand before those of each device. For other groups they dispatch to these, which lets go of the interpreter:
+    a thread of Gloo that waits for it may hold a lock that the call needs.
+    """
 
     def __init__(self) -> None:
         self._kernels = _library.Library("c10d", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced
-            for operator in dict.fromkeys(operator for operator, _ in OPERATORS.values()):
-                for key in KEYS:
-                    with suppress(RuntimeError):  # torch has no such kernel
-                        self._replace(operator, key, _get_kernel(f"c10d::{operator}", key))
+        for operator in dict.fromkeys(operator for operator, _ in OPERATORS.values()):
+            self._insert(operator, getattr(torch.ops.c10d, operator).default)
 
-    def _replace(self, operator: str, key: str, original: Any) -> None:
-        returns = len(getattr(torch.ops.c10d, operator).default._schema.returns)
+    def _insert(self, operator: str, overload: Any) -> None:
+        returns = len(overload._schema.returns)
 
         def kernel(keys: Any, *arguments: Any) -> Any:
             place = next(i for i, given in enumerate(arguments) if isinstance(given, torch.ScriptObject))
             group: Any = _base.unbox(arguments[place])
             call = _Entered.find(operator, group)
             if call is None:
-                return original.call_boxed(keys, *arguments)
+                return overload.redispatch(keys & OF_DEVICES, *arguments)
             work = call.carry_out(*(() if "barrier" in operator else arguments[:place]))
             if not returns:
                 return None
             group.keep(work)
             return work.boxed() if returns == 1 else (arguments[0], work.boxed())
 
-        self._kernels.impl(operator, kernel, key, with_keyset=True)
+        self._kernels.impl(operator, kernel, "BackendSelect", with_keyset=True)
 
 
 class _Recorded:
