@@ -360,21 +360,27 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
 class OperationConfig:
     """How negotiated operations behave; read in the training process, as each process has its own. Times in seconds."""
 
-    bucket_bytes: int = 25 << 20  # bytes of gradients that are exchanged at once; 0: each gradient alone
-    fusion_threshold: int = 64 << 20  # bytes of small reductions that travel as one
+    # Bytes of gradients that are exchanged at once; 0: each gradient alone.
+    bucket_bytes: int = 25 << 20
+    # Bytes of small reductions that travel as one.
+    fusion_threshold: int = 64 << 20
     # After this time the log names the ranks that have not requested an operation, or not brought their gradients.
     warn_after: float = 10.0
     # After this time a handle, or an exchange of gradients, gives up; None: the job's `collective_timeout`.
     wait_at_most: float | None = None
-    stuck_after: float = 3.0  # after this time the log names ranks that all wait for different operations
+    # After this time the log names ranks that all wait for different operations.
+    stuck_after: float = 3.0
     # What sums gradients on GPUs: auto, NCCL where each worker has a GPU of its own; host, the engine, through the
     # memory of the host; or a backend of torch.distributed.
     bulk_backend: str = "auto"
     # Whether a new world trains through the host while its NCCL communicator is built; False: its first step waits.
     hybrid_recovery: bool = True
-    timeline: str | None = None  # file of a trace that begins with the process; None: no trace
-    timeline_mark_cycles: bool = False  # rounds are marked in the trace
-    log_level: str | None = None  # which records of the process's own log are printed; None: warnings
+    # File of a trace that begins with the process; None: no trace.
+    timeline: str | None = None
+    # Rounds are marked in the trace.
+    timeline_mark_cycles: bool = False
+    # Which records of the process's own log are printed; None: warnings.
+    log_level: str | None = None
 
 
 _LOG_LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}  # Horovod's names that Python's logging has not
