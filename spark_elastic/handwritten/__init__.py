@@ -1,1 +1,1 @@
-"""Commits and snapshots of training state, and checkpoints made of them. Knows no framework and no Spark."""
+"""Training by loops of the user: states and their commits, the run loop, the data loader, FSDP2. Knows no Spark."""

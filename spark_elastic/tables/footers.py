@@ -258,8 +258,8 @@ class FileFooter:
         if kind is None:
             text = self.data.constants.get(column)
             if text is None:  # the table got the column after this file
-                return _bound_constants([NO_VALUE] * len(groups), pa.string())
-            return _bound_constants([text] * len(groups), self.data.types[column])
+                return _make_constant_bounds([NO_VALUE] * len(groups), pa.string())
+            return _make_constant_bounds([text] * len(groups), self.data.types[column])
         stored, leaf = self.schema.field(self.find_stored_name(column)).type, self.find_leaf(column)
         kind = stored if pa.types.is_timestamp(stored) else kind
         found = [group.column(leaf).statistics for group in groups]
@@ -350,13 +350,13 @@ def drop_excluded(files: Sequence[DataFile], where: Predicate) -> list[DataFile]
         kind, texts = files[0].types.get(column), [file.constants.get(column) for file in files]
         if kind is None or texts.count(None) == len(texts):
             return np.array([[True], [False]])
-        return judge(_bound_constants(texts, kind), comparison)
+        return judge(_make_constant_bounds(texts, kind), comparison)
 
     may_match = np.broadcast_to(where.combine(decide)[0], len(files)) if files else ()
     return [file for file, is_kept in zip(files, may_match, strict=True) if is_kept]
 
 
-def _bound_constants(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
+def _make_constant_bounds(texts: Sequence[str | None], kind: pa.DataType) -> Bounds:
     """The bounds of parts in which a column has one value. texts: as in `DataFile.constants`; None: not known."""
     if pa.types.is_binary(kind):
         raise InvalidInput(

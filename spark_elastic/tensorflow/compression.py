@@ -1,11 +1,4 @@
 """Compressors of Horovod for TensorFlow: the public name of `horovod.tensorflow.compression`."""
 
-from spark_elastic.horovod.tensorflow.compression import (
-    BF16Compressor,
-    Compression,
-    Compressor,
-    FP16Compressor,
-    NoneCompressor,
-)
-
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+from spark_elastic.horovod.tensorflow.compression import *
+from spark_elastic.horovod.tensorflow.compression import __all__ as __all__

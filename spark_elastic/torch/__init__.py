@@ -3,7 +3,6 @@
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.gradients.devices import SlotGpuSelection
 from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
-from spark_elastic.handwritten import torch_state as elastic
 from spark_elastic.horovod.ops import horovod_names
 from spark_elastic.horovod.ops.horovod_names import *
 from spark_elastic.horovod.ops.operations import allgather_object, barrier, broadcast_object
@@ -44,6 +43,7 @@ from spark_elastic.horovod.torch.scattering import (
     reducescatter,
     reducescatter_async,
 )
+from spark_elastic.torch import elastic
 from spark_elastic.training.torch.callbacks import Progress, progress
 from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.worker.context import get_process_context

@@ -1,11 +1,4 @@
 """Compressors of Horovod for torch: the public name of `horovod.torch.compression`."""
 
-from spark_elastic.horovod.torch.compression import (
-    BF16Compressor,
-    Compression,
-    Compressor,
-    FP16Compressor,
-    NoneCompressor,
-)
-
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+from spark_elastic.horovod.torch.compression import *
+from spark_elastic.horovod.torch.compression import __all__ as __all__

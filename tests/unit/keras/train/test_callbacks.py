@@ -59,7 +59,7 @@ def make_group(rank: int = 0, theirs: bytes | None = None) -> Any:
     )
 
 
-def make_telling(said: list[bytes]) -> Any:
+def make_recorder(said: list[bytes]) -> Any:
     """Rank 0 of two; what it says is kept."""
     return SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
 
@@ -145,7 +145,7 @@ def test_writing_callbacks_run_on_rank_0_and_their_state_goes_to_all_ranks() -> 
     leader, follower = SilentModelCheckpoint(), SilentModelCheckpoint()
     first, _ = make(leader)
     first.on_world_begin(make_group())
-    told = make_telling(said)
+    told = make_recorder(said)
     first.on_epoch_end(told, {"epoch": 0, "loss": 1.0})
     second, model = make(follower)
     model.optimizer.learning_rate = 0.25
@@ -223,7 +223,7 @@ def test_several_optimizers_have_no_common_rate_and_end_with_their_averages() ->
 def test_the_next_rank_0_appends_to_the_csv_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     said: list[bytes] = []
-    told = make_telling(said)
+    told = make_recorder(said)
     first, _ = make(keras.callbacks.CSVLogger(path))
     second, _ = make(keras.callbacks.CSVLogger(path))
     first.on_world_begin(told)
@@ -267,7 +267,7 @@ def test_numbers_that_callbacks_add_are_in_the_history_as_rank_0_has_them() -> N
         return callback_list
 
     said: list[bytes] = []
-    told = make_telling(said)
+    told = make_recorder(said)
     logs: list[dict[str, Any]] = [{"epoch": 0, "loss": 1.0} for _ in range(2)]
     make_adding(2.0).on_epoch_end(told, logs[0])
     make_adding(3.0).on_epoch_end(make_group(rank=1, theirs=said[0]), logs[1])
