@@ -32,6 +32,7 @@ _EXPORTS = {
     "OutOfMemory": "spark_elastic.errors",
     "PeersMissing": "spark_elastic.errors",
     "PreflightError": "spark_elastic.errors",
+    "Rows": "spark_elastic.estimators.rows",
     "StaleGeneration": "spark_elastic.errors",
     "StoreError": "spark_elastic.errors",
     "TimeLimitReached": "spark_elastic.errors",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     )
     from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
     from spark_elastic.estimators.keras_model import ElasticKerasModel
+    from spark_elastic.estimators.rows import Rows
     from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
     from spark_elastic.estimators.torch_model import ElasticTorchModel
     from spark_elastic.worker.session import report, task_resources
@@ -90,6 +92,7 @@ __all__ = [
     "OutOfMemory",
     "PeersMissing",
     "PreflightError",
+    "Rows",
     "StaleGeneration",
     "StoreError",
     "TimeLimitReached",

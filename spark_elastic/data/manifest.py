@@ -46,6 +46,12 @@ class Column:
         return np.dtype(self.dtype).kind in "OM"
 
     @property
+    def kind(self) -> str:
+        """What a row of it is, for people."""
+        name = {"O": "bytes or strings", "M": "dates or times"}.get(np.dtype(self.dtype).kind, self.dtype)
+        return f"{name} {list(self.shape)}" if self.shape else name
+
+    @property
     def row_bytes(self) -> int:
         """Decoded bytes of one row; for bytes and strings only the pointer, since lengths differ."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)

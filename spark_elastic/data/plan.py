@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -168,6 +168,8 @@ class DataPlan:
     shuffle: bool = True  # whether groups and rows are shuffled, or keep the manifest's order
     # Virtual shares that each step is cut into, which ranks take whole (`determinism="bitwise"`); 0: ranks divide rows.
     shares: int = 0
+    # Whether each step has exactly `global_batch` rows, and the rows left over, others in each epoch, are left out.
+    drop_last: bool = False
     # The epoch that `assign_rows` was last asked for.
     _last: list[EpochPermutation] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -178,6 +180,11 @@ class DataPlan:
             raise InvalidInput(f"A row group has {min(self.row_groups)} rows: the manifest is damaged.")
         if self.rows < 1:
             raise InvalidInput("There are no rows to train on: the data set is empty.")
+        if not self.steps:
+            raise InvalidInput(
+                f"drop_last leaves nothing of {self.rows} rows, which are less than one global batch of "
+                f"{self.global_batch}: lower global_batch_size."
+            )
         if not 1 <= self.lanes <= self.base_rows:
             raise InvalidInput(
                 f"An epoch of {self.steps} steps cannot be cut into {self.lanes} lanes: "
@@ -193,6 +200,7 @@ class DataPlan:
             self.lanes,
             self.shuffle,
             self.shares,
+            self.drop_last,
         )
 
     @classmethod
@@ -205,15 +213,16 @@ class DataPlan:
         decoded_group_bytes: int,
         budget_bytes: int,
         shuffle: bool = True,
+        drop_last: bool = False,
     ) -> DataPlan:
         """The plan of a new run: as many lanes as batch, world and memory allow.
 
         At W = 1 a rank has every lane's row group open, hence the budget: `budget_bytes` of decoded rows.
         """
-        single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle)
+        single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle, drop_last=drop_last)
         affordable = count_affordable_lanes(decoded_group_bytes, budget_bytes)
         lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), affordable)
-        return cls(single.row_groups, global_batch, seed, lanes, shuffle)
+        return replace(single, lanes=lanes)
 
     @cached_property
     def rows(self) -> int:
@@ -223,17 +232,17 @@ class DataPlan:
     @property
     def steps(self) -> int:
         """S: the steps of an epoch."""
-        return -(-self.rows // self.global_batch)
+        return self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
 
     @property
     def base_rows(self) -> int:
         """q: the rows that every step has."""
-        return self.rows // self.steps
+        return self.global_batch if self.drop_last else self.rows // self.steps
 
     @property
     def longer_steps(self) -> int:
         """r: the first so many steps have one row more."""
-        return self.rows - self.base_rows * self.steps
+        return 0 if self.drop_last else self.rows - self.base_rows * self.steps
 
     def count_step_rows(self, step: int) -> int:
         """n: the rows of a step, over all ranks."""

@@ -12,26 +12,39 @@ import logging
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import numpy as np
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.store import Store
+from spark_elastic.checks import make_choice
+from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
 from spark_elastic.estimators.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
-from spark_elastic.estimators.dataframes.schema import ColumnType, find_column_type
+from spark_elastic.estimators.dataframes.materialize import WriteOptions
+from spark_elastic.estimators.dataframes.materialize import materialize as write_dataframe
+from spark_elastic.estimators.dataframes.scan import MissingValues
+from spark_elastic.estimators.dataframes.schema import (
+    ColumnType,
+    check_distinct_names,
+    check_is_dataframe,
+    find_column_type,
+)
 from spark_elastic.estimators.fit_rows import (
     FileRows,
     Request,
     TableRows,
+    choose_group_bytes,
     find_conversion,
+    list_names,
 )
+from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.tables.existing_parquet import describe_files, find_data_files
+from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, find_data_files
 from spark_elastic.tables.footers import DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
@@ -67,7 +80,13 @@ class DataFrameRows:
         try:
             refuse_conversions(request)
             names = list(dict.fromkeys(request.config.used_cols))
-            self._scanned = ScannedRows.find(self._df, names, request)
+            self._scanned = ScannedRows.find(
+                self._df,
+                names,
+                request.objects.transformation is not None,
+                choose_group_bytes(request),
+                request.storage_options,
+            )
         except NoFileScan as reason:
             if request.materialize == "never":
                 raise InvalidInput(
@@ -103,6 +122,44 @@ class DataFrameRows:
         return self._written if self._scanned is None or is_written else self._scanned
 
 
+def find_or_write_rows(
+    df: DataFrame,
+    store: Any,
+    columns: Sequence[str] | None,
+    row_order: str | None,
+    missing: Any,
+    materialize: str,
+    storage_options: Mapping[str, Any],
+) -> Rows:
+    """`Rows.from_dataframe`."""
+    check_is_dataframe(df, "Rows.from_dataframe")
+    names = list_names(columns, df.columns)
+    order = make_choice("hash", "table").or_none()("row_order", row_order)
+    treatment = MissingValues.parse(missing)
+    types = {name: find_column_type(df.schema, name, transformed=True) for name in names}
+    check_distinct_names(df, names)
+    where = make_choice(*MATERIALIZE)("materialize", materialize)
+    if where != "always":
+        try:
+            if order == "hash" or (order is None and where == "auto"):
+                raise NoFileScan("the order of their hash sorts the rows while they are written")
+            if "drop" in (treatment.nulls, treatment.nans):
+                raise NoFileScan("missing leaves out rows while they are written")
+            if treatment.nans == "refuse" and any(np.dtype(each.dtype).kind == "f" for each in types.values()):
+                raise NoFileScan("NaN is looked for while rows are written (missing={'nans': 'keep'} does without)")
+            return ScannedRows.find(df, names, True, PIECE_BYTES, storage_options).rows
+        except NoFileScan as reason:
+            if where == "never":
+                raise InvalidInput(f"the rows cannot be read where they are, because {reason}.") from reason
+            log.info("the rows are written to the store, because %s", reason)
+    if store is None:
+        raise InvalidInput("store is missing: give a path or url that driver and workers share.")
+    target = Store.open(parse_store_url(store), **storage_options)
+    options = WriteOptions(transformed=True, missing=treatment, row_order=order or "hash")
+    manifest, _ = write_dataframe(df, names, target, options)
+    return Rows(target, manifest, "a DataFrame", treatment.nans != "keep")
+
+
 def refuse_conversions(request: Request) -> None:
     """Raises NoFileScan if the rows must be written to become those that the request asks for."""
     config, conversion = request.config, find_conversion(request)
@@ -135,42 +192,51 @@ class ScannedRows(FileRows):
         self._parts, self._types, self._kind = parts, types, kind
 
     @classmethod
-    def find(cls, df: DataFrame, names: Sequence[str], request: Request) -> ScannedRows:
-        """Raises NoFileScan for other DataFrames, and as `describe_files` does."""
+    def find(
+        cls,
+        df: DataFrame,
+        names: Sequence[str],
+        transformed: bool,
+        piece_bytes: int,
+        storage_options: Mapping[str, Any],
+    ) -> ScannedRows:
+        """Reads the files' footers. transformed, piece_bytes: as for `describe_files`.
+
+        Raises NoFileScan for other DataFrames, and as `describe_files` does.
+        """
         scan = find_file_scan(df, names)
-        transformed = request.objects.transformation is not None
         types = {name: find_column_type(df.schema, name, transformed=transformed) for name in names}
         if scan.kind == "parquet":
             columns = list(scan.columns.values())
-            files, parts = find_data_files(scan.urls, columns, request.storage_options)
+            files, parts = find_data_files(scan.urls, columns, storage_options)
             kind = PLAIN_FILES
         else:
             (url,) = scan.urls
-            snapshot = read_snapshot(url, scan.version, request.storage_options)
+            snapshot = read_snapshot(url, scan.version, storage_options)
             files, parts, kind = snapshot.store, snapshot.files, f"files of {snapshot.name}"
             _check_same_files(df, scan, parts)
         if any(name != stored for name, stored in scan.columns.items()):
             parts = tuple(part.rename_columns(scan.columns) for part in parts)
-        found = cls(df.sparkSession, files, parts, types, kind)
-        found.check(request)
-        return found
+        rows = cls(df.sparkSession, files, parts, types, kind)
+        found = describe_files(
+            files, parts, names, transformed, piece_bytes, collect=rows._collect_footers
+        )
+        rows._described = replace(found, columns=tuple(map(rows._convert, found.columns))), None
+        return rows
 
     @property
     def description(self) -> str:
         """The files, for people."""
         return f"{len(self._parts)} {self._kind} in {self._files.url}"
 
+    @property
+    def rows(self) -> Rows:
+        """The handle on them."""
+        assert self._described is not None
+        return Rows(self._files, self._described[0], self.description)
+
     def describe(self, record: RunRecord) -> str:
         return self.description
-
-    def check(self, request: Request) -> None:
-        """Reads the files' footers."""
-        self._described = self._describe(request)
-
-    def _describe(self, request: Request) -> tuple[Manifest, None]:
-        options = self._list_options(request) | {"collect": self._collect_footers}
-        found = describe_files(self._files, self._parts, **options)
-        return replace(found, columns=tuple(map(self._convert, found.columns))), None
 
     def _collect_footers(
         self, store: Store, parts: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None

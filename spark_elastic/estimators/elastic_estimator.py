@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
 
-from spark_elastic.clusters.spark.host_facts import find_session
+from spark_elastic.clusters.spark.host_facts import find_session, get_session
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.schema import describe_class
-from spark_elastic.estimators.fit_rows import FileRows, RowSource, Selection, SnapshotRows
+from spark_elastic.estimators.fit_rows import FileRows, HandleRows, RowSource, Selection, SnapshotRows
 from spark_elastic.estimators.params import EstimatorParams, to_names
+from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.tables.lake_tables import Version
 
@@ -97,7 +98,10 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         check_run_ids(self.getOrDefault("run_id"), [each.get(self.run_id) for each in paramMaps])
         return super().fitMultiple(dataset, paramMaps)
 
-    def _fit(self, dataset: DataFrame) -> Any:
+    def _fit(self, dataset: DataFrame | Rows) -> Any:
+        """dataset: rows of a DataFrame, or a handle on rows that lie in files."""
+        if isinstance(dataset, Rows):
+            return self._fit_rows(HandleRows(get_session(None), dataset))
         return self._fit_rows(DataFrameRows(dataset))
 
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
@@ -35,6 +37,7 @@ from spark_elastic.estimators.dataframes.schema import (
     check_is_dataframe,
     check_validation_column,
 )
+from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.runs.checkpoint import CheckpointStore
@@ -43,9 +46,11 @@ from spark_elastic.tables.existing_parquet import (
     PIECE_BYTES,
     describe_files,
     describe_parquet,
+    list_columns,
+    list_parquet_columns,
     locate_files,
 )
-from spark_elastic.tables.footers import DataFile
+from spark_elastic.tables.footers import CollectFooters, DataFile, collect_footers_in_threads
 from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
 
@@ -405,6 +410,99 @@ class SnapshotRows(FileRows):
         return described[0], described[1] if len(described) > 1 else None
 
 
+def list_names(columns: Any, known: Sequence[str]) -> list[str]:
+    """The names of columns that `Rows` are to have; None: all. Raises InvalidInput if they are no names."""
+    if columns is None:
+        return list(known)
+    if isinstance(columns, str) or not isinstance(columns, Sequence) or not columns:
+        raise InvalidInput(f"columns must be a list of names; got {columns!r}.")
+    for name in columns:
+        if name not in known:
+            raise InvalidInput(
+                f"columns names {name!r}, which is not there: there are {format_columns(str(name), list(known))}"
+                f"{suggest_name(str(name), known)}."
+            )
+    return list(dict.fromkeys(columns))
+
+
+def describe_paths(
+    paths: Any, columns: Sequence[str] | None, storage_options: Mapping[str, Any]
+) -> tuple[Store, Manifest, str]:
+    """The fields of `Rows.from_parquet`."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise InvalidInput("paths is empty: name a Parquet file or a folder.")
+    files, names = locate_files([str(each) for each in given], storage_options)
+    wanted = list_parquet_columns(files, names) if columns is None else list(columns)
+    manifest = describe_parquet(files, wanted, transformed=True, names=names, collect=_choose_collector())
+    return files, manifest, f"Parquet files in {files.url}"
+
+
+def describe_table(
+    table: Any, version: Version | None, columns: Any, where: Any, storage_options: Mapping[str, Any]
+) -> tuple[Store, Manifest, str]:
+    """The fields of `Rows.from_table`."""
+    session = find_session()
+    if session is not None:
+        table, version = _find_table(session, table, version)
+    snapshot = read_snapshot(table, version, storage_options)
+    renamed = columns if isinstance(columns, Mapping) else None
+    selection = Selection.parse(renamed, where)
+    selection.check(snapshot)
+    if not snapshot.files:
+        raise InvalidInput(f"{snapshot.name} has no rows.")
+    readable = list_columns(snapshot.store, snapshot.files[0], snapshot.columns)
+    names = list(renamed) if renamed else list_names(columns, readable)
+    parts = [selection.rename(file, names) for file in snapshot.files]
+    found = describe_files(
+        snapshot.store, parts, names, transformed=True, collect=_choose_collector(), where=selection.where
+    )
+    manifest = dataclasses.replace(found, fingerprint=selection.digest)
+    return snapshot.store, manifest, snapshot.name
+
+
+def _choose_collector() -> CollectFooters:
+    session = find_session()
+    return collect_footers_in_threads if session is None else make_footer_collector(session)
+
+
+class HandleRows(FileRows):
+    """The rows of `Rows`, which were described when the handle was made."""
+
+    call, validation_argument = "fit on Rows", "validation"
+
+    def __init__(self, session: SparkSession, rows: Rows) -> None:
+        super().__init__(session, rows.store, (), ())
+        self._rows = rows
+
+    def check(self, request: Request) -> None:
+        config = request.config
+        conversion = find_conversion(request, is_divided=True)
+        if conversion is not None and not ("NaN" in conversion[0] and self._rows.has_no_nan):
+            clause, remedy = conversion
+            raise InvalidInput(
+                f"{clause}, and Rows are read as they are: {remedy.format(argument=self.validation_argument)}."
+            )
+        rest, held_out = self._rows, None
+        if config.validation is not None:
+            rest, held_out = rest.split(config.validation, config.seed)
+        parts = [None if each is None else each.select(*config.used_cols).manifest for each in (rest, held_out)]
+        assert parts[0] is not None
+        for column in parts[0].columns if request.objects.transformation is None else ():
+            if column.is_raw:
+                raise InvalidInput(
+                    f"The column {column.name!r} has {column.kind}, of which only a transformation makes numbers: pass "
+                    "transformation_fn."
+                )
+        self._described = parts[0], parts[1]
+
+    def has_validation(self, request: Request) -> bool:
+        return request.config.validation is not None
+
+    def describe(self, record: RunRecord) -> str:
+        return self._rows.source
+
+
 def _find_table(session: SparkSession, table: Any, version: Version | None) -> tuple[Any, Version | None]:
     """What `read_snapshot` takes, for a table that Spark's catalog knows by its name."""
     # Spark raises an error for what is no name, such as that of a relative folder.
@@ -430,10 +528,13 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 
 
-def find_conversion(request: Request) -> tuple[str, str] | None:
-    """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing."""
+def find_conversion(request: Request, is_divided: bool = False) -> tuple[str, str] | None:
+    """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing.
+
+    is_divided: the rows to validate with are there already.
+    """
     config, missing = request.config, request.missing
-    if config.validation is not None:
+    if config.validation is not None and not is_divided:
         return "validation splits the rows while they are written", "give {argument} instead"
     if "drop" in (missing.nulls, missing.nans):
         return "missing leaves out rows while they are written", "use fit, or write the files without them"

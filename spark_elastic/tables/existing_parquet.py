@@ -8,6 +8,7 @@ several. Knows nothing of Spark. Runs in the caller's thread.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import posixpath
 import re
@@ -45,6 +46,8 @@ from spark_elastic.tables.footers import (
     drop_excluded,
 )
 from spark_elastic.tables.predicate import Predicate
+
+log = logging.getLogger("spark_elastic")
 
 PIECE_BYTES = 4 << 20
 VECTOR_DTYPE = "float32"
@@ -108,6 +111,36 @@ def describe_parquet(
     return describe_files(
         store, files, columns, transformed, piece_bytes, _find_fields(store, names), collect
     )
+
+
+def list_columns(store: Store, file: DataFile, names: Sequence[str] | None = None) -> list[str]:
+    """The columns of a file, and of its path, of types that can be read. names: among these; None: all.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    footer = FileFooter(store, file)
+    known = [*footer.schema.names, *file.constants] if names is None else names
+    types = dict(footer.find_types(known))
+    readable = [
+        name for name in known if name in file.constants or (name in types and _is_readable(types[name]))
+    ]
+    left = [name for name in known if name not in readable]
+    if left:
+        log.info("columns %s have types that cannot be read, such as maps: they are left out", left)
+    return readable
+
+
+def list_parquet_columns(store: Store, names: Sequence[str]) -> list[str]:
+    """The columns of the first of these files or folders, as `list_columns`."""
+    first = _parquet(store, names[0])[0]
+    return list_columns(store, DataFile(first, partition_values(first.name), is_fixed=False))
+
+
+def _is_readable(arrow: pa.DataType) -> bool:
+    while is_list(arrow):
+        arrow = arrow.value_type
+    return is_vector(arrow) or dtype_of(arrow) is not None
 
 
 def find_data_files(
