@@ -213,13 +213,12 @@ class DataPlan:
         decoded_group_bytes: int,
         budget_bytes: int,
         shuffle: bool = True,
-        drop_last: bool = False,
     ) -> DataPlan:
         """The plan of a new run: as many lanes as batch, world and memory allow.
 
         At W = 1 a rank has every lane's row group open, hence the budget: `budget_bytes` of decoded rows.
         """
-        single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle, drop_last=drop_last)
+        single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle)
         affordable = count_affordable_lanes(decoded_group_bytes, budget_bytes)
         lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), affordable)
         return replace(single, lanes=lanes)

@@ -1,7 +1,7 @@
 """Rows of a data set by their numbers, in any order: `RowAccess`, which each process opens for itself.
 
-Row groups come through the cache of the process, which all accesses to the same columns of a data set share. Pickles and
-forks: the copy opens files of its own. Any thread.
+Row groups come through the cache of the process, which all accesses to the same columns of a data set share. A pickled
+or forked copy opens files of its own. Any thread.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class RowAccess:
         """
         numbers = np.asarray(rows, np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.manifest.rows:
-            raise InvalidInput(f"There is no row {numbers.max()}: the data set has {self.manifest.rows} rows.")
+            raise InvalidInput(
+                f"There is no row {numbers.max()}: the data set has {self.manifest.rows} rows."
+            )
         groups = np.searchsorted(self._ends, numbers, "right")
         reader = self.reader
         taken = {

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.checks import make_choice
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
@@ -40,7 +40,6 @@ from spark_elastic.estimators.fit_rows import (
     find_conversion,
     list_names,
 )
-from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
@@ -130,8 +129,8 @@ def find_or_write_rows(
     missing: Any,
     materialize: str,
     storage_options: Mapping[str, Any],
-) -> Rows:
-    """`Rows.from_dataframe`."""
+) -> tuple[Any, ...]:
+    """The fields of `Rows.from_dataframe`."""
     check_is_dataframe(df, "Rows.from_dataframe")
     names = list_names(columns, df.columns)
     order = make_choice("hash", "table").or_none()("row_order", row_order)
@@ -145,9 +144,13 @@ def find_or_write_rows(
                 raise NoFileScan("the order of their hash sorts the rows while they are written")
             if "drop" in (treatment.nulls, treatment.nans):
                 raise NoFileScan("missing leaves out rows while they are written")
-            if treatment.nans == "refuse" and any(np.dtype(each.dtype).kind == "f" for each in types.values()):
-                raise NoFileScan("NaN is looked for while rows are written (missing={'nans': 'keep'} does without)")
-            return ScannedRows.find(df, names, True, PIECE_BYTES, storage_options).rows
+            if treatment.nans == "refuse" and any(
+                np.dtype(each.dtype).kind == "f" for each in types.values()
+            ):
+                raise NoFileScan(
+                    "NaN is looked for while rows are written (missing={'nans': 'keep'} does without)"
+                )
+            return ScannedRows.find(df, names, True, PIECE_BYTES, storage_options).facts
         except NoFileScan as reason:
             if where == "never":
                 raise InvalidInput(f"the rows cannot be read where they are, because {reason}.") from reason
@@ -157,7 +160,7 @@ def find_or_write_rows(
     target = Store.open(parse_store_url(store), **storage_options)
     options = WriteOptions(transformed=True, missing=treatment, row_order=order or "hash")
     manifest, _ = write_dataframe(df, names, target, options)
-    return Rows(target, manifest, "a DataFrame", treatment.nans != "keep")
+    return target, manifest, "a DataFrame", treatment.nans != "keep"
 
 
 def refuse_conversions(request: Request) -> None:
@@ -218,9 +221,7 @@ class ScannedRows(FileRows):
         if any(name != stored for name, stored in scan.columns.items()):
             parts = tuple(part.rename_columns(scan.columns) for part in parts)
         rows = cls(df.sparkSession, files, parts, types, kind)
-        found = describe_files(
-            files, parts, names, transformed, piece_bytes, collect=rows._collect_footers
-        )
+        found = describe_files(files, parts, names, transformed, piece_bytes, collect=rows._collect_footers)
         rows._described = replace(found, columns=tuple(map(rows._convert, found.columns))), None
         return rows
 
@@ -230,10 +231,10 @@ class ScannedRows(FileRows):
         return f"{len(self._parts)} {self._kind} in {self._files.url}"
 
     @property
-    def rows(self) -> Rows:
-        """The handle on them."""
+    def facts(self) -> tuple[Store, Manifest, str]:
+        """The fields of `Rows`."""
         assert self._described is not None
-        return Rows(self._files, self._described[0], self.description)
+        return self._files, self._described[0], self.description
 
     def describe(self, record: RunRecord) -> str:
         return self.description

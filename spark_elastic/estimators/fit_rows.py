@@ -22,6 +22,7 @@ import numpy as np
 from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
+from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
@@ -37,7 +38,6 @@ from spark_elastic.estimators.dataframes.schema import (
     check_is_dataframe,
     check_validation_column,
 )
-from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.runs.checkpoint import CheckpointStore
@@ -471,7 +471,7 @@ class HandleRows(FileRows):
 
     call, validation_argument = "fit on Rows", "validation"
 
-    def __init__(self, session: SparkSession, rows: Rows) -> None:
+    def __init__(self, session: SparkSession, rows: RowHandle) -> None:
         super().__init__(session, rows.store, (), ())
         self._rows = rows
 
@@ -486,7 +486,9 @@ class HandleRows(FileRows):
         rest, held_out = self._rows, None
         if config.validation is not None:
             rest, held_out = rest.split(config.validation, config.seed)
-        parts = [None if each is None else each.select(*config.used_cols).manifest for each in (rest, held_out)]
+        parts = [
+            None if each is None else each.select(*config.used_cols).manifest for each in (rest, held_out)
+        ]
         assert parts[0] is not None
         for column in parts[0].columns if request.objects.transformation is None else ():
             if column.is_raw:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from spark_elastic.data.row_access import RowAccess
-from spark_elastic.estimators.rows import Rows
+from spark_elastic.data.row_handle import RowHandle
 
 
 class RowDataset(Dataset[dict[str, Any]]):
@@ -23,7 +23,7 @@ class RowDataset(Dataset[dict[str, Any]]):
     keeps decoded. `ElasticDataLoader`, and trainers over it, take rows in an order that needs few of these at a time.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowHandle) -> None:
         self.rows = rows
         self._access = RowAccess(rows.store, rows.manifest)
 

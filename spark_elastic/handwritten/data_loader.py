@@ -1,20 +1,23 @@
-"""`ElasticDataLoader`: map-style data sets for hand-written loops, by the data plan of docs/protocol.md.
+"""`ElasticDataLoader`: rows of a table, or a map-style data set, for hand-written loops, by the data plan.
 
-torch's DataLoader fetches, collates, pins and runs worker processes; this module decides which rows a step takes, which
-of them are this rank's, and keeps the position. Training thread only; torch's worker processes see data set and
-indices alone, so they may live on through changes of the world.
+This module decides which rows a step takes, which of them are this rank's, and keeps the position. torch's DataLoader
+fetches, collates, pins and runs worker processes; rows of a table are read by threads instead if there are none.
+Training thread only; torch's worker processes see data set and indices alone, so they may live on through changes of
+the world.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from spark_elastic.checks import COUNT, WHOLE, make_choice
 from spark_elastic.data.plan import (
@@ -28,12 +31,17 @@ from spark_elastic.data.plan import (
     draw_uniform,
 )
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.row_dataset import RowDataset
+from spark_elastic.estimators.rows import Rows
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.gradients.ranks import rank, size
 from spark_elastic.handwritten.object_state import ObjectState
+from spark_elastic.handwritten.row_batches import RowBatches, RowStream, plan_rows
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
+from spark_elastic.training.transformation import check_transformation
+from spark_elastic.worker.context import get_context
 from spark_elastic.worker.outside import ENTERED, STATE
 
 _STEPS_AT_ONCE = 64  # whose indices are computed together
@@ -65,7 +73,7 @@ class ElasticDataLoader:
     optimizer's step. After the last batch the loader continues with the next epoch by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as torch's DataLoader
         self,
         dataset: Any,
         global_batch_size: int,
@@ -74,11 +82,16 @@ class ElasticDataLoader:
         drop_last: bool = False,
         determinism: str | None = None,
         virtual_shares: int = 8,
+        transformation_fn: Any = None,
+        lanes: int | None = None,
         **options: Any,
     ) -> None:
         """
         Args:
-            dataset: has `__len__` and `__getitem__`, and may have `__getitems__`, as data sets of Hugging Face do.
+            dataset: `Rows`: a batch is a dict of tensors (lists of bytes and strings), and the rows of a step are those
+                that an estimator takes; or `rows.dataset()`: in the same order, and torch's or your `collate_fn` makes
+                batches of rows; or any data set with `__len__` and `__getitem__`, which may have `__getitems__`, as
+                those of Hugging Face do.
             global_batch_size: rows of a step over all ranks.
             seed: of the order of the rows; the same on all ranks.
             shuffle: False keeps the order of the data set.
@@ -89,12 +102,23 @@ class ElasticDataLoader:
                 "bitwise": iterating gives `StepShares`, and the process computes deterministically from now on, with
                 one thread for each operation. Pass the loader to `DistributedOptimizer`.
             virtual_shares: parts that each step is cut into in bitwise mode; at least as many as there will be workers.
+            transformation_fn: of `Rows`, a function of columns (a dict of arrays), or of (columns, rng), as an
+                estimator's; it returns the columns of the batch.
+            lanes: of `Rows`, how many row groups a step takes rows of; None: 16, or fewer where memory is short.
             options: those of torch's DataLoader: num_workers, collate_fn, pin_memory, persistent_workers, ...
 
         Raises:
             InvalidInput: an argument is wrong.
         """
-        _check_dataset(dataset)
+        table = dataset if isinstance(dataset, Rows) else getattr(dataset, "rows", None)
+        is_table = isinstance(dataset, Rows | RowDataset)
+        if not is_table:
+            _check_dataset(dataset)
+            if transformation_fn is not None or lanes is not None:
+                given = "lanes" if transformation_fn is None else "transformation_fn"
+                raise InvalidInput(
+                    f"{given} goes with Rows, not with a {type(dataset).__name__}: leave it out."
+                )
         _check_options(options)
         # What is made independent of the world beyond the rows of a step.
         self.determinism = make_choice("rows", "bitwise").or_none()("determinism", determinism)
@@ -110,7 +134,15 @@ class ElasticDataLoader:
         self.epoch = 0
         self.step = 0
         self._rows = len(dataset)
-        self._plan = _make_plan(self._rows, global_batch_size, self.seed, drop_last)
+        _check_batch_size(global_batch_size)
+        if is_table:
+            lanes = COUNT.or_none()("lanes", lanes)
+            self._plan = plan_rows(table, global_batch_size, self.seed, shuffle, drop_last, lanes)
+        else:
+            # A map-style data set reads any row at once: one row group, one lane, and an order of its own.
+            self._plan = DataPlan(
+                (self._rows,), global_batch_size, self.seed, lanes=1, shuffle=False, drop_last=drop_last
+            )
         if self.virtual_shares > self._plan.base_rows:
             raise InvalidInput(
                 f"a step of {self._plan.base_rows} rows cannot be cut into virtual_shares={self.virtual_shares}: raise "
@@ -120,13 +152,23 @@ class ElasticDataLoader:
         if self.virtual_shares:
             use_deterministic_arithmetic()
         # The order of an epoch's rows, and their division into steps.
-        self._order: tuple[int, Int64s, EpochPermutation] | None = None
+        self._order: tuple[int, Int64s | None, EpochPermutation] | None = None
         # (rows of this rank, rows of all ranks, ranks) of the batch that the loop received last.
         self._batch_rows: tuple[int, int, int] | None = None
         self._iteration: weakref.ref[_Iteration] | None = None
         self._generator = None if options.get("generator") is not None else torch.Generator()
+        # The rows of a table that threads read ahead; None: torch's DataLoader fetches.
+        self._stream: RowStream | None = None
+        self._table: RowBatches | None = None
         read = dataset
-        if determinism is not None:
+        if is_table:
+            collate = options.pop("collate_fn", None)
+            if collate is None and isinstance(dataset, RowDataset):
+                collate = torch.utils.data.default_collate
+            function = check_transformation(transformation_fn)
+            read = self._table = RowBatches(table, self.seed, function, collate, determinism)
+            options["collate_fn"] = _pass  # the data set gives whole batches
+        elif determinism is not None:
             read = SeededShares(dataset, self.seed) if is_bitwise else SeededRows(dataset, self.seed)
         self._batches = torch.utils.data.DataLoader(
             read, batch_sampler=_BatchSampler(self), **{"generator": self._generator, **options}
@@ -140,12 +182,13 @@ class ElasticDataLoader:
         """The rest of the epoch. One iteration is under way at a time: another one takes over from where it stands."""
         self._check_world()
         self.reset()
+        own, ranks = _find_place()
         if self._generator is not None:  # torch seeds its worker processes by it
-            uniform = draw_uniform(np.array([rank()]), 1, self.seed, self.epoch, self.step)
+            uniform = draw_uniform(np.array([own]), 1, self.seed, self.epoch, self.step)
             self._generator.manual_seed(int(uniform[0, 0] * 2**53))
-        left = self.step < len(self)
         kind = _ShareIteration if self.virtual_shares else _Iteration
-        iteration = kind(self, iter(self._batches) if left else iter(()), size())
+        batches = self._open_batches(own, ranks) if self.step < len(self) else iter(())
+        iteration = kind(self, batches, own, ranks)
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -217,9 +260,28 @@ class ElasticDataLoader:
         if iteration is not None:
             iteration.close()
 
+    def _open_batches(self, own: int, ranks: int) -> Iterator[Any]:
+        """The batches of a rank from the position on; in bitwise mode one for each of its virtual shares."""
+        if self._table is None or self._batches.num_workers:
+            return iter(self._batches)
+        if self._stream is None:
+            self._stream = self._table.open_stream(self._plan)
+        shares = self.virtual_shares
+        division = Division.equal(ranks, shares)
+        mine = range(*division.get_rank_parts(own)) if shares else range(0)
+        batches = self._stream(self.epoch, self.step, own, division, mine)
+        if not (self._batches.pin_memory and torch.cuda.is_available()):
+            return batches
+        return (tree_map_only(torch.Tensor, torch.Tensor.pin_memory, batch) for batch in batches)
+
     def _settings(self) -> dict[str, Any]:
         return {
             "rows": self._rows,
+            **(
+                {}
+                if self._table is None
+                else {"data": self._table.rows.manifest.hash, "lanes": self._plan.lanes}
+            ),
             "global_batch_size": self.global_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -235,14 +297,15 @@ class ElasticDataLoader:
         return self._batch_rows
 
     def _check_world(self) -> None:
-        if size() > self._plan.base_rows:
+        _, ranks = _find_place()
+        if ranks > self._plan.base_rows:
             raise InvalidInput(
-                f"a step of {self._plan.base_rows} rows cannot be divided over {size()} workers: raise "
+                f"a step of {self._plan.base_rows} rows cannot be divided over {ranks} workers: raise "
                 f"global_batch_size, which is {self.global_batch_size}, or lower max_workers."
             )
-        if self.virtual_shares and size() > self.virtual_shares:
+        if self.virtual_shares and ranks > self.virtual_shares:
             raise InvalidInput(
-                f"a step of {self.virtual_shares} virtual shares cannot be divided over {size()} workers: raise "
+                f"a step of {self.virtual_shares} virtual shares cannot be divided over {ranks} workers: raise "
                 "virtual_shares to max_workers."
             )
         session = get_session()
@@ -258,11 +321,12 @@ class ElasticDataLoader:
             if isinstance(value, torch.nn.Module):
                 check_layers(value, keeps_buffers=False)
 
-    def _order_epoch(self) -> tuple[Int64s, EpochPermutation]:
-        """The order of this epoch's rows, and the steps' places in it; kept, as new worlds ask again."""
+    def _order_epoch(self) -> tuple[Int64s | None, EpochPermutation]:
+        """The order of this epoch's rows (None: the plan has it), and the steps' places in it; kept, as new worlds ask
+        again."""
         if self._order is None or self._order[0] != self.epoch:
-            shuffled = draw_permutation(self._rows, self.seed, self.epoch, 0) if self.shuffle else None
-            order = np.arange(self._rows) if shuffled is None else shuffled
+            is_shuffled = self.shuffle and self._table is None
+            order = draw_permutation(self._rows, self.seed, self.epoch, 0) if is_shuffled else None
             self._order = self.epoch, order, self._plan.permute_epoch(self.epoch)
         return self._order[1:]
 
@@ -286,11 +350,13 @@ class _BatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         loader = self._loader()
         assert loader is not None
+        place, ranks = _find_place()
         if not loader.virtual_shares:
-            rows = _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
-            return rows if loader.determinism is None else _prepend_epoch(rows, loader.epoch)
+            rows = _divide(loader._plan, *loader._order_epoch(), loader.step, place, ranks)
+            is_plain = loader.determinism is None and loader._table is None
+            return rows if is_plain else _prepend_epoch(rows, loader.epoch)
         shares = loader.virtual_shares
-        own = range(*compute_rank_shares(shares, rank(), size()))
+        own = range(*compute_rank_shares(shares, place, ranks))
         parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
         return _prepend_share_key(parts, own, loader.epoch, loader.step)
 
@@ -298,10 +364,11 @@ class _BatchSampler:
 class _Iteration(Iterator[Any]):
     """One `for` over a loader."""
 
-    def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], ranks: int) -> None:
+    def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], own: int, ranks: int) -> None:
+        """own: this worker's rank."""
         self._loader = loader
         self._batches: Iterator[Any] | None = batches  # None: over
-        self._rank, self._ranks = rank(), ranks
+        self._rank, self._ranks = own, ranks
         self._is_complete = False
 
     def __next__(self) -> Any:
@@ -334,8 +401,10 @@ class _Iteration(Iterator[Any]):
         self._loader.epoch, self._loader.step = self._loader.epoch + 1, 0
 
     def close(self) -> None:
-        """Drop torch's iterator, which ends its worker processes unless they are persistent."""
-        self._batches = None
+        """Drop torch's iterator, which ends its worker processes unless they are persistent, or the stream of rows."""
+        batches, self._batches = self._batches, None
+        if isinstance(batches, Generator):
+            batches.close()
 
 
 class _ShareIteration(_Iteration):
@@ -353,6 +422,8 @@ class _ShareIteration(_Iteration):
                 "take all batches of `for batch in shares`."
             )
         if loader.step == len(loader):
+            if self._batches is not None:
+                next(self._batches, None)  # a stream ends, and reads the next epoch
             self._end_epoch()
             raise StopIteration
         loader._batch_rows = None
@@ -466,34 +537,38 @@ def _prepend_share_key(
 
 
 def _divide(
-    plan: DataPlan, order: Int64s, epoch: EpochPermutation, step: int, rank: int, size: int
+    plan: DataPlan, order: Int64s | None, epoch: EpochPermutation, step: int, rank: int, size: int
 ) -> Iterator[list[int]]:
-    """A rank's indices of each step from `step` on."""
+    """A rank's indices of each step from `step` on. order: of all rows; None: the plan's places are their numbers."""
     while step < plan.steps:
         count = min(_STEPS_AT_ONCE, plan.count_equal_steps(step))
         block = epoch.assign_block(step, count, rank, Division.equal(size))
-        places = [
-            np.concatenate([rows for _, rows in lane.runs]).reshape(count, lane.width) for lane in block.lanes
+        runs = [[plan.group_offsets[group] + rows for group, rows in lane.runs] for lane in block.lanes]
+        lanes = [
+            np.concatenate(own).reshape(count, lane.width)
+            for own, lane in zip(runs, block.lanes, strict=True)
         ]
-        yield from order[np.concatenate(places, axis=1)].tolist()
+        places = np.concatenate(lanes, axis=1)
+        yield from (places if order is None else order[places]).tolist()
         step += count
 
 
-def _make_plan(rows: int, global_batch_size: Any, seed: int, drop_last: bool) -> DataPlan:
-    """The plan over places in an epoch's order. A map-style data set reads any row at once: one row group, one lane."""
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+def _check_batch_size(rows: Any) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise InvalidInput(
-            f"global_batch_size is {global_batch_size!r}: give the rows of a step over all ranks, a whole number of at "
-            "least 1."
+            f"global_batch_size is {rows!r}: give the rows of a step over all ranks, a whole number of at least 1."
         )
-    if drop_last:
-        if rows < global_batch_size:
-            raise InvalidInput(
-                f"drop_last leaves nothing of {rows} rows, which are less than one global batch of "
-                f"{global_batch_size}: lower global_batch_size."
-            )
-        rows -= rows % global_batch_size
-    return DataPlan((rows,), global_batch_size, seed, lanes=1, shuffle=False)
+
+
+def _pass(batch: Any) -> Any:
+    return batch
+
+
+def _find_place() -> tuple[int, int]:
+    """Rank and size: of the world, or of torch's process group in a program that was started otherwise."""
+    if get_context() is None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return rank(), size()
 
 
 def _check_dataset(dataset: Any) -> None:

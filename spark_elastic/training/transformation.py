@@ -54,11 +54,11 @@ def takes_rng(function: Transformation) -> bool:
 def transform_columns(
     columns: Mapping[str, Any],
     rows: int,
-    wanted: Sequence[str],
+    wanted: Sequence[str] | None,
     transformation: Transformation,
     rng: RowRandom | None = None,
 ) -> dict[str, Any]:
-    """The wanted columns of what the transformation makes of `rows` rows.
+    """The wanted columns (None: all) of what the transformation makes of `rows` rows.
 
     Raises:
         InvalidInput: it returned no columns, not such a one, or another number of rows.
@@ -66,6 +66,7 @@ def transform_columns(
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
+    wanted = list(results) if wanted is None else wanted
     for name in wanted:
         if name not in results or len(results[name]) != rows:
             found = len(results[name]) if name in results else "no"

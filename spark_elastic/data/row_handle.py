@@ -1,0 +1,197 @@
+"""The rows of a table that lie in files, as a value: `RowHandle`, the base of the public `Rows`.
+
+It names files, row groups and columns, and holds no row. Knows neither Spark nor frameworks. Any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import posixpath
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.checks import COUNT, WHOLE
+from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
+from spark_elastic.data.plan import draw_uniform
+from spark_elastic.data.row_access import RowAccess
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
+
+H = TypeVar("H", bound="RowHandle")
+
+FORMAT = 1  # of what `save` writes
+_SPLIT_WORD = 0x73706C69  # keeps the numbers of a split apart from those of other draws
+
+
+@dataclass(frozen=True)
+class RowHandle:
+    """Rows, each with a number from 0 on. It pickles to a few KB, and a bit for each row where some are left out."""
+
+    store: Store = field(repr=False)  # where the files are
+    manifest: Manifest = field(repr=False)  # the files, and the rows in them
+    source: str  # what the rows are of, for people
+    has_no_nan: bool = field(default=False, repr=False)  # whether NaN was looked for when they were written
+
+    # ---- kept in a file
+
+    @classmethod
+    def open(cls: type[H], url: str, **storage_options: Any) -> H:
+        """What `save` wrote. storage_options: of fsspec, for that file and those of the rows.
+
+        Raises:
+            StoreError: there is no such file, or it was altered.
+        """
+        folder, name = posixpath.split(str(url).rstrip("/"))
+        store = Store.open(folder or ".", **storage_options)
+        try:
+            saved = json.loads(store.read_bytes(name))
+            if saved["format"] != FORMAT:
+                raise StoreError(
+                    f"{url} has format {saved['format']}, and this release reads {FORMAT}: save the Rows again."
+                )
+            manifest = Manifest.from_json(saved["manifest"])
+            store = Store.open(saved["store"], **storage_options)
+            return cls(store, manifest, saved["source"], saved["has_no_nan"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{url} is not what Rows.save writes: save the Rows again.") from error
+
+    def save(self, url: str, **storage_options: Any) -> None:
+        """Write the handle, without credentials, for programs that get no objects: `Rows.open(url)` reads it."""
+        folder, name = posixpath.split(str(url).rstrip("/"))
+        document = {
+            "format": FORMAT,
+            "store": self.store.url,
+            "source": self.source,
+            "has_no_nan": self.has_no_nan,
+            "manifest": self.manifest.to_json(),
+        }
+        Store.open(folder or ".", **storage_options).write_bytes(name, json.dumps(document).encode())
+
+    # ---- what they are
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self.manifest.rows
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Name, numpy's dtype and shape of each column."""
+        return self.manifest.columns
+
+    def describe(self) -> str:
+        """The rows in words: how many, of what, in which files, and the columns."""
+        groups, files = len(self.manifest.row_groups), len(self.manifest.files)
+        lines = [
+            f"{self.count:,} rows of {self.source}",
+            f"{files} files, {groups} row groups, {self.store.url}",
+        ]
+        for column in self.columns:
+            lines.append(f"  {column.name}: {column.kind}")
+        return "\n".join(lines)
+
+    # ---- parts of them
+
+    def select(self: H, *names: str) -> H:
+        """The same rows with these columns alone.
+
+        Raises:
+            InvalidInput: there is no such column.
+        """
+        if not names:
+            raise InvalidInput(f"Name at least one of the columns {[each.name for each in self.columns]}.")
+        columns = tuple(self.manifest.column(name) for name in dict.fromkeys(names))
+        return dataclasses.replace(self, manifest=dataclasses.replace(self.manifest, columns=columns))
+
+    def limit(self: H, count: int) -> H:
+        """The first `count` rows, in the order of the files: of rows in the order of their hashes, a random sample."""
+        most = COUNT("count", count)
+        if most >= self.count:
+            return self
+        return self._keep(np.arange(self.count) < most, f"limit {most}")
+
+    def split(self: H, by: float | str, seed: int = 0) -> tuple[H, H]:
+        """The rows to train on, and those to hold out.
+
+        Args:
+            by: the fraction of rows to hold out, drawn for each row by its number; or the name of a column: rows where
+                it is true, or above 0, are held out, and neither part has it.
+            seed: of the fraction.
+
+        Raises:
+            InvalidInput: no such fraction or column, or one part would have no rows.
+        """
+        if isinstance(by, str):
+            held_out = self._read_marks(by)
+            what = f"split by {by}"
+        elif isinstance(by, float) and 0 < by < 1:
+            drawn = draw_uniform(np.arange(self.count), 1, _SPLIT_WORD, WHOLE("seed", seed))[:, 0]
+            held_out, what = drawn < by, f"split by {by}, seed {seed}"
+        else:
+            raise InvalidInput(
+                f"split takes a fraction between 0 and 1, or the name of a column; got {by!r}."
+            )
+        if held_out.all() or not held_out.any():
+            empty = "train on" if held_out.all() else "hold out"
+            raise InvalidInput(
+                f"split({by!r}) leaves none of {self.count} rows to {empty}: choose another fraction or column."
+            )
+        rest = self
+        if isinstance(by, str) and len(self.columns) > 1:
+            rest = self.select(*(column.name for column in self.columns if column.name != by))
+        return rest._keep(~held_out, what), rest._keep(held_out, f"{what}, held out")
+
+    def _read_marks(self, name: str) -> npt.NDArray[np.bool_]:
+        names = [column.name for column in self.columns]
+        if name not in names:
+            raise InvalidInput(
+                f"split names column {name!r}, which these Rows do not have: they have {format_columns(name, names)}"
+                f"{suggest_name(name, names)}."
+            )
+        column = self.manifest.column(name)
+        if column.shape or np.dtype(column.dtype).kind not in "biuf":
+            raise InvalidInput(f"split needs a column of booleans or numbers; {name!r} has {column.kind}.")
+        rows = RowAccess(self.store, self.select(name).manifest)
+        marks = [rows.reader.fetch(group)[name] > 0 for group in range(len(self.manifest.row_groups))]
+        return np.concatenate(marks)
+
+    def _keep(self: H, kept: npt.NDArray[np.bool_], what: str) -> H:
+        """kept: (count,), of each row. what: another text for other rows of the same files."""
+        content = hashlib.sha256(f"{self.manifest.content} {what}".encode()).hexdigest()[:32]
+        manifest = dataclasses.replace(
+            self.manifest,
+            row_groups=_keep_rows(self.manifest.row_groups, kept),
+            fingerprint=content,
+            content=content,
+        )
+        return dataclasses.replace(self, manifest=manifest, source=f"{self.source} ({what})")
+
+
+def _keep_rows(groups: RowGroups, kept: npt.NDArray[np.bool_]) -> RowGroups:
+    """The row groups with some of their rows. kept: of each row, in the order of the groups."""
+    rows, deleted = groups.rows.copy(), dict(groups.deleted)
+    first = 0
+    for number, count in enumerate(groups.rows.tolist()):
+        part = kept[first : first + count]
+        first += count
+        rows[number] = part.sum()
+        if 0 < rows[number] < count:
+            before = groups[number].keep_mask
+            mask = np.ones(count, np.bool_) if before is None else before.copy()
+            mask[mask] = part
+            deleted[number] = pack_deleted(~mask)
+    stays = rows > 0
+    place = np.cumsum(stays) - 1
+    numbers = {name: getattr(groups, name)[stays] for name in RowGroups.NUMBERS}
+    return RowGroups(
+        **{**numbers, "rows": rows[stays]},
+        deleted={int(place[number]): text for number, text in deleted.items() if stays[number]},
+    )
