@@ -433,7 +433,7 @@ def describe_paths(
     if not given:
         raise InvalidInput("paths is empty: name a Parquet file or a folder.")
     files, names = locate_files([str(each) for each in given], storage_options)
-    wanted = list_parquet_columns(files, names) if columns is None else list(columns)
+    wanted = list_names(columns, list_parquet_columns(files, names))
     manifest = describe_parquet(files, wanted, transformed=True, names=names, collect=_choose_collector())
     return files, manifest, f"Parquet files in {files.url}"
 

@@ -1,7 +1,7 @@
 """Programs of the kinds that torch's users write, each with a ledger that is trained with the model.
 
-All take the same rows in the same steps, so all end with the weights of `train_plain`, which nothing disturbs. They
-train on the worker's GPU where it has one.
+All take the rows of one table in the same steps, so all end with the weights of `train_plain`, which nothing disturbs.
+They train on the worker's GPU where it has one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 KILLS = 20
-ROWS, BATCH, EPOCHS, SEED = 50, 7, 6, 5
+EPOCHS, SEED = 6, 5
+ROWS = int(os.environ.get("KILLED_ROWS", "50"))
+BATCH = -(-ROWS // 8)
 STEPS = EPOCHS * -(-ROWS // BATCH)
 
 
@@ -36,9 +38,48 @@ def find_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_rows() -> torch.utils.data.TensorDataset:
-    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return torch.utils.data.TensorDataset(torch.arange(ROWS), x, x.sum(dim=1).sin())
+def write_rows(folder: Path) -> None:
+    """Write a table of Delta in three files, of which a deletion vector and another file's deletion leave ROWS rows."""
+    import numpy as np
+    import pyarrow as pa
+    from deltalake import DeltaTable, write_deltalake
+
+    from spark_elastic import Rows
+    from tests.delta_files import delete_by_vector
+
+    table = str(folder / "table")
+    x = torch.randn(2 * ROWS, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64).numpy()
+    row = np.arange(2 * ROWS)
+    for part in np.array_split(row, 3):
+        values = pa.FixedSizeListArray.from_arrays(x[part].reshape(-1), 4).cast(pa.list_(pa.float64()))
+        y = np.sin(x[part].sum(axis=1))
+        write_deltalake(table, pa.table({"row": part, "x": values, "y": y}), mode="append")
+    DeltaTable(table).delete(f"row >= {ROWS + ROWS // 4}")
+    for path, first, count in _list_files(table):
+        deleted = [place for place in range(count) if first + place >= ROWS]
+        if deleted:
+            delete_by_vector(Path(table), path, deleted)
+    rows = Rows.from_table(table)
+    assert rows.count == ROWS
+    rows.save(str(folder / "rows.json"))
+
+
+def _list_files(table: str) -> list[tuple[str, int, int]]:
+    """Name, first row and number of rows of each file."""
+    import pyarrow.parquet as pq
+    from deltalake import DeltaTable
+
+    found = []
+    for path in DeltaTable(table).file_uris():
+        numbers = pq.read_table(path, columns=["row"])["row"].to_pylist()
+        found.append((Path(path).name, numbers[0], len(numbers)))
+    return found
+
+
+def open_rows(folder: str) -> Any:
+    from spark_elastic import Rows
+
+    return Rows.open(f"{folder}/rows.json")
 
 
 def make_optimizer(net: Any) -> torch.optim.Optimizer:
@@ -80,15 +121,15 @@ def hold_after_commits(adapter: Any, folder: str) -> None:
     adapter.commit = commit_and_hold
 
 
-def train_plain() -> dict[str, list[float]]:
+def train_plain(folder: str) -> dict[str, list[float]]:
     from spark_elastic.handwritten.torch_state import ElasticDataLoader
 
     net = Net()
-    optimizer, loader = make_optimizer(net), ElasticDataLoader(make_rows(), BATCH, SEED)
+    optimizer, loader = make_optimizer(net), ElasticDataLoader(open_rows(folder), BATCH, SEED)
     for _ in range(EPOCHS):
         for batch in loader:
             optimizer.zero_grad()
-            net(*batch, loader.global_rows).backward()
+            net(**batch, rows=loader.global_rows).backward()
             optimizer.step()
     return read_weights(net)
 
@@ -99,7 +140,7 @@ def train_loop(folder: str) -> dict[str, list[float]]:
 
     device = find_device()
     net = Net().to(device)
-    optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
+    optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
@@ -108,8 +149,8 @@ def train_loop(folder: str) -> dict[str, list[float]]:
         while loader.epoch < EPOCHS:
             for batch in loader:
                 optimizer.zero_grad()
-                batch = [part.to(device) for part in batch]
-                (ddp(*batch, loader.global_rows) * loader.loss_weight).backward()
+                batch = {name: part.to(device) for name, part in batch.items()}
+                (ddp(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
                 optimizer.step()
                 state.step += 1
                 state.commit()
@@ -127,7 +168,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
     from spark_elastic.handwritten.fsdp import FSDPState
 
     device = find_device()
-    loader = hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
+    loader = hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
     def build(state: Any) -> dict[str, Any]:
         torch.distributed.init_process_group("nccl" if device == "cuda" else None)
@@ -141,8 +182,8 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
         while loader.epoch < EPOCHS:
             for batch in loader:
                 state.optimizer.zero_grad()
-                batch = [part.to(device) for part in batch]
-                (state.net(*batch, loader.global_rows) * loader.loss_weight).backward()
+                batch = {name: part.to(device) for name, part in batch.items()}
+                (state.net(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
                 state.optimizer.step()
                 state.step += 1
                 state.commit()
@@ -157,7 +198,7 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     from spark_elastic.integrations.huggingface import create_accelerator
 
     net = Net().to(find_device())
-    optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
+    optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
@@ -166,8 +207,8 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
         while loader.epoch < EPOCHS:
             for batch in loader:
                 stepper.zero_grad()
-                batch = [part.to(accelerator.device) for part in batch]
-                accelerator.backward(prepared(*batch, loader.global_rows) * loader.loss_weight)
+                batch = {name: part.to(accelerator.device) for name, part in batch.items()}
+                accelerator.backward(prepared(**batch, rows=loader.global_rows) * loader.loss_weight)
                 stepper.step()
                 state.step += 1
                 state.commit()
@@ -201,9 +242,12 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
     net = TrainerNet().to(args.device)
     optimizer = make_optimizer(net)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    rows = [{"row": row, "x": x, "y": y} for row, x, y in make_rows()]
     trainer = ElasticTrainer(
-        net, args, train_dataset=rows, global_batch_size=BATCH, optimizers=(optimizer, schedule)
+        net,
+        args,
+        train_dataset=open_rows(folder).dataset(),
+        global_batch_size=BATCH,
+        optimizers=(optimizer, schedule),
     )
     hold_after_commits(trainer._adapter, folder)
     trainer.train()
@@ -216,7 +260,7 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
     from spark_elastic.handwritten.torch_state import ElasticDataLoader
     from spark_elastic.integrations.lightning import ElasticStrategy
 
-    loader = ElasticDataLoader(make_rows(), BATCH, SEED)
+    loader = ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
     class LightningNet(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -224,7 +268,7 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
             self.net = Net()
 
         def training_step(self, batch: Any) -> Any:
-            return self.net(*batch, loader.global_rows)
+            return self.net(**batch, rows=loader.global_rows)
 
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.net)

@@ -30,7 +30,8 @@ class Killer:
             holders: workers that must hold the newest state, the one that is killed among them.
             after_a_step: wait for a step since the last kill, so that the others have divided a state anew.
         """
-        self._folder, self._lines, self._holders = folder, lines, holders
+        # Where the table of the programs is, too.
+        self.folder, self._lines, self._holders = folder, lines, holders
         self._after_a_step = after_a_step
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._kill_at_events, name="killer")
@@ -47,14 +48,14 @@ class Killer:
         self._thread.join()
 
     def count_kills(self) -> int:
-        return (self._folder / "kills").stat().st_size
+        return (self.folder / "kills").stat().st_size
 
     def count_worlds(self) -> int:
         return self._lines.getvalue().count("world of ")
 
     def read_histories(self) -> dict[int, list[str]]:
         """Process id -> what each worker has noted, one line for each step."""
-        files = self._folder.glob("worker-*")
+        files = self.folder.glob("worker-*")
         return {int(file.name.split("-")[1]): file.read_text().split("\n")[:-1] for file in files}
 
     def _kill_at_events(self) -> None:
@@ -67,7 +68,7 @@ class Killer:
             SystemClock().sleep(random.uniform(0, 0.1))
             worlds, newest = self.count_worlds(), max(self._read_newest().values())
             os.kill(random.choice(self._find_holders(0)), signal.SIGKILL)
-            with open(self._folder / "kills", "ab") as file:
+            with open(self.folder / "kills", "ab") as file:
                 file.write(b"x")
 
     def _is_due(self, step: int, worlds: int) -> bool:
@@ -95,7 +96,7 @@ def assert_exact(results: list[dict[str, Any]], killer: Killer) -> None:
     """All kills were made, and the weights and the ledger are those of a run that nothing disturbs."""
     assert killer.count_kills() == KILLS
     assert killer.count_worlds() > KILLS
-    expected = torch.tensor(train_plain()["weights"], dtype=torch.float64)
+    expected = torch.tensor(train_plain(str(killer.folder))["weights"], dtype=torch.float64)
     for result in results:
         got = torch.tensor(result["weights"], dtype=torch.float64)
         assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9

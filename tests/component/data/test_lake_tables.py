@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
 import sys
@@ -37,6 +36,7 @@ from spark_elastic.tables import iceberg_deletes
 from spark_elastic.tables.existing_parquet import describe_files
 from spark_elastic.tables.lake_tables import join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
+from tests.delta_files import delete_by_vector
 from tests.leaks import SessionOwned
 
 ROWS = 5000
@@ -73,46 +73,6 @@ def expect(table: pa.Table, columns: list[str]) -> list[tuple[Any, ...]]:
 
 
 # ---- Delta
-
-
-def delete_by_vector(folder: Path, path: str, rows: list[int], **partition: str) -> None:
-    """Commit a deletion vector for a file, as Spark's connector does and the Python package cannot."""
-    bitmap = BitMap(rows).serialize()
-    vector = struct.pack("<IQI", 1681511377, 1, 0) + bitmap
-    vector += bytes(-len(vector) % 4)
-    table = DeltaTable(folder)
-    (add,) = (each for each in pa.table(table.get_add_actions()).to_pylist() if each["path"] == path)
-    entry = {
-        "path": path,
-        "partitionValues": partition,
-        "size": add["size_bytes"],
-        "modificationTime": add["modification_time"],
-        "dataChange": True,
-        "stats": json.dumps({"numRecords": add["num_records"], "tightBounds": False}),
-        "deletionVector": {
-            "storageType": "i",
-            "pathOrInlineDv": encode_z85(vector),
-            "sizeInBytes": len(vector),
-            "cardinality": len(rows),
-        },
-    }
-    remove = {"path": path, "deletionTimestamp": int(time.time() * 1000), "dataChange": True}
-    features = {"minReaderVersion": 3, "minWriterVersion": 7}
-    names = ["deletionVectors"]
-    lines = [
-        {"protocol": {**features, "readerFeatures": names, "writerFeatures": names}},
-        {"remove": remove},
-        {"add": entry},
-    ]
-    log = folder / "_delta_log" / f"{table.version() + 1:020}.json"
-    log.write_text("\n".join(json.dumps(line) for line in lines))
-
-
-def encode_z85(data: bytes) -> str:
-    """ZeroMQ's base 85: that of base64.b85encode, with other signs."""
-    usual = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
-    z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-    return base64.b85encode(data).decode().translate(str.maketrans(usual, z85))
 
 
 def test_a_delta_version_is_read_whatever_is_written_to_the_table_later(tmp_path: Path) -> None:
