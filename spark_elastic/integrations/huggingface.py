@@ -19,6 +19,7 @@ from transformers import Trainer
 
 from spark_elastic.checks import make_choice
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.rows import Rows
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
 from spark_elastic.worker.context import get_context
@@ -88,6 +89,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         self.determinism = make_choice("rows").or_none()("determinism", determinism)
         self._adapter = TrainerProgress(self, commit_every)
         super().__init__(*args, **options)
+        if isinstance(self.train_dataset, Rows):
+            self.train_dataset = self.train_dataset.dataset()
         # Before the user's, which read what it puts right.
         self.callback_handler.callbacks.insert(0, self._adapter)
 

@@ -21,8 +21,10 @@ import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
 
+from spark_elastic import Rows
 from spark_elastic.errors import InvalidInput, WorkerFailed
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.handwritten.torch_state import ElasticDataLoader
 from spark_elastic.torch import progress
 
 if TYPE_CHECKING:
@@ -78,6 +80,44 @@ def test_fit_trains_and_two_fits_agree_and_change_nothing(spark: SparkSession, t
     with torch.no_grad():
         expected = first.model(torch.tensor([row.x for row in rows], dtype=torch.float64)).tolist()
     assert [row.prediction for row in rows] == pytest.approx(expected)
+
+
+def test_p2_rows_train_an_estimator_as_their_dataframe_does_and_a_loop_in_the_same_steps(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    df = table(spark)
+    rows = Rows.from_dataframe(df, tmp_path, columns=["x", "y"])
+    est = estimator(tmp_path, batch_size=4, epochs=2, ledger=True, run_id="mine")
+    model = est.fit(rows)
+    assert model.summary.digest == est.copy({est.run_id: "other"}).fit(df).summary.digest
+    steps: dict[tuple[int, int], list[int]] = {}
+    for file in (tmp_path / "runs" / "mine" / "ledger").iterdir():
+        for line in map(json.loads, file.read_text().splitlines()):
+            if line["event"] == "contributes":
+                steps.setdefault((line["epoch"], line["step"]), []).extend(line["rows"])
+    loader = ElasticDataLoader(rows, 4 * WORKERS)
+    for epoch in range(2):
+        for step, batch in enumerate(loader):
+            trained = torch.stack([rows.dataset()[row]["x"] for row in sorted(steps[epoch, step])])
+            assert sorted(batch["x"].tolist()) == sorted(trained.tolist())
+    held_out = est.copy({est.run_id: "validated", est.validation: 0.25}).fit(rows)
+    assert held_out.history[0]["rows"] + held_out.history[0]["val_rows"] == ROWS
+    files = spark.read.parquet(*map(rows.store.join, rows.manifest.files))
+    in_place = Rows.from_dataframe(files, row_order="table", missing={"nans": "keep"})
+    assert "files of Parquet in " in in_place.source
+    assert in_place.count == ROWS
+    for wrong, says in (
+        (lambda: est.fit(in_place), "run_id 'mine' began with other files"),
+        (lambda: Rows.from_dataframe(df), "store is missing"),
+        (
+            lambda: Rows.from_dataframe(df, tmp_path, materialize="never"),
+            "cannot be read where they are, because",
+        ),
+        (lambda: Rows.from_dataframe(df, tmp_path, columns=["z"]), "columns names 'z'"),
+        (lambda: estimator(tmp_path, feature_cols=["v"]).fit(rows), "no column 'v'"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            wrong()
 
 
 def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(
