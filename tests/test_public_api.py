@@ -34,6 +34,7 @@ PUBLIC = {
     "OutOfMemory": "errors",
     "PeersMissing": "errors",
     "PreflightError": "errors",
+    "Rows": "estimators.rows",
     "StaleGeneration": "errors",
     "StoreError": "errors",
     "TimeLimitReached": "errors",

@@ -118,7 +118,7 @@ class RowHandle:
             return self
         return self._keep(np.arange(self.count) < most, f"limit {most}")
 
-    def split(self: H, by: float | str, seed: int = 0) -> tuple[H, H]:
+    def split(self: H, by: Any, seed: int = 0) -> tuple[H, H]:
         """The rows to train on, and those to hold out.
 
         Args:
@@ -160,8 +160,9 @@ class RowHandle:
         if column.shape or np.dtype(column.dtype).kind not in "biuf":
             raise InvalidInput(f"split needs a column of booleans or numbers; {name!r} has {column.kind}.")
         rows = RowAccess(self.store, self.select(name).manifest)
-        marks = [rows.reader.fetch(group)[name] > 0 for group in range(len(self.manifest.row_groups))]
-        return np.concatenate(marks)
+        groups = range(len(self.manifest.row_groups))
+        values: npt.NDArray[Any] = np.concatenate([rows.reader.fetch(group)[name] for group in groups])
+        return values > 0
 
     def _keep(self: H, kept: npt.NDArray[np.bool_], what: str) -> H:
         """kept: (count,), of each row. what: another text for other rows of the same files."""

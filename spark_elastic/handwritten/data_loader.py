@@ -30,9 +30,9 @@ from spark_elastic.data.plan import (
     draw_permutation,
     draw_uniform,
 )
+from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
-from spark_elastic.estimators.rows import Rows
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.gradients.ranks import rank, size
 from spark_elastic.handwritten.object_state import ObjectState
@@ -110,9 +110,9 @@ class ElasticDataLoader:
         Raises:
             InvalidInput: an argument is wrong.
         """
-        table = dataset if isinstance(dataset, Rows) else getattr(dataset, "rows", None)
-        is_table = isinstance(dataset, Rows | RowDataset)
-        if not is_table:
+        rows = dataset.rows if isinstance(dataset, RowDataset) else dataset
+        table = rows if isinstance(rows, RowHandle) else None  # whose rows are read
+        if table is None:
             _check_dataset(dataset)
             if transformation_fn is not None or lanes is not None:
                 given = "lanes" if transformation_fn is None else "transformation_fn"
@@ -135,7 +135,7 @@ class ElasticDataLoader:
         self.step = 0
         self._rows = len(dataset)
         _check_batch_size(global_batch_size)
-        if is_table:
+        if table is not None:
             lanes = COUNT.or_none()("lanes", lanes)
             self._plan = plan_rows(table, global_batch_size, self.seed, shuffle, drop_last, lanes)
         else:
@@ -161,7 +161,7 @@ class ElasticDataLoader:
         self._stream: RowStream | None = None
         self._table: RowBatches | None = None
         read = dataset
-        if is_table:
+        if table is not None:
             collate = options.pop("collate_fn", None)
             if collate is None and isinstance(dataset, RowDataset):
                 collate = torch.utils.data.default_collate

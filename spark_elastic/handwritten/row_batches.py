@@ -19,9 +19,9 @@ from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.plan import DataPlan, Division, Int64s, compute_share_bounds
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_access import RowAccess
+from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import iter_items, to_tensors
-from spark_elastic.estimators.rows import Rows
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.training.transformation import RowRandom, Transformation, transform_columns
 
@@ -29,7 +29,7 @@ USUAL_WORKERS = 8  # that estimators' `max_workers` must exceed to get more lane
 
 
 def plan_rows(
-    rows: Rows, global_batch_size: int, seed: int, shuffle: bool, drop_last: bool, lanes: int | None
+    rows: RowHandle, global_batch_size: int, seed: int, shuffle: bool, drop_last: bool, lanes: int | None
 ) -> DataPlan:
     """The order of the rows: that of an estimator with as many lanes. lanes: None: as many as memory allows, up to
     16."""
@@ -56,7 +56,7 @@ class RowBatches:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowHandle,
         seed: int,
         transformation: Transformation | None,
         collate: Callable[[list[Any]], Any] | None,

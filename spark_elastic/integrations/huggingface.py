@@ -62,6 +62,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     current_flos: Any
     model_init: Any
     optimizer: Any
+    train_dataset: Any
 
     def __init__(
         self,
