@@ -1,8 +1,9 @@
 """DistributedDataParallel that loses a worker in the middle of a step, and continues with that step.
 
-    spark-elastic-run -np 3 --min-np 1 python examples/ddp.py
+    python examples/ddp.py
 
-The loop is plain PyTorch: `init_process_group`, `DistributedDataParallel`, `backward`, `step`. The decorator, the state
+The rows are those of a DataFrame; with a cluster's session the same program runs on a cluster. The loop is plain
+PyTorch: `init_process_group`, `DistributedDataParallel`, `backward`, `step`. The decorator, the state
 and the loader make it elastic. In the first world, rank 1 kills itself while the gradients of a step are exchanged.
 """
 
@@ -10,15 +11,19 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from typing import Any
 
 import torch
+from pyspark.sql import SparkSession
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
+import spark_elastic
 import spark_elastic.torch as hvd
+from spark_elastic import Rows
 
 EPOCHS = 4
 BATCH_SIZE = 64  # rows of a step over all workers
@@ -26,13 +31,10 @@ ROWS = 1000
 LOST_AT = 20  # the step in which a worker dies
 
 
-def train() -> None:
+def train(rows: Rows) -> None:
     hvd.init()
-    drawn = torch.Generator().manual_seed(1)
-    inputs = torch.randn(ROWS, 8, generator=drawn)
-    targets = inputs.sum(dim=1, keepdim=True) + 0.1 * torch.randn(ROWS, 1, generator=drawn)
-    dataset = torch.utils.data.TensorDataset(torch.arange(ROWS), inputs, targets)
-    loader = hvd.elastic.ElasticDataLoader(dataset, BATCH_SIZE)
+    loader = hvd.elastic.ElasticDataLoader(rows, BATCH_SIZE)
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     first_size = hvd.size()
@@ -42,14 +44,14 @@ def train() -> None:
         init_process_group()  # of this world
         ddp = DistributedDataParallel(model)
         while state.epoch < EPOCHS:
-            for rows, x, y in loader:
+            for batch in loader:
                 optimizer.zero_grad()
-                loss = nn.functional.mse_loss(ddp(x), y) * loader.loss_weight
+                loss = nn.functional.mse_loss(ddp(batch["x"])[:, 0], batch["y"]) * loader.loss_weight
                 if state.step == LOST_AT and hvd.size() == first_size > 1 and hvd.rank() == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss.backward()
                 optimizer.step()
-                state.seen.extend(hvd.allgather(rows).tolist())
+                state.seen.extend(hvd.allgather(batch["id"]).tolist())
                 state.step += 1
                 if hvd.size() != state.size:
                     print_cost(state)
@@ -74,5 +76,16 @@ def print_cost(state: Any) -> None:
         )
 
 
+def write_table(folder: str) -> Rows:
+    """Rows of a DataFrame, in files that all workers read."""
+    spark = SparkSession.builder.master("local[3]").getOrCreate()
+    numbers = "transform(sequence(1, 8), k -> cast((pmod(hash(id, k), 2001) - 1000) / 500 as float))"
+    df = spark.range(ROWS).selectExpr("id", f"{numbers} as x")
+    return Rows.from_dataframe(
+        df.selectExpr("*", "aggregate(x, cast(0 as float), (a, b) -> a + b) as y"), folder
+    )
+
+
 if __name__ == "__main__":
-    train()
+    with tempfile.TemporaryDirectory() as store:  # on a cluster, a folder that all hosts see
+        spark_elastic.run(train, (write_table(store),), num_workers=3, min_workers=1)

@@ -1,9 +1,10 @@
 """Hugging Face's Trainer that fine-tunes a small language model, loses a worker, and continues with the step in flight.
 
-    spark-elastic-run -np 3 --min-np 1 python examples/fine_tune.py
+    python examples/fine_tune.py
 
-The model is a Llama of random weights and the text is made here, so nothing is downloaded. Take `ElasticTrainer` in
-place of `Trainer`, and give the global batch: that is all. In the first world, rank 1 kills itself in a step.
+The model is a Llama of random weights and the text is a table that is made here, so nothing is downloaded. Take
+`ElasticTrainer` in place of `Trainer`, give the global batch and the table's rows: that is all. In the first world,
+rank 1 kills itself in a step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import time
 from typing import Any
 
 import torch
+from pyspark.sql import SparkSession
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
+import spark_elastic
 import spark_elastic.torch as hvd
+from spark_elastic import Rows
 from spark_elastic.torch.huggingface import ElasticTrainer
 
 EPOCHS = 4
@@ -48,14 +52,7 @@ class Loss(TrainerCallback):
         self.size, self.time = hvd.size(), time.time()
 
 
-def make_text() -> list[dict[str, torch.Tensor]]:
-    """Rows of words that count upwards from a random one."""
-    first = torch.randint(WORDS, (ROWS, 1), generator=torch.Generator().manual_seed(1))
-    words = (first + torch.arange(LENGTH)) % WORDS
-    return [{"input_ids": row, "labels": row} for row in words]
-
-
-def train() -> None:
+def train(rows: Rows) -> None:
     hvd.init()
     torch.manual_seed(1)
     model = LlamaForCausalLM(
@@ -79,7 +76,7 @@ def train() -> None:
             logging_steps=16,
         )
         trainer = ElasticTrainer(
-            model, args, train_dataset=make_text(), callbacks=[Loss()], global_batch_size=BATCH_SIZE
+            model, args, train_dataset=rows, callbacks=[Loss()], global_batch_size=BATCH_SIZE
         )
         output = trainer.train()
     if hvd.rank() == 0:
@@ -87,5 +84,14 @@ def train() -> None:
         print(f"{output.global_step} steps; the loss fell from {losses[0]} to {losses[-1]}", flush=True)
 
 
+def write_text(folder: str) -> Rows:
+    """Rows of a DataFrame, of words that count upwards from a random one."""
+    spark = SparkSession.builder.master("local[3]").getOrCreate()
+    words = f"transform(sequence(0, {LENGTH - 1}), k -> pmod(hash(id) + k, {WORDS}))"
+    df = spark.range(ROWS).selectExpr(f"{words} as input_ids")
+    return Rows.from_dataframe(df.selectExpr("input_ids", "input_ids as labels"), folder)
+
+
 if __name__ == "__main__":
-    train()
+    with tempfile.TemporaryDirectory() as store:  # on a cluster, a folder that all hosts see
+        spark_elastic.run(train, (write_text(store),), num_workers=3, min_workers=1)

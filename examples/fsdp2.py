@@ -1,6 +1,6 @@
 """FSDP2 that loses a worker in the middle of a step, and continues with that step.
 
-    spark-elastic-run -np 3 --min-np 1 python examples/fsdp2.py
+    python examples/fsdp2.py
 
 No worker has the whole model: `fully_shard` divides parameters and optimizer state over all of them. `build` makes
 them anew in each world; each shard has a copy on another worker, on another host where there are several. In the first
@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from typing import Any
 
 import torch
+from pyspark.sql import SparkSession
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.fsdp import fully_shard
 
+import spark_elastic
 import spark_elastic.torch as hvd
+from spark_elastic import Rows
 from spark_elastic.torch.fsdp import FSDPState
 
 EPOCHS = 4
@@ -38,26 +42,22 @@ def build(state: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
 
 
-def train() -> None:
+def train(rows: Rows) -> None:
     hvd.init()
-    drawn = torch.Generator().manual_seed(1)
-    inputs = torch.randn(ROWS, 8, generator=drawn)
-    targets = inputs.sum(dim=1, keepdim=True) + 0.1 * torch.randn(ROWS, 1, generator=drawn)
-    dataset = torch.utils.data.TensorDataset(torch.arange(ROWS), inputs, targets)
-    loader = hvd.elastic.ElasticDataLoader(dataset, BATCH_SIZE)
+    loader = hvd.elastic.ElasticDataLoader(rows, BATCH_SIZE)
     first_size = hvd.size()
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
         while state.epoch < EPOCHS:
-            for rows, x, y in loader:
+            for batch in loader:
                 state.optimizer.zero_grad()
-                loss = nn.functional.mse_loss(state.model(x), y) * loader.loss_weight
+                loss = nn.functional.mse_loss(state.model(batch["x"])[:, 0], batch["y"]) * loader.loss_weight
                 if state.step == LOST_AT and hvd.size() == first_size > 1 and hvd.rank() == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss.backward()
                 state.optimizer.step()
-                state.seen.extend(hvd.allgather(rows).tolist())
+                state.seen.extend(hvd.allgather(batch["id"]).tolist())
                 state.step += 1
                 if hvd.size() != state.size:
                     print_cost(state)
@@ -82,5 +82,16 @@ def print_cost(state: Any) -> None:
         )
 
 
+def write_table(folder: str) -> Rows:
+    """Rows of a DataFrame, in files that all workers read."""
+    spark = SparkSession.builder.master("local[3]").getOrCreate()
+    numbers = "transform(sequence(1, 8), k -> cast((pmod(hash(id, k), 2001) - 1000) / 500 as float))"
+    df = spark.range(ROWS).selectExpr("id", f"{numbers} as x")
+    return Rows.from_dataframe(
+        df.selectExpr("*", "aggregate(x, cast(0 as float), (a, b) -> a + b) as y"), folder
+    )
+
+
 if __name__ == "__main__":
-    train()
+    with tempfile.TemporaryDirectory() as store:  # on a cluster, a folder that all hosts see
+        spark_elastic.run(train, (write_table(store),), num_workers=3, min_workers=1)

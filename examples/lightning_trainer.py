@@ -1,6 +1,6 @@
 """Lightning's Trainer that loses a worker in the middle of a step, and continues with that step.
 
-    spark-elastic-run -np 3 --min-np 1 python examples/lightning_trainer.py
+    python examples/lightning_trainer.py
 
 The module is plain Lightning. The strategy and the loader make its training elastic. In the first world, rank 1 kills
 itself before the gradients of a step are exchanged.
@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from pyspark.sql import SparkSession
 from torch import nn
 
+import spark_elastic
 import spark_elastic.torch as hvd
+from spark_elastic import Rows
 from spark_elastic.torch.lightning import ElasticStrategy
 
 EPOCHS = 4
@@ -32,8 +36,7 @@ class Regression(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return nn.functional.mse_loss(self.net(x), y)
+        return nn.functional.mse_loss(self.net(batch["x"])[:, 0], batch["y"])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -61,12 +64,10 @@ class Loss(pl.Callback):
         self.size, self.time = hvd.size(), time.time()
 
 
-def train() -> None:
+def train(rows: Rows) -> None:
     hvd.init()
     pl.seed_everything(1)
-    inputs = torch.randn(ROWS, 8)
-    targets = inputs.sum(dim=1, keepdim=True) + 0.1 * torch.randn(ROWS, 1)
-    loader = hvd.elastic.ElasticDataLoader(torch.utils.data.TensorDataset(inputs, targets), BATCH_SIZE)
+    loader = hvd.elastic.ElasticDataLoader(rows, BATCH_SIZE)
     trainer = pl.Trainer(
         strategy=ElasticStrategy(),
         accelerator="cpu",
@@ -81,9 +82,20 @@ def train() -> None:
     trainer.fit(module, loader)
     if hvd.rank() == 0:
         with torch.no_grad():
-            loss = float(nn.functional.mse_loss(module.net(inputs), targets))
+            loss = float(module.training_step(next(iter(torch.utils.data.DataLoader(rows.dataset(), ROWS)))))
         print(f"{trainer.global_step} steps; the loss over all rows is {loss:.3f}", flush=True)
 
 
+def write_table(folder: str) -> Rows:
+    """Rows of a DataFrame, in files that all workers read."""
+    spark = SparkSession.builder.master("local[3]").getOrCreate()
+    numbers = "transform(sequence(1, 8), k -> cast((pmod(hash(id, k), 2001) - 1000) / 500 as float))"
+    df = spark.range(ROWS).selectExpr("id", f"{numbers} as x")
+    return Rows.from_dataframe(
+        df.selectExpr("*", "aggregate(x, cast(0 as float), (a, b) -> a + b) as y"), folder
+    )
+
+
 if __name__ == "__main__":
-    train()
+    with tempfile.TemporaryDirectory() as store:  # on a cluster, a folder that all hosts see
+        spark_elastic.run(train, (write_table(store),), num_workers=3, min_workers=1)
