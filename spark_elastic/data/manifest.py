@@ -199,6 +199,9 @@ class PackedSource:
     packing: Mapping[str, Any]  # the fields of `data.packing.Packing`
     # Row group g of the sequences is made of the row groups `cuts[g] ... cuts[g + 1]` of the documents.
     cuts: tuple[int, ...]
+    documents: int  # how many were packed
+    overlong: int  # documents that were split or truncated
+    tokens: int  # of all documents, without those that were cut off; the other places of the sequences are padding
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,9 @@ class Manifest:
                 tuple(kinds[number] for number in content["file_columns"]),
                 tuple(content["file_states"]),
                 packed
-                and PackedSource(cls.from_json(packed["manifest"]), packed["packing"], tuple(packed["cuts"])),
+                and PackedSource(
+                    **{**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
+                ),
             )
             expected = content["hash"]
         except (ValueError, TypeError, KeyError) as error:

@@ -152,6 +152,11 @@ def check_lengths(lengths: Int64s, packing: Packing) -> int:
     return overlong
 
 
+def count_packed(lengths: Int64s, packing: Packing) -> int:
+    """The tokens that are packed."""
+    return int((np.minimum(lengths, packing.length) if packing.overlong == "truncate" else lengths).sum())
+
+
 def cut_windows(tokens: Int64s, length: int) -> tuple[int, ...]:
     """Row groups to windows: window w has the row groups `cuts[w] ... cuts[w + 1]`. tokens: of each row group."""
     wanted = length * max(LEAST_SEQUENCES, min(WINDOW_SEQUENCES, WINDOW_TOKENS // length))

@@ -439,6 +439,19 @@ def _take_ragged(column: Column, files: _Files, transformed: bool) -> Column:
             f"The arrays of column {column.name!r} have different lengths: {difference}; "
             f"{format_remedy(len(column.shape))}."
         )
+    return _make_ragged(column)
+
+
+def align_ragged(one: Manifest, other: Manifest) -> Manifest:
+    """The first, with those of its columns ragged that are so in the other: lengths may be the same by chance."""
+    ragged = {column.name for column in other.columns if column.ragged}
+    columns = (
+        _make_ragged(each) if each.name in ragged and len(each.shape) == 1 else each for each in one.columns
+    )
+    return replace(one, columns=tuple(columns))
+
+
+def _make_ragged(column: Column) -> Column:
     return replace(column, dtype="object", shape=(), ragged=column.dtype)
 
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.manifest import Column, Manifest, PackedSource, RowGroups
+from spark_elastic.data.manifest import Column, Manifest, PackedSource, RowGroup, RowGroups
 from spark_elastic.data.packing import (
     DOCUMENT_IDS,
     LABELS,
     POSITION_IDS,
     Packing,
     check_lengths,
+    count_packed,
     find_positions,
     make_labels,
     pack_groups,
@@ -29,8 +32,11 @@ from spark_elastic.data.packing import (
 from spark_elastic.data.plan import Int64s
 from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.reading.decoding import ColumnArrays, Reader
-from spark_elastic.data.reading.row_group_cache import RowGroupCache
+from spark_elastic.data.reading.group_reader import GroupReader
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+
+log = logging.getLogger("spark_elastic")
 
 
 def read_lengths(reader: Reader, manifest: Manifest, packing: Packing) -> list[Int64s]:
@@ -47,31 +53,30 @@ def read_lengths(reader: Reader, manifest: Manifest, packing: Packing) -> list[I
 def pack_manifest(
     manifest: Manifest, packing: Packing, columns: tuple[Column, ...], lengths: Sequence[Int64s]
 ) -> Manifest:
-    """The packed data set. columns: `describe_packed`. lengths: `read_lengths`. Raises InvalidInput if a document is
-    longer than allowed."""
-    check_lengths(np.concatenate(lengths), packing)
+    """The packed data set. columns: `describe_packed`. lengths: `read_lengths`. Raises InvalidInput as
+    `check_lengths`."""
+    every = np.concatenate(lengths)
+    overlong = check_lengths(every, packing)
+    if overlong:
+        cut = {"split": "are split", "truncate": "lose their ends"}[packing.overlong]
+        log.warning(
+            "%d of %d documents have more than %d tokens and %s", overlong, len(every), packing.length, cut
+        )
     cuts, sequences = pack_groups(lengths, packing)
-    groups, firsts = manifest.row_groups, np.array(cuts[:-1])
-    whole = np.zeros(len(firsts), np.int64)
-    fields = asdict(packing)
+    groups, fields = manifest.row_groups, asdict(packing)
     digest = hashlib.sha256(json.dumps([manifest.hash, fields], sort_keys=True).encode()).hexdigest()[:32]
     return Manifest(
         columns,
         manifest.files,
-        RowGroups(
-            file=groups.file[firsts],
-            index=np.arange(len(firsts)),
-            rows=np.array(sequences, np.int64),
-            bytes=np.add.reduceat(groups.bytes, firsts),
-            first_row=whole,
-            parent_rows=whole,
-            part_rows=whole,
+        RowGroups.of(
+            RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
+            for window, (first, past) in enumerate(pairwise(cuts))
         ),
         f"{manifest.fingerprint}-{digest}",
         digest,
         manifest.file_columns,
         manifest.file_states,
-        PackedSource(manifest, fields, cuts),
+        PackedSource(manifest, fields, cuts, len(every), overlong, count_packed(every, packing)),
     )
 
 
@@ -90,53 +95,46 @@ def describe_packed(manifest: Manifest, packing: Packing) -> tuple[Column, ...]:
     return tuple(found.values())
 
 
-class PackedReader:
+class PackedReader(GroupReader):
     """Reads row groups of a packed data set."""
 
     def __init__(
         self,
-        reader: Reader,
-        source: PackedSource,
-        columns: Sequence[Column],
-        rows: Sequence[int],
+        store: Store,
+        manifest: Manifest,
+        columns: Sequence[str] | None,
         cache_bytes: int,
+        open_documents: Callable[[Manifest, Sequence[str]], Reader],
     ) -> None:
-        """
-        Args:
-            reader: of the documents, which this one closes; whatever it caches is read once.
-            columns: of the sequences, that are needed.
-            rows: sequences of each row group.
-        """
-        self._reader, self._cuts, self._rows = reader, source.cuts, rows
-        self._packing = Packing(**source.packing)
-        self.columns = tuple(columns)
-        self._groups = RowGroupCache(cache_bytes)
-
-    def fetch(self, group: int) -> ColumnArrays:
-        """See `Reader.fetch`."""
-        return self._groups.fetch(group, self._pack)
-
-    def prefetch(self, group: int) -> bool:
-        """See `Reader.prefetch`."""
-        return self._groups.prefetch(group, self._pack)
+        """open_documents: opens a reader of the data set that was packed, over these columns."""
+        super().__init__(store, manifest, columns, cache_bytes)
+        assert manifest.packed is not None
+        self._source, self._packing = manifest.packed, Packing(**manifest.packed.packing)
+        own = [column.name for column in self.columns]
+        names = [name for name in self._packing.sources if name == self._packing.column or name in own]
+        self._documents = open_documents(self._source.manifest, names)
 
     def announce(self, groups: Iterable[int]) -> None:
         """See `Reader.announce`."""
-        wanted = (range(*self._cuts[group : group + 2]) for group in groups if group not in self._groups)
-        self._reader.announce(each for part in wanted for each in part)
+        self._documents.announce(
+            chain.from_iterable(self._list_groups(g) for g in groups if g not in self._groups)
+        )
 
     def release(self, group: int | None = None) -> None:
         """See `Reader.release`."""
-        self._groups.release(group)
+        super().release(group)
         if group is None:
-            self._reader.release()
+            self._documents.release()
 
-    def close(self) -> None:
-        """See `Reader.close`."""
-        self._groups.close(self._reader.close)
+    def _close_resources(self) -> None:
+        self._documents.close()
 
-    def _pack(self, group: int) -> ColumnArrays:
-        documents = self._read(range(*self._cuts[group : group + 2]))
+    def _list_groups(self, group: int) -> range:
+        """The row groups of the documents."""
+        return range(*self._source.cuts[group : group + 2])
+
+    def _decode(self, group: int) -> ColumnArrays:
+        documents = self._read(self._list_groups(group))
         packing, tokens = self._packing, documents[self._packing.column]
         for name, rows in documents.items():
             if not np.array_equal(rows.offsets, tokens.offsets):
@@ -145,7 +143,7 @@ class PackedReader:
                     "packed: leave the column out of along, or mend them."
                 )
         window = pack_window(tokens.lengths, packing)
-        if window.count != self._rows[group]:
+        if window.count != self._manifest.group_rows[group]:
             raise StoreError(
                 f"The documents in column {packing.column!r} have other lengths than {packing.length_column!r} said "
                 "when they were packed: mend that column, or leave length_column out."
@@ -167,7 +165,7 @@ class PackedReader:
         """The documents of these row groups, by column."""
         parts: dict[str, list[Ragged]] = {}
         for group in groups:
-            for name, rows in self._reader.fetch(group).items():
+            for name, rows in self._documents.fetch(group).items():
                 parts.setdefault(name, []).append(Ragged.of(rows))
-            self._reader.release(group)
+            self._documents.release(group)
         return {name: Ragged.concatenate(each) for name, each in parts.items()}

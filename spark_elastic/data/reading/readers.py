@@ -52,12 +52,9 @@ def open_reader(
     """
     check_reader(name)
     if manifest.packed is not None:
-        names = [column.name for column in manifest.columns] if columns is None else dict.fromkeys(columns)
-        wanted = [manifest.column(each) for each in names]
-        packing = Packing(**manifest.packed.packing)
-        sources = [each for each in packing.sources if each == packing.column or each in names]
-        documents = open_reader(name, store, manifest.packed.manifest, sources, cache_bytes=0)
-        return PackedReader(documents, manifest.packed, wanted, manifest.group_rows, cache_bytes)
+        return PackedReader(
+            store, manifest, columns, cache_bytes, lambda *of: open_reader(name, store, *of, cache_bytes=0)
+        )
     if name == "petastorm":
         from spark_elastic.data.reading.petastorm_reader import PetastormReader
 

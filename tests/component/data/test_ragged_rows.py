@@ -24,7 +24,12 @@ from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.readers import open_reader, pack_rows
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.tables.existing_parquet import describe_files, describe_parquet, find_data_files
+from spark_elastic.tables.existing_parquet import (
+    align_ragged,
+    describe_files,
+    describe_parquet,
+    find_data_files,
+)
 from spark_elastic.tables.predicate import Predicate
 
 LENGTH = 64
@@ -251,3 +256,16 @@ def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]
     manifest = pack_rows(store, source, Packing(length=LENGTH, length_column="wrong"))
     with pytest.raises(StoreError, match="have other lengths than 'wrong' said"):
         read(store, manifest)
+
+
+def test_rows_to_validate_with_are_ragged_as_those_to_train_on(tmp_path: Path) -> None:
+    described = []
+    for name, rows in (("a", [[1], [2, 3]]), ("b", [[4, 5], [6, 7]])):
+        (tmp_path / name).mkdir()
+        store = write(tmp_path / name, {"x": pa.array(rows), "pair": pa.array([[1, 2]] * 2)})
+        described.append(describe_parquet(store, ["x", "pair"], transformed=True))
+    first, second = described
+    assert first.columns != second.columns
+    aligned = align_ragged(second, first)
+    assert (aligned.columns, align_ragged(first, second)) == (first.columns, first)
+    assert [row.tolist() for row in read(store, aligned)["x"]] == [[4, 5], [6, 7]]
