@@ -514,12 +514,13 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
 
 def _measure_ragged(files: _Files, columns: Sequence[Column]) -> Int64s:
     """`group_bytes`, or the bytes of decoded ragged values where these are more: numbers may be encoded in few bits."""
-    decoded = np.zeros_like(files.group_bytes)
+    decoded: Int64s = np.zeros_like(files.group_bytes)
     for column in columns:
         if column.ragged:
             values = np.concatenate([facts.values[column.name] for facts in files.facts])
             decoded += values * np.dtype(column.ragged).itemsize
-    return np.maximum(files.group_bytes, decoded)
+    most: Int64s = np.maximum(files.group_bytes, decoded)
+    return most
 
 
 def _drop_deleted(groups: RowGroups, files: Sequence[DataFile], begins: Int64s) -> RowGroups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ def open_reader(
     check_reader(name)
     if manifest.packed is not None:
         return PackedReader(
-            store, manifest, columns, cache_bytes, lambda *of: open_reader(name, store, *of, cache_bytes=0)
+            store, manifest, columns, cache_bytes, partial(open_reader, name, store, cache_bytes=0)
         )
     if name == "petastorm":
         from spark_elastic.data.reading.petastorm_reader import PetastormReader

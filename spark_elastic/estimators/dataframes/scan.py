@@ -344,12 +344,11 @@ class TableScan:
     def count_bytes(self, columns: Sequence[manifest.Column]) -> int:
         """The bytes of all strings and ragged rows, after the write. columns: `describe_columns`."""
         found = self._observation.get
-        values = (
-            found[f"values{number}"] * np.dtype(column.ragged).itemsize
-            for number, column in enumerate(columns)
-            if column.ragged and column.ragged != "object"  # whose bytes are counted as those of strings
-        )
-        return (found.get("bytes") or 0) + sum(values)
+        total: int = found.get("bytes") or 0
+        for number, column in enumerate(columns):
+            if column.ragged not in ("", "object"):  # the bytes of strings are counted
+                total += found[f"values{number}"] * np.dtype(column.ragged).itemsize
+        return total
 
     def _may_be_ragged(self, kind: ColumnType) -> bool:
         return self._ragged and kind.dimensions == 1 and not kind.vector
