@@ -166,9 +166,9 @@ def cut_windows(tokens: Int64s, length: int) -> tuple[int, ...]:
         if begun >= wanted:
             cuts.append(group + 1)
             begun = 0
-    if begun and len(cuts) > 1 and 2 * begun < wanted:
-        cuts.pop()  # the rest goes to the window before
     if cuts[-1] != len(tokens):
+        if len(cuts) > 1 and 2 * begun < wanted:
+            cuts.pop()  # the rest goes to the window before
         cuts.append(len(tokens))
     return tuple(cuts)
 

@@ -130,11 +130,12 @@ class PackedReader(GroupReader):
         self._documents.close()
 
     def _list_groups(self, group: int) -> range:
-        """The row groups of the documents."""
-        return range(*self._source.cuts[group : group + 2])
+        """The row groups of the documents. Some of the windows may have been left out."""
+        window = int(self._manifest.row_groups.index[group])
+        return range(*self._source.cuts[window : window + 2])
 
     def _decode(self, group: int) -> ColumnArrays:
-        documents = self._read(self._list_groups(group))
+        entry, documents = self._manifest.row_groups[group], self._read(self._list_groups(group))
         packing, tokens = self._packing, documents[self._packing.column]
         for name, rows in documents.items():
             if not np.array_equal(rows.offsets, tokens.offsets):
@@ -143,7 +144,7 @@ class PackedReader(GroupReader):
                     "packed: leave the column out of along, or mend them."
                 )
         window = pack_window(tokens.lengths, packing)
-        if window.count != self._manifest.group_rows[group]:
+        if window.count != entry.stored_rows:
             raise StoreError(
                 f"The documents in column {packing.column!r} have other lengths than {packing.length_column!r} said "
                 "when they were packed: mend that column, or leave length_column out."
@@ -157,9 +158,11 @@ class PackedReader(GroupReader):
             found[POSITION_IDS] = find_positions(ids)
         if LABELS in wanted:
             found[LABELS] = make_labels(found.get(LABELS, found[packing.column]), ids, packing.predict_first)
-        for array in found.values():
+        kept = slice(None) if entry.keep_mask is None else entry.keep_mask
+        columns = {column.name: found[column.name][kept] for column in self.columns}
+        for array in columns.values():
             array.flags.writeable = False
-        return {column.name: found[column.name] for column in self.columns}
+        return columns
 
     def _read(self, groups: Iterable[int]) -> Mapping[str, Ragged]:
         """The documents of these row groups, by column."""

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data.loader import StepLoader
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
 from spark_elastic.data.packing import Packing
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.ragged import Ragged
@@ -238,6 +238,22 @@ def test_p1_each_token_of_each_document_is_in_one_sequence(
     inside = (tokens > 0) & ~begins
     assert (labels[~inside] == -100).all()
     assert np.array_equal(labels[inside], tokens[inside] * (-1 if "along" in options else 1))
+
+
+def test_some_of_the_sequences_are_read_as_they_are_among_all(
+    documents: tuple[Store, list[list[int]]],
+) -> None:
+    store, _ = documents
+    manifest = pack_rows(
+        store, describe_parquet(store, ["input_ids"], transformed=True), Packing(length=LENGTH)
+    )
+    whole = read(store, manifest)
+    first, second, *_ = manifest.row_groups
+    gone = np.arange(second.rows) % 3 == 0
+    part = replace(second, deleted=pack_deleted(gone), rows=int(np.count_nonzero(~gone)))
+    found = read(store, replace(manifest, row_groups=RowGroups.of([part])))
+    for name, values in found.items():
+        assert np.array_equal(values, whole[name][first.rows :][: second.rows][~gone])
 
 
 def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]]]) -> None:

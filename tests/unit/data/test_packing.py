@@ -81,6 +81,7 @@ def test_a_small_rest_goes_to_the_window_before() -> None:
     assert cut_windows(np.array([128 * 64] * 3 + [10, 10]), 64) == (0, 1, 2, 5)
     assert cut_windows(np.array([128 * 64] * 3 + [64 * 64, 10]), 64) == (0, 1, 2, 3, 5)
     assert cut_windows(np.array([10, 0]), 64) == (0, 2)
+    assert cut_windows(np.array([128 * 64, 0]), 64) == (0, 2)
 
 
 def test_longer_documents_are_refused_or_counted() -> None:
