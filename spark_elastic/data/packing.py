@@ -7,6 +7,7 @@ into the sequence that it fills best. So a window is what a row group is elsewhe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -116,7 +117,7 @@ def pack_window(lengths: Int64s, packing: Packing) -> Window:
 
 def _fit_best(sizes: Sequence[int], length: int) -> tuple[Int64s, int]:
     """For each size the sequence that has the least room for it, or a new one, and the number of sequences."""
-    open_sequences: list[list[int]] = [[] for _ in range(length + 1)]  # by the room that is left in them
+    open_sequences: defaultdict[int, list[int]] = defaultdict(list)  # by the room that is left in them
     rooms = 0  # bit r: there is a sequence with room r
     found = np.empty(len(sizes), np.int64)
     count = 0
