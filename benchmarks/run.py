@@ -55,6 +55,7 @@ CASES = {
     "many_files": Case("many_files:measure", small={"files": 100}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
     "mixing": Case("mixing:measure", {"rows": 2_000_000}, {"rows": 700_000, "mixed": 10_000, **ONE_ROUND}),
+    "packing": Case("packing:measure", small={"documents": 6000, **ONE_ROUND}),
     "reader": Case("reader:measure", small={"rows": 40_000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
     "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),

@@ -30,9 +30,11 @@ _EXPORTS = {
     "JobHandle": "spark_elastic.driver.discovery",
     "NotEnoughWorkers": "spark_elastic.errors",
     "OutOfMemory": "spark_elastic.errors",
+    "Packing": "spark_elastic.data.packing",
     "PeersMissing": "spark_elastic.errors",
     "PreflightError": "spark_elastic.errors",
     "Rows": "spark_elastic.estimators.rows",
+    "Ragged": "spark_elastic.data.ragged",
     "StaleGeneration": "spark_elastic.errors",
     "StoreError": "spark_elastic.errors",
     "TimeLimitReached": "spark_elastic.errors",
@@ -46,6 +48,8 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from spark_elastic.clusters.run.call import run
     from spark_elastic.config import ElasticConfig
+    from spark_elastic.data.packing import Packing
+    from spark_elastic.data.ragged import Ragged
     from spark_elastic.driver.discovery import JobHandle
     from spark_elastic.errors import (
         ConnectionClosed,
@@ -90,8 +94,10 @@ __all__ = [
     "JobHandle",
     "NotEnoughWorkers",
     "OutOfMemory",
+    "Packing",
     "PeersMissing",
     "PreflightError",
+    "Ragged",
     "Rows",
     "StaleGeneration",
     "StoreError",

@@ -56,7 +56,7 @@ FOREIGN = {
     "pyspark": ("clusters.spark", "clusters.platforms", "estimators"),
     "py4j": ("clusters.spark", "estimators.dataframes"),
     "pandas": ("clusters.spark", "estimators", "integrations"),
-    "torch": ("training.torch", "gradients", "estimators", "handwritten", "horovod", "integrations"),
+    "torch": ("training.torch", "gradients", "estimators", "handwritten", "horovod", "integrations", "data.ragged"),
     "tensorflow": ("training.keras", "estimators", "horovod"),
     "keras": ("training.keras", "estimators", "horovod"),
     "transformers": ("integrations",),

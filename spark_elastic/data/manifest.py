@@ -27,6 +27,8 @@ VERSION = 4
 
 Int64s = npt.NDArray[np.int64]
 
+VIEW_BYTES = 112  # numpy's own bytes of each row of a ragged column
+
 
 @dataclass(frozen=True)
 class Column:
@@ -39,6 +41,9 @@ class Column:
     shape: tuple[int, ...] = ()  # shape of one row, () for a scalar
     # How petastorm encoded a row in the file: "ndarray", "compressed_ndarray" or "image"; "": not at all.
     codec: str = ""
+    # numpy's dtype of the elements of rows that are 1-D arrays of different lengths, where `dtype` is `object`; "": the
+    # rows are no such arrays.
+    ragged: str = ""
 
     @property
     def is_raw(self) -> bool:
@@ -53,8 +58,13 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Decoded bytes of one row; for bytes and strings only the pointer, since lengths differ."""
-        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+        """Decoded bytes of one row, without what differs from row to row: bytes, strings and ragged values."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape) + (VIEW_BYTES if self.ragged else 0)
+
+    @property
+    def element(self) -> tuple[str, int]:
+        """The dtype of single values, and the dimensions of a row."""
+        return (self.ragged, 1) if self.ragged else (self.dtype, len(self.shape))
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class RowGroup:
     file: int  # number of the file in the manifest
     index: int  # number of the row group in the file
     rows: int  # rows that the table has of it
-    bytes: int  # encoded bytes before compression
+    bytes: int  # encoded bytes before compression; those of decoded ragged values, where these are more
     first_row: int = 0  # of a part, its first row in the row group as it is in the file; 0 for a whole one
     parent_rows: int = 0  # of a part, the rows in the file of the whole row group; 0: this is the whole one
     # Of a part, the rows in the file of each part of the row group but the last; 0 for a whole one.
@@ -188,6 +198,19 @@ class FileColumns:
 
 
 @dataclass(frozen=True)
+class PackedSource:
+    """What a data set of packed sequences is made of."""
+
+    manifest: Manifest  # that of the documents
+    packing: Mapping[str, Any]  # the fields of `data.packing.Packing`
+    # Row group g of the sequences is made of the row groups `cuts[g] ... cuts[g + 1]` of the documents.
+    cuts: tuple[int, ...]
+    documents: int  # how many were packed
+    overlong: int  # documents that were split or truncated
+    tokens: int  # of all documents, without those that were cut off; the other places of the sequences are padding
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A data set."""
 
@@ -203,6 +226,7 @@ class Manifest:
     file_columns: tuple[FileColumns, ...] = ()  # of each file; (): the files say all
     # Of each file `ObjectInfo.state`, which readers compare; (): nobody writes these files again.
     file_states: tuple[str, ...] = ()
+    packed: PackedSource | None = None  # what the rows are made of, if they are not in the files as they are
 
     @cached_property
     def rows(self) -> int:
@@ -256,6 +280,8 @@ class Manifest:
             "file_columns": [number[id(each)] for each in shared],
             "file_states": self.file_states,
         }
+        if self.packed is not None:
+            content["packed"] = {**vars(self.packed), "manifest": self.packed.manifest.to_json()}
         return json.dumps(content, sort_keys=True)
 
     @classmethod
@@ -269,6 +295,7 @@ class Manifest:
                     f"The manifest has version {version}, this release reads {VERSION}: write it again."
                 )
             kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
+            packed = content.get("packed")
             manifest = cls(
                 tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
                 tuple(content["files"]),
@@ -277,6 +304,10 @@ class Manifest:
                 content["content"],
                 tuple(kinds[number] for number in content["file_columns"]),
                 tuple(content["file_states"]),
+                packed
+                and PackedSource(
+                    **{**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
+                ),
             )
             expected = content["hash"]
         except (ValueError, TypeError, KeyError) as error:
@@ -299,12 +330,13 @@ class Manifest:
 
 
 def _to_fields(column: Column) -> dict[str, Any]:
-    """A column's fields for a document: the codec where there is one, so that the hashes of other data sets stay."""
-    return {name: value for name, value in asdict(column).items() if name != "codec" or value}
+    """A column's fields for a document: newer ones only where they say something, so that the hashes of other data sets
+    stay."""
+    return {name: value for name, value in asdict(column).items() if name not in ("codec", "ragged") or value}
 
 
 def compute_decoded_bytes(columns: Iterable[Column], rows: Int64s, encoded: Int64s) -> Int64s:
-    """Bytes of row groups in memory. The lengths of bytes and strings are known from the files alone."""
+    """Bytes of row groups in memory. The lengths of bytes, strings and ragged rows are known from the files alone."""
     known = list(columns)
     objects = any(column.dtype == "object" for column in known)
     return rows * sum(column.row_bytes for column in known) + objects * encoded

@@ -257,12 +257,12 @@ class ScannedRows(FileRows):
             raise NoFileScan(
                 f"column {column.name!r} has times in the files' paths, whose zone Spark decides"
             )
-        if (column.dtype, len(column.shape)) == (kind.dtype, kind.dimensions):
+        if column.element == (kind.dtype, kind.dimensions):
             return column
         if in_paths and not kind.dimensions and np.dtype(kind.dtype).kind in "iuf":
             return replace(column, dtype=kind.dtype)
         raise NoFileScan(
-            f"column {column.name!r} is {column.dtype} of {len(column.shape)} dimensions in the files, and "
+            f"column {column.name!r} is {column.element[0]} of {column.element[1]} dimensions in the files, and "
             f"{kind.dtype} of {kind.dimensions} in the DataFrame"
         )
 

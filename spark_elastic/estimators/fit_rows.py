@@ -44,6 +44,7 @@ from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import (
     PIECE_BYTES,
+    align_ragged,
     describe_files,
     describe_parquet,
     list_columns,
@@ -215,8 +216,11 @@ class FileRows:
             raise InvalidInput(
                 f"{clause}; {self.call} reads files as they are: {remedy.format(argument=self.validation_argument)}."
             )
-        self._described = self._describe(request)
-        _check_equal_columns(*self._described, self.validation_argument)
+        rows, validation = self._describe(request)
+        if validation is not None:
+            rows, validation = align_ragged(rows, validation), align_ragged(validation, rows)
+        self._described = rows, validation
+        _check_equal_columns(rows, validation, self.validation_argument)
 
     @property
     def _place(self) -> str:
@@ -634,4 +638,4 @@ def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: 
 
 
 def _classify_number(column: Column) -> str:
-    return np.dtype(column.dtype).kind.replace("u", "i")
+    return np.dtype(column.element[0]).kind.replace("u", "i")

@@ -106,6 +106,8 @@ def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
     Raises:
         InvalidInput: nulls, rows of another size or of uneven arrays, or values that the column's dtype cannot hold.
     """
+    if column.ragged:
+        return _stack_ragged(rows, column)
     if column.dtype == "object":
         return _stack_objects(rows, column)
     if not column.shape:
@@ -116,6 +118,16 @@ def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
         return _cast_to_trained_dtype(np.concatenate(plain).reshape(len(plain), *column.shape), column)
     flat = [_cast_to_trained_dtype(_flatten_row(row, column, size), column) for row in rows]
     return np.array(flat, dtype=column.dtype).reshape(len(rows), *column.shape)
+
+
+def _stack_ragged(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
+    """Rows of different lengths as an object array of arrays, as in training."""
+    if any(map(_is_missing, rows)):
+        raise _build_null_error(column)
+    element, found = Column(column.name, column.ragged), np.empty(len(rows), object)
+    for number, row in enumerate(rows):
+        found[number] = stack_rows(row, element)
+    return found
 
 
 def _stack_objects(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:

@@ -285,7 +285,7 @@ class ModelWriter(saving.OverwritingWriter):
         extra = {
             "format": saving.FORMAT,
             "summary": model.summary.to_json(),
-            "columns": [[c.name, c.dtype, list(c.shape)] for c in model._predictor.columns],
+            "columns": [[c.name, c.dtype, list(c.shape), c.ragged] for c in model._predictor.columns],
             "shapes": model._known_shapes,
             **model._extra(),
         }
@@ -303,7 +303,10 @@ class ModelReader(MLReader[Any]):
     def load(self, path: str) -> Any:
         metadata = saving.read_metadata(self.sparkSession, path, self._cls)
         with saving.name_incomplete(path, self._cls):
-            columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
+            columns = tuple(
+                Column(name, dtype, tuple(shape), ragged="".join(ragged))  # older models have none
+                for name, dtype, shape, *ragged in metadata["columns"]
+            )
             summary = FitSummary.from_json(metadata["summary"])
             predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
             shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
@@ -337,6 +340,7 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
     given = find_column_type(dataset.schema, column.name, transformed=True)
     if not _fits(given, column):
         trained = f"{column.dtype} of shape {column.shape}" if column.shape else column.dtype
+        trained = f"arrays of {column.ragged}" if column.ragged else trained
         raise InvalidInput(
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
@@ -347,13 +351,13 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
 
 
 def _fits(given: ColumnType, column: Column) -> bool:
-    trained = np.dtype(column.dtype)
+    trained = np.dtype(column.element[0])
     if trained.kind == "M":
-        alike = given.dtype == column.dtype
+        alike = given.dtype == column.element[0]
     else:
         alike = np.dtype(given.dtype).kind in _TAKES.get(trained.kind, "")
     # How deep arrays were before `input_shapes` is not known.
-    deep = bool(column.shape) if given.dimensions else math.prod(column.shape) == 1
+    deep = bool(column.element[1]) if given.dimensions else math.prod(column.shape) == 1 and not column.ragged
     return alike and deep
 
 

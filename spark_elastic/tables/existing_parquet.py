@@ -30,6 +30,7 @@ from spark_elastic.data.manifest import (
     pack_deleted,
     reuse_equal,
 )
+from spark_elastic.data.ragged import format_remedy
 from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector, partition_values
 from spark_elastic.data.reading.unischema import Field, describe_field, find_unischema
 from spark_elastic.data.store import ObjectInfo, Store
@@ -43,6 +44,7 @@ from spark_elastic.tables.footers import (
     FileSchema,
     Int64s,
     collect_footers_in_threads,
+    count_elements,
     drop_excluded,
 )
 from spark_elastic.tables.predicate import Predicate
@@ -52,6 +54,7 @@ log = logging.getLogger("spark_elastic")
 PIECE_BYTES = 4 << 20
 VECTOR_DTYPE = "float32"
 _PARQUET = (".parquet", ".parq", ".pq")
+_SAMPLED_VALUES = 1 << 16  # of a column of arrays, whose lengths are compared
 
 
 def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
@@ -211,7 +214,7 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     described = tuple(_build_column(name, files, transformed, fields) for name in names)
     for column in described:
         _refuse_nulls(column.name, files)
-        _refuse_ragged(column, files)
+    described = tuple(_take_ragged(column, files, transformed) for column in described)
     groups = _cut_groups(files, described, piece_bytes)
     seen = [each.info for each in read], list(groups.deleted.values())
     digest = hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
@@ -257,8 +260,8 @@ class _Files:
         for place, each in enumerate(self.facts):
             self._firsts.setdefault(each.schema, place)
 
-    def first_row(self, column: str) -> pa.Array:
-        return FileFooter(self.store, self.data[0]).first_row(column)
+    def first_rows(self, column: str, most: int = 1) -> pa.Array:
+        return FileFooter(self.store, self.data[0]).first_rows(column, most)
 
     def find_type(self, column: str) -> pa.DataType | None:
         """The type in the files; None: no file has the column. Raises InvalidInput if it is not the same in all."""
@@ -390,16 +393,17 @@ def _build_column(name: str, files: _Files, transformed: bool, fields: Mapping[s
         return _partition_column(name, files, transformed)
     field = fields.get(name)
     if field is not None and field.codec_name:
-        return describe_field(field, files.first_row(name)[0].as_py())
+        return describe_field(field, files.first_rows(name)[0].as_py())
     if is_vector(arrow):
-        vector = files.first_row(name)
+        vector = files.first_rows(name)
         size = vector.field("size")[0].as_py()
         return Column(name, VECTOR_DTYPE, (size if size is not None else len(vector.field("values")[0]),))
     shape: list[int] = []
-    values = files.first_row(name) if is_list(arrow) else None
+    values = files.first_rows(name) if is_list(arrow) else None
     while is_list(arrow):
         assert values is not None
-        if not len(values) or not values[0].is_valid:
+        is_empty = not len(values) or not values[0].is_valid
+        if is_empty or not (len(values[0]) or transformed):
             raise InvalidInput(
                 f"The column {name!r} begins with an empty array or a null: leave the row out."
             )
@@ -455,23 +459,57 @@ def _refuse_nulls(name: str, files: _Files) -> None:
         )
 
 
-def _refuse_ragged(column: Column, files: _Files) -> None:
-    """Judged by the number of values in each row group. Lengths that add up by chance are found when they are read."""
-    if not column.shape or column.codec:
-        return
+def _take_ragged(column: Column, files: _Files, transformed: bool) -> Column:
+    """The column; if its arrays differ in length, as one that a transformation takes."""
+    arrow = files.find_type(column.name)
+    if arrow is None or not is_list(arrow) or column.codec:
+        return column
+    difference = _find_difference(column, files, transformed)
+    if difference is None:
+        return column
+    if not transformed or len(column.shape) > 1:
+        raise InvalidInput(
+            f"The arrays of column {column.name!r} have different lengths: {difference}; "
+            f"{format_remedy(len(column.shape))}."
+        )
+    return _make_ragged(column)
+
+
+def align_ragged(one: Manifest, other: Manifest) -> Manifest:
+    """The first, with those of its columns ragged that are so in the other: lengths may be the same by chance."""
+    ragged = {column.name for column in other.columns if column.ragged}
+    columns = (
+        _make_ragged(each) if each.name in ragged and len(each.shape) == 1 else each for each in one.columns
+    )
+    return replace(one, columns=tuple(columns))
+
+
+def _make_ragged(column: Column) -> Column:
+    return replace(column, dtype="object", shape=(), ragged=column.dtype)
+
+
+def _find_difference(column: Column, files: _Files, transformed: bool) -> str | None:
+    """Where arrays of another length than the first are; None: nowhere. Judged by the number of values in each row
+    group and, where others may be taken, by the first rows: lengths may add up by chance. What neither shows is found
+    when it is read."""
     expected = math.prod(column.shape)
+    if transformed and len(column.shape) == 1:
+        lengths = count_elements(files.first_rows(column.name, 1 + _SAMPLED_VALUES // (1 + expected)))
+        if not expected or (lengths != expected).any():
+            return "the first rows show it"
     for file, facts in zip(files.data, files.facts, strict=True):
-        values = facts.values.get(column.name)
-        if values is None:
-            continue
+        values = facts.values[column.name]
         bad = np.flatnonzero(values != facts.groups[1] * expected).tolist()
+        if bad and file.deleted is not None:  # the table may have no row of another length
+            reads = transformed and len(column.shape) == 1
+            bad = bad if reads and not FileFooter(files.store, file).has_length(column.name, expected) else []
         if bad:
             index, rows, _ = facts.groups[:, bad[0]]
-            raise InvalidInput(
-                f"The arrays of column {column.name!r} have different lengths: row group {index} of "
-                f"{file.info.name!r} has {values[bad[0]]} values in {rows} rows, and the first row has shape "
-                f"{column.shape}; pad or cut them to one length."
+            return (
+                f"row group {index} of {file.info.name!r} has {values[bad[0]]} values in {rows} rows, and "
+                f"the first row has shape {column.shape}"
             )
+    return None
 
 
 def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroups:
@@ -479,7 +517,7 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
 
     The manifest lists parts as row groups, so that plan, cache and prefetch do not notice.
     """
-    rows, size = files.group_rows, files.group_bytes
+    rows, size = files.group_rows, _measure_ragged(files, columns)
     decoded = compute_decoded_bytes(columns, rows, size)
     cut = (decoded > 2 * most) & (rows > 1)  # to cut costs a write and a read
     part_rows = np.where(cut, np.maximum(1, rows * most // np.maximum(1, decoded)), np.maximum(1, rows))
@@ -505,6 +543,17 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
     firsts = np.full(len(files.data), begins[-1])
     np.minimum.at(firsts, files.group_file, begins)
     return _drop_deleted(groups, files.data, begins[source] - firsts[groups.file] + first)
+
+
+def _measure_ragged(files: _Files, columns: Sequence[Column]) -> Int64s:
+    """`group_bytes`, or the bytes of decoded ragged values where these are more: numbers may be encoded in few bits."""
+    decoded: Int64s = np.zeros_like(files.group_bytes)
+    for column in columns:
+        if column.ragged:
+            values = np.concatenate([facts.values[column.name] for facts in files.facts])
+            decoded += values * np.dtype(column.ragged).itemsize
+    most: Int64s = np.maximum(files.group_bytes, decoded)
+    return most
 
 
 def _drop_deleted(groups: RowGroups, files: Sequence[DataFile], begins: Int64s) -> RowGroups:

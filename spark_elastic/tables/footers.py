@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from spark_elastic.clock import SystemClock, read_thread_seconds
@@ -104,7 +105,7 @@ class FileFacts:
     # bytes before compression.
     groups: Int64s
     nulls: Mapping[str, int]  # wanted column -> its nulls; those that are not in the file are not in here
-    # Wanted column of arrays -> its numbers in each row group; columns of which they are not known are not in here.
+    # Wanted column of arrays -> its numbers in each row group, those of deleted rows among them.
     values: Mapping[str, Int64s]
     # Of each row in the file, whether it is not taken, where `where` takes a part; None: as the table says.
     deleted: Mask | None
@@ -176,8 +177,7 @@ class FileFooter:
             self.keep_matching(where)
         groups = self.describe_groups()
         nulls = {name: self.count_nulls(name) for name in types}
-        known = [name for name in types if is_list(types[name]) and self.data.deleted is None]
-        values = {name: self.count_values(name, groups[0]) for name in known}
+        values = {name: self.count_values(name, groups[0]) for name in types if is_list(types[name])}
         deleted = None if self.data.deleted is given else self.data.deleted
         return FileFacts(schema, self.rows, groups, nulls, values, deleted)
 
@@ -285,14 +285,20 @@ class FileFooter:
             leaves += width
         raise KeyError(name)
 
-    def first_row(self, column: str) -> pa.Array:
-        """One row of a column, without reading a whole row group."""
-        return next(batch for batch in self._read(column, 1, 1 << 16) if len(batch))
+    def first_rows(self, column: str, most: int = 1) -> pa.Array:
+        """One row of a column, or some, without reading a whole row group."""
+        return next(batch for batch in self._read(column, most, 1 << 16) if len(batch))
+
+    def has_length(self, column: str, length: int) -> bool:
+        """Whether all arrays of a column that the table has are that long; reads the column."""
+        return all(np.all(count_elements(batch) == length) for batch in self._read(column, 1 << 12, 1 << 20))
 
     def count_values(self, column: str, groups: Int64s) -> Int64s:
         """The numbers of an array column in each of these row groups."""
         leaf = self.find_leaf(column)
-        return np.array([self.footer.row_group(g).column(leaf).num_values for g in groups.tolist()], np.int64)
+        chunks = [self.footer.row_group(group).column(leaf) for group in groups.tolist()]
+        # Parquet has a value for an empty array as well, and counts it among the nulls.
+        return np.array([chunk.num_values - _count_nulls(chunk.statistics) for chunk in chunks], np.int64)
 
     def count_nulls(self, name: str) -> int:
         """How many nulls a column has, at any depth: by the footer, or by reading the column."""
@@ -304,8 +310,11 @@ class FileFooter:
             if statistics is None or not statistics.has_null_count:
                 return self._read_nulls(name)
             total += statistics.null_count
-        # The nulls may be in rows that the table has no more.
-        return self._read_nulls(name) if total and self.data.deleted is not None else total
+        # They may be in rows that the table has no more, or empty arrays.
+        is_clear = self.data.deleted is None and not is_list(
+            self.schema.field(self.find_stored_name(name)).type
+        )
+        return total if is_clear or not total else self._read_nulls(name)
 
     def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
         """The rows of a column that the table has, by so many in the file."""
@@ -381,6 +390,16 @@ def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
         return None, None
     # Writers that count NaN among the values leave no bounds of the others.
     return (low, high) if low == low and high == high else (None, None)
+
+
+def _count_nulls(statistics: Any) -> int:
+    """As far as the footer says."""
+    return statistics.null_count if statistics is not None and statistics.has_null_count else 0
+
+
+def count_elements(values: pa.Array) -> Int64s:
+    """The length of each array of a column."""
+    return np.asarray(pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
 
 
 def _count_leaves(arrow: pa.DataType) -> int:

@@ -164,7 +164,7 @@ class BatchTransformation:
             # A copy: the alignment of the rows in memory must not depend on the worker's other rows.
             self._apply_to_part(
                 batch,
-                {name: c[low:high].copy() for name, c in batch.columns.items()},
+                {name: _copy_rows(c[low:high]) for name, c in batch.columns.items()},
                 batch.row_ids[low:high],
             )
             for low, high in pairwise(batch.cuts)
@@ -175,6 +175,13 @@ class BatchTransformation:
     def _apply_to_part(self, batch: RowBatch, columns: Mapping[str, Any], row_ids: Int64s) -> dict[str, Any]:
         rng = RowRandom(self.seed, batch.epoch, row_ids) if batch.augments else None
         return transform_columns(columns, len(row_ids), self.wanted, self.function, rng)
+
+
+def _copy_rows(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    copied = rows.copy()
+    for place, row in enumerate(copied) if rows.dtype == object else ():
+        copied[place] = np.copy(row) if isinstance(row, np.ndarray) else row  # ragged rows are views
+    return copied
 
 
 # ---- random numbers of single rows

@@ -11,18 +11,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.tables.existing_parquet import describe_parquet
 
 ROWS, CLASSES = 250, 3
-FEATURES = ("v", "a", "n", "image", "day")
+FEATURES = ("v", "a", "n", "image", "day", "tokens")
 
 
 def write(path: Path, reader: str) -> None:
-    """Vectors, arrays, whole numbers, pictures as bytes, days; small and large row groups.
+    """Vectors, arrays, whole numbers, pictures as bytes, days, ragged tokens; small and large row groups.
 
-    Vectors are dense and sparse in turns, structs as Spark's; for petastorm, which leaves structs out, they are arrays.
+    Vectors are dense and sparse in turns, structs as Spark's; for petastorm, which leaves structs out and reads nothing
+    ragged, they are arrays, and the tokens have one length.
     """
     rng = np.random.default_rng(3)
     vectors = [
@@ -48,6 +50,9 @@ def write(path: Path, reader: str) -> None:
             "n": pa.array(rng.integers(0, 7, ROWS), pa.int16()),
             "image": pa.array([rng.bytes(5) for _ in range(ROWS)], pa.binary()),
             "day": pa.array(rng.integers(0, 1000, ROWS), pa.int32()).cast(pa.date32()),
+            "tokens": pa.array(
+                [[1 + row % 6] * (row % 5 if reader == "arrow" else 4) for row in range(ROWS)]
+            ),
             "unused": pa.array([None] * ROWS, pa.string()),
             "y": pa.array(rng.integers(0, CLASSES, ROWS)),
         }
@@ -66,10 +71,11 @@ def densify(vector: dict[str, Any]) -> list[float]:
 
 
 def numbers(columns: dict[str, Any]) -> dict[str, Any]:
-    """Pictures and days as numbers, the others as they are."""
+    """Pictures, days and tokens as numbers, the others as they are."""
     pixels = np.array([np.frombuffer(image, np.uint8) for image in columns["image"]], np.float64)
     weekdays = (columns["day"].astype("int64") % 7)[:, None] / 7.0
-    return columns | {"image": pixels.reshape(-1, 5) / 255, "day": weekdays}
+    tokens = Ragged.of(columns["tokens"]).pad(0, to=4) / 7.0
+    return columns | {"image": pixels.reshape(-1, 5) / 255, "day": weekdays, "tokens": tokens}
 
 
 def open_data(folder: Path) -> tuple[Store, Manifest]:

@@ -290,21 +290,25 @@ def test_times_without_a_zone_come_as_in_training_whenever_they_are(spark: Spark
 
 
 def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, tmp_path: Path) -> None:
-    """Bytes, a day and a moment come as in training, whatever the session's time zone."""
+    """Bytes, a day, a moment and a ragged array come as in training, whatever the session's time zone."""
 
     def numbers(columns: dict[str, Any]) -> dict[str, Any]:
         made = {"image": [len(image) for image in columns["image"]]}
+        made |= {"tokens": [tokens.sum(dtype="int16") for tokens in columns["tokens"]]}
         made |= {name: columns[name].astype("int64") for name in ("day", "moment")}
         return {name: np.array(values, "float64")[:, None] for name, values in made.items()}
 
     class Sum(torch.nn.Module):
-        def forward(self, image: torch.Tensor, day: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-            return image * 100 + day * 10 + moment / 1e6
+        def forward(
+            self, image: torch.Tensor, day: torch.Tensor, moment: torch.Tensor, tokens: torch.Tensor
+        ) -> torch.Tensor:
+            return image * 100 + day * 10 + moment / 1e6 + tokens * 1000
 
     columns = (
         Column("image", "object"),
         Column("day", "datetime64[D]"),
         Column("moment", "datetime64[us]"),
+        Column("tokens", "object", ragged="int16"),
     )
     model = ElasticTorchModel(
         TorchPredictor(pack(ModuleWithTransformation(Sum(), numbers)), columns), SUMMARY
@@ -314,9 +318,12 @@ def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, t
         "if(id = 4, null, cast(repeat('a', int(id)) as binary)) image",
         "date_add(date'1970-01-01', int(id)) day",
         "timestamp_seconds(id) moment",
+        "array_repeat(id, int(id)) tokens",
     )
     got = [row.prediction for row in model.transform(df).orderBy("day").collect()]
-    assert got == pytest.approx([111.0 * i for i in range(4)])
+    assert got == pytest.approx([111.0 * i + 1000 * i * i for i in range(4)])
+    with pytest.raises(InvalidInput, match="'tokens' is bigint; the model was trained on arrays of int16"):
+        model.transform(df.drop("tokens").selectExpr("*", "1L tokens"))
     with pytest.raises(InvalidInput, match="the table has no rows"):
         model.transform(df.limit(0))
     row = list(df.orderBy("day").first() or ())

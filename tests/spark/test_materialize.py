@@ -88,6 +88,36 @@ def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: S
     assert np.array_equal(found["k"][order], np.stack([ids, -ids], axis=1))
 
 
+@pytest.mark.parametrize("row_order", ["table", "hash"])
+def test_arrays_of_different_lengths_are_written_for_a_transformation(
+    spark: SparkSession, store: Store, row_order: str
+) -> None:
+    from spark_elastic.estimators.dataframes.materialize import WriteOptions, find_difference
+    from spark_elastic.estimators.dataframes.materialize import materialize as write
+
+    lengths = "id", "cast(id % 4 as int)"
+    df = spark.range(200).selectExpr(
+        lengths[0],
+        f"slice(array(id, 1, 2, 3), 1, {lengths[1]}) as tokens",
+        f"slice(array('a', 'bc', 'def'), 1, {lengths[1]}) as words",
+        "array(id, 2) as pair",
+    )
+    options = WriteOptions(transformed=True, row_order=row_order, row_group_bytes=4000)
+    manifest, _ = write(df, df.columns, store, options)
+    assert manifest.columns == (
+        Column("id", "int64"),
+        Column("tokens", "object", ragged="int64"),
+        Column("words", "object", ragged="object"),
+        Column("pair", "int64", (2,)),
+    )
+    assert len(manifest.row_groups) > 2
+    found = read(store, manifest)
+    for row, tokens, words in zip(found["id"], found["tokens"], found["words"], strict=True):
+        assert tokens.tolist() == [row, 1, 2, 3][: row % 4]
+        assert words.tolist() == ["a", "bc", "def"][: row % 4]
+    assert find_difference(df.where("true or id > rand()"), df.columns, options, None, [manifest]) is None
+
+
 @pytest.mark.parametrize(
     ("row_order", "small", "jobs"), [("table", 0, 1), ("hash", 0, 2), ("hash", 1 << 20, 1)]
 )

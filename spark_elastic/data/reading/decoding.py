@@ -1,7 +1,7 @@
-"""From Parquet and Arrow to numpy arrays of a fixed shape, without a copy where the layout allows it.
+"""From Parquet and Arrow to numpy arrays, without a copy where the layout allows it.
 
-Maps Arrow's types to numpy's, checks that all rows have one shape, opens Parquet files and reads their footers. Any
-thread.
+Maps Arrow's types to numpy's, checks that all rows have one shape or makes views of ragged ones, opens Parquet files
+and reads their footers. Any thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from spark_elastic.data.manifest import Column, RowGroup, RowGroups
+from spark_elastic.data.manifest import VIEW_BYTES, Column, RowGroup, RowGroups
+from spark_elastic.data.ragged import split_rows
 from spark_elastic.data.reading.codecs import decode_values
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
@@ -151,14 +152,16 @@ def repeat_constant(text: str, column: Column, rows: int) -> Array:
 
 
 def nbytes(rows: ColumnArrays) -> int:
-    """Bytes of decoded rows, including those of strings."""
+    """Bytes of decoded rows, including those of strings and of ragged rows."""
     return sum(
         array.nbytes + (_find_length(array) if array.dtype == object else 0) for array in rows.values()
     )
 
 
 def _find_length(objects: npt.NDArray[Any]) -> int:
-    return sum(len(each) for each in objects.flat)
+    return sum(
+        VIEW_BYTES + each.nbytes if isinstance(each, np.ndarray) else len(each) for each in objects.flat
+    )
 
 
 def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Array:
@@ -174,24 +177,45 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
         array = _to_vectors(values, column)
     elif column.codec:
         array = decode_values(values.to_pylist(), column)
+    elif column.ragged:
+        array = _to_ragged(values, column)
     else:
         for length in column.shape:
             _check_length(values, length, column)
             values = _flatten_elements(values, length)
-        if values.null_count:
-            raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
         if len(values) != rows * math.prod(column.shape):
             raise ValueError(
                 f"column {column.name!r} is not the {rows} rows of shape {column.shape} it should be"
             )
-        if types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        if types.is_decimal(values.type):
-            values = values.cast(pa.float64())
-        array = _to_numbers(values).astype(column.dtype, copy=False)
+        array = _to_elements(values, column.name, column.dtype)
     array = array.reshape(rows, *column.shape)
     array.flags.writeable = False
     return array
+
+
+def _to_elements(values: Any, name: str, dtype: str) -> Array:
+    """An Arrow array without lists as one of numpy."""
+    if values.null_count:
+        raise ValueError(f"column {name!r} has {values.null_count} nulls")
+    if types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if types.is_decimal(values.type):
+        values = values.cast(pa.float64())
+    return _to_numbers(values).astype(dtype, copy=False)
+
+
+def _to_ragged(values: Any, column: Column) -> Array:
+    """Rows of different lengths as views of one array."""
+    if not is_list(values.type):
+        raise ValueError(f"column {column.name!r} is {values.type}, no arrays")
+    if types.is_fixed_size_list(values.type):
+        ends = (np.arange(len(values) + 1) + values.offset) * values.type.list_size
+    else:
+        ends = _to_numbers(values.offsets)
+    flat = values.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
+    elements = _to_elements(flat, column.name, column.ragged)
+    elements.flags.writeable = False
+    return split_rows(elements, ends - ends[0])
 
 
 def _to_numbers(values: Any) -> Array:
@@ -225,7 +249,7 @@ def _check_length(values: Any, length: int, column: Column) -> None:
         same = bool(np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0]))
     if not same:
         raise ValueError(
-            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them"
+            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them to one length"
         )
 
 

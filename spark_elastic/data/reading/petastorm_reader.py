@@ -39,9 +39,10 @@ class PetastormReader(GroupReader):
                     f"petastorm's batch reader does not decode column {column.name!r}: use the reader 'arrow', which "
                     "does."
                 )
-            if len(column.shape) > 1:
+            if len(column.shape) > 1 or column.ragged:
                 raise InvalidInput(
-                    f"petastorm reads no nested arrays such as column {column.name!r}: use the reader 'arrow'."
+                    "petastorm reads no nested arrays, nor arrays of different lengths, such as column "
+                    f"{column.name!r}: use the reader 'arrow'."
                 )
         self._sizes: dict[int, int] = {}
         self._timestamps = [column.name for column in self.columns if column.dtype == "datetime64[us]"]

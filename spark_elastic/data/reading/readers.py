@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spark_elastic.data.manifest import Manifest, compute_decoded_bytes
+from spark_elastic.data.packing import Packing
 from spark_elastic.data.reading.decoding import ColumnArrays, Reader
 from spark_elastic.data.reading.group_reader import ArrowReader
+from spark_elastic.data.reading.packed_reader import (
+    PackedReader,
+    describe_packed,
+    pack_manifest,
+    read_lengths,
+)
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
@@ -44,11 +52,30 @@ def open_reader(
     cache_bytes: for decoded row groups; a data set that fits is read once.
     """
     check_reader(name)
+    if manifest.packed is not None:
+        return PackedReader(
+            store, manifest, columns, cache_bytes, partial(open_reader, name, store, cache_bytes=0)
+        )
     if name == "petastorm":
         from spark_elastic.data.reading.petastorm_reader import PetastormReader
 
         return PetastormReader(store, manifest, columns, cache_bytes)
     return ArrowReader(store, manifest, columns, cache_bytes)
+
+
+def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = "arrow") -> Manifest:
+    """The data set of sequences that the documents of a data set make; reads the documents' lengths.
+
+    Its rows, row groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any.
+
+    Raises:
+        InvalidInput: a column is missing or has no arrays, or a document is longer than allowed.
+        StoreError: the documents cannot be read.
+    """
+    columns = describe_packed(manifest, packing)
+    names = [packing.length_column or packing.column]
+    with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
+        return pack_manifest(manifest, packing, columns, read_lengths(documents, manifest, packing))
 
 
 class SampleGroup(NamedTuple):

@@ -79,7 +79,8 @@ class WriteOptions:
     # 3.5, in the table's order, only if every column holds single numbers).
     rows_per_group: int | None = None
     row_group_bytes: int = ROW_GROUP_BYTES  # bytes of a row group before compression
-    # Whether a transformation makes numbers of the columns, so that strings, bytes and dates are written as they are.
+    # Whether a transformation makes numbers of the columns, so that strings, bytes, dates and arrays of different
+    # lengths are written as they are.
     transformed: bool = False
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
     # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
@@ -273,7 +274,7 @@ def _write(
 ) -> tuple[Manifest, ...]:
     """Write the columns into the target's folder and describe what is there; nothing is published yet."""
     sorts, nans = target.options.row_order == "hash", target.options.missing.nans == "refuse"
-    scan = TableScan(types, nans, None if split is None else _SPLIT, placed=not sorts)
+    scan = TableScan(types, nans, None if split is None else _SPLIT, not sorts, target.options.transformed)
     row_filter = RowFilter(types, target.options.missing)
     rows = row_filter.apply(select_columns(df, types, split))
     rows = scan.observe(add_hashes(rows, types) if sorts else rows)
@@ -282,8 +283,7 @@ def _write(
     first.write(rows, compute_row_bytes(types.values()), None if sorts or split is None else _SPLIT)
     row_filter.log_dropped_rows()
     counts = _check_counts(scan, split)
-    shapes = scan.check_shapes(lambda: first.read(df.sparkSession, rows.schema))
-    columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
+    columns = scan.describe_columns(lambda: first.read(df.sparkSession, rows.schema))
     files: Sequence[Sequence[str]] = [first.list_files(folder) for folder in ([""] if sorts else folders)]
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
@@ -332,7 +332,9 @@ def _sort(
         scan: what was counted of them.
     """
     counts = scan.count_rows()
-    row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes() // sum(counts.values())
+    row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes(columns) // sum(
+        counts.values()
+    )
     number = target.options.count_group_rows(row_bytes)
     order = HashOrder(types, counts, scan.count_distinct(), number)
     last = replace(target.open("ordered"), options=replace(target.options, rows_per_group=number))
@@ -478,7 +480,7 @@ def find_difference(
     names = list(dict.fromkeys(columns))
     types = find_column_types(df, names, options)
     for name, kind in types.items():
-        before = written[0].column(name).dtype
+        before, _ = written[0].column(name).element
         if kind.dtype != before:
             return f"column {name!r} was {before} and is {kind.dtype}"
     # Answers without a job in the application that wrote the rows; most plans look different to another driver.

@@ -8,14 +8,17 @@ digest of all values. For one thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import Column, DataFrame, Observation, Row
 from pyspark.sql import functions as F
 
+from spark_elastic.data import manifest
+from spark_elastic.data.ragged import format_remedy
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.schema import ColumnType
 
@@ -269,10 +272,12 @@ class TableScan:
         nans: bool = False,
         split: str | None = None,
         placed: bool = True,
+        ragged: bool = False,
     ) -> None:
         """nans: also count NaN, and refuse it. split: the column that says which rows validate. placed: whether
-        `digest` depends on the order of rows; else they have a `HASH_COLUMN`."""
-        self._types = types
+        `digest` depends on the order of rows; else they have a `HASH_COLUMN`. ragged: whether arrays of numbers may
+        differ in length."""
+        self._types, self._ragged = types, ragged
         self._split = split
         self._placed = placed
         self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
@@ -309,6 +314,8 @@ class TableScan:
             for level, sizes in enumerate(_iter_sizes(name, kind.dimensions)):
                 counters.append(F.expr(f"min(array_min({sizes})) as min{number}_{level}"))
                 counters.append(F.expr(f"max(array_max({sizes})) as max{number}_{level}"))
+            if self._may_be_ragged(kind):
+                counters.append(F.expr(f"sum(size({quote(name)})) as values{number}"))
         # Each projection of a wide table costs as much as half of its writing.
         return df.observe(self._observation, *counters).drop(*added)
 
@@ -334,12 +341,21 @@ class TableScan:
         """About how many different rows there are, after the write: the same number for the same rows."""
         return int(self._observation.get["distinct"])
 
-    def count_bytes(self) -> int:
-        """The bytes of all strings, after the write."""
-        return self._observation.get.get("bytes") or 0
+    def count_bytes(self, columns: Sequence[manifest.Column]) -> int:
+        """The bytes of all strings and ragged rows, after the write. columns: `describe_columns`."""
+        found = self._observation.get
+        total: int = found.get("bytes") or 0
+        for number, column in enumerate(columns):
+            if column.ragged not in ("", "object"):  # the bytes of strings are counted
+                total += found[f"values{number}"] * np.dtype(column.ragged).itemsize
+        return total
 
-    def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
-        """The shape of a row of each column, after the write; InvalidInput for nulls and for ragged arrays.
+    def _may_be_ragged(self, kind: ColumnType) -> bool:
+        return self._ragged and kind.dimensions == 1 and not kind.vector
+
+    def describe_columns(self, written: Callable[[], DataFrame]) -> tuple[manifest.Column, ...]:
+        """The columns as they are read, after the write; InvalidInput for nulls, and for arrays of different lengths
+        where these must not be.
 
         Args:
             written: opens the written table, in which a job of its own finds a bad row to name.
@@ -347,10 +363,14 @@ class TableScan:
         found = self._observation.get
         if found["missing"]:
             self._refuse_missing(written(), found["rows"])
-        return {
-            name: tuple(self._find_length(found, number, level, written) for level in range(kind.dimensions))
-            for number, (name, kind) in enumerate(self._types.items())
-        }
+        columns = []
+        for number, (name, kind) in enumerate(self._types.items()):
+            if self._may_be_ragged(kind) and found[f"min{number}_0"] != found[f"max{number}_0"]:
+                columns.append(manifest.Column(name, "object", ragged=kind.dtype))
+            else:
+                shape = (self._find_length(found, number, level, written) for level in range(kind.dimensions))
+                columns.append(manifest.Column(name, kind.dtype, tuple(shape)))
+        return tuple(columns)
 
     def _refuse_missing(self, written: DataFrame, rows: int) -> None:
         """Raise InvalidInput with the first column that has nulls or NaN, by a job."""
@@ -378,7 +398,7 @@ class TableScan:
             raise InvalidInput(
                 f"The arrays of column {name!r} have different lengths, {shortest} and {longest}"
                 f"{f' (at depth {level + 1})' if level else ''}: {row} has {shortest}; "
-                f"pad or cut them to one length."
+                f"{format_remedy(self._types[name].dimensions)}."
             )
         if not longest:
             raise InvalidInput(f"The arrays of column {name!r} are empty: leave the column out.")

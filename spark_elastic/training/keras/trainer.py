@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.reading.readers import read_sample_row
+from spark_elastic.data.reading.readers import read_sample_rows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
@@ -234,13 +234,9 @@ class KerasTrainer:
         data, manifest = self._spec.rows.data, self._spec.rows.manifest
         transformation, used = self._objects.transformation, self._spec.config.used_cols
         if transformation is None:
-            values = [np.zeros(column.shape, column.dtype) for column in manifest.columns]
+            stored = {column.name: np.zeros((1, *column.shape), column.dtype) for column in manifest.columns}
         else:
-            values = read_sample_row(data, manifest, [column.name for column in manifest.columns])
-        stored = {
-            column.name: np.array([value], column.dtype)
-            for column, value in zip(manifest.columns, values, strict=True)
-        }
-        if transformation is not None:
-            stored = transform_columns({name: stored[name] for name in used}, 1, used, transformation)
+            rows = read_sample_rows(data, manifest, used)
+            first = {name: values[:1] for name, values in rows.items()}
+            stored = transform_columns(first, 1, used, transformation)
         return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)

@@ -35,9 +35,16 @@ pytestmark = [
 ]
 
 
-def five_inputs() -> Any:
-    """A model of vectors, arrays, whole numbers, pictures and days."""
-    shapes: dict[str, tuple[int, ...]] = {"v": (4,), "a": (3,), "n": (), "image": (5,), "day": (1,)}
+def six_inputs() -> Any:
+    """A model of vectors, arrays, whole numbers, pictures, days and tokens."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "v": (4,),
+        "a": (3,),
+        "n": (),
+        "image": (5,),
+        "day": (1,),
+        "tokens": (4,),
+    }
     kinds = {name: "int32" if name == "n" else "float64" for name in FEATURES}
     inputs = {name: keras.Input(shapes[name], dtype=kinds[name], name=name) for name in FEATURES}
     parts = [keras.layers.Embedding(7, 2)(x) if name == "n" else x for name, x in inputs.items()]
@@ -90,7 +97,7 @@ class Kinds(Job):
         )
 
 
-JOB = Kinds(five_inputs, epochs=2, workers=2)
+JOB = Kinds(six_inputs, epochs=2, workers=2)
 
 
 def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:

@@ -1,4 +1,4 @@
-"""P1 and P2 under a kill on files that somebody else wrote: all kinds of columns, in a model of five inputs."""
+"""P1 and P2 under a kill on files that somebody else wrote: all kinds of columns, in a model of six inputs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.names = torch.nn.Embedding(7, 2)
-        self.out = torch.nn.Linear(4 + 3 + 2 + 5 + 1, CLASSES)
+        self.out = torch.nn.Linear(4 + 3 + 2 + 5 + 1 + 4, CLASSES)
 
-    def forward(self, v: Any, a: Any, n: Any, image: Any, day: Any) -> torch.Tensor:
-        whole = torch.cat([v, a, self.names(n), image, day], dim=1)
+    def forward(self, v: Any, a: Any, n: Any, image: Any, day: Any, tokens: Any) -> torch.Tensor:
+        whole = torch.cat([v, a, self.names(n), image, day, tokens], dim=1)
         output: torch.Tensor = self.out(torch.tanh(whole))
         return output
 

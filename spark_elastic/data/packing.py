@@ -1,0 +1,210 @@
+"""Documents in sequences of one length: which part of which document is where, pure.
+
+The documents of a few neighbouring row groups, a window, are packed by their lengths alone, the longest first, each
+into the sequence that it fills best. So a window is what a row group is elsewhere: a number of rows of one shape, which
+`data.plan` gives to steps and ranks by seed and epoch. Values; any thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.checks import COUNT, make_choice
+from spark_elastic.data.plan import Int64s
+from spark_elastic.data.ragged import Ragged
+from spark_elastic.errors import InvalidInput
+
+IGNORED = -100  # the label that losses of torch and transformers leave out
+# Sequences of a window, at least: the last of them is filled by chance. Fewer where they are long.
+WINDOW_SEQUENCES, WINDOW_TOKENS, LEAST_SEQUENCES = 128, 1 << 20, 48
+DOCUMENT_IDS, POSITION_IDS, LABELS = "document_ids", "position_ids", "labels"
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become sequences of one length.
+
+    A packed row has the columns `column` and those of `along`, `document_ids` (1, 2, ... in each sequence, 0 for
+    padding), `position_ids` (0, 1, ... in each document) and `labels` (int64: a copy of `column` unless `along` has
+    them; -100 for padding and, unless `predict_first`, for the first token of each document).
+    """
+
+    column: str = "input_ids"  # of arrays, the documents' tokens
+    length: int = 2048  # tokens of a sequence
+    # What happens to longer documents. refuse: an error with their number. split: they become several documents.
+    # truncate: they lose their end.
+    overlong: str = "refuse"
+    pad_id: int = 0  # the token that fills the end of a sequence
+    # Columns whose rows are as long as those of `column`, such as labels -> the value that fills their end.
+    along: Mapping[str, Any] = field(default_factory=dict)
+    predict_first: bool = False  # whether the last token of a document is to predict the first of the next
+    # The column with the number of tokens of each document; None: the documents are read once, to be counted.
+    length_column: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", COUNT("length", self.length))
+        make_choice("refuse", "split", "truncate")("overlong", self.overlong)
+
+    @property
+    def sources(self) -> dict[str, Any]:
+        """The columns that are packed -> what fills the end of a sequence."""
+        return {self.column: self.pad_id, **self.along}
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pieces of documents in sequences, in the order of the sequences and in each as they come."""
+
+    count: int  # sequences
+    documents: Int64s  # (n,) the number in the window of each piece's document
+    # The piece has the tokens `starts ... stops` of its document.
+    starts: Int64s
+    stops: Int64s
+    sequences: Int64s  # (n,) the sequence that each piece is in
+
+    @property
+    def sizes(self) -> Int64s:
+        """(n,) tokens of each piece."""
+        return self.stops - self.starts
+
+    def fill(self, rows: Ragged, width: int, value: Any) -> Array:
+        """(count, width) the values of all pieces, with `value` behind those of each sequence."""
+        return self._spread(
+            _pick(rows.values, rows.offsets[self.documents] + self.starts, self.sizes), width, value
+        )
+
+    def number_documents(self, width: int) -> npt.NDArray[np.int32]:
+        """(count, width) 1, 2, ... for the pieces of each sequence, 0 behind them."""
+        first = np.searchsorted(self.sequences, self.sequences)
+        numbers = (np.arange(len(self.sequences)) - first + 1).astype(np.int32)
+        return self._spread(np.repeat(numbers, self.sizes), width, 0)
+
+    def _spread(self, values: Array, width: int, value: Any) -> Array:
+        used = np.bincount(self.sequences, self.sizes, self.count)
+        found = np.full((self.count, width), value, values.dtype)
+        found[np.arange(width) < used[:, None]] = values
+        return found
+
+
+def _pick(values: Array, starts: Int64s, sizes: Int64s) -> Array:
+    """The values `starts ... starts + sizes`, one behind the other."""
+    before = np.cumsum(sizes) - sizes
+    return values[np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))]
+
+
+def pack_window(lengths: Int64s, packing: Packing) -> Window:
+    """Pack the documents of a window; one that is empty is nowhere. Longer ones are split, or truncated: see
+    `check_lengths`."""
+    length, longest = packing.length, max(int(lengths.max(initial=0)), 1)
+    parts = -(-lengths // length) if packing.overlong == "split" else np.minimum(lengths, 1)
+    documents = np.repeat(np.arange(len(lengths)), parts)
+    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(parts) - parts, parts)) * length
+    stops = np.minimum(starts + length, lengths[documents])
+    order = np.argsort((longest - (stops - starts)), kind="stable")
+    sequences, count = _fit_best((stops - starts)[order].tolist(), length)
+    order = order[np.argsort(sequences, kind="stable")]
+    return Window(count, documents[order], starts[order], stops[order], np.sort(sequences))
+
+
+def _fit_best(sizes: Sequence[int], length: int) -> tuple[Int64s, int]:
+    """For each size the sequence that has the least room for it, or a new one, and the number of sequences."""
+    open_sequences: defaultdict[int, list[int]] = defaultdict(list)  # by the room that is left in them
+    rooms = 0  # bit r: there is a sequence with room r
+    found = np.empty(len(sizes), np.int64)
+    count = 0
+    for piece, size in enumerate(sizes):
+        if fitting := rooms >> size:
+            room = size + (fitting & -fitting).bit_length() - 1
+            sequence = open_sequences[room].pop()
+            if not open_sequences[room]:
+                rooms ^= 1 << room
+        else:
+            sequence, room, count = count, length, count + 1
+        found[piece] = sequence
+        left = room - size
+        if left:
+            open_sequences[left].append(sequence)
+            rooms |= 1 << left
+    return found, count
+
+
+def check_lengths(lengths: Int64s, packing: Packing) -> int:
+    """The number of documents that are split or truncated. Raises InvalidInput if these are to be refused, and if
+    there are no tokens."""
+    if not lengths.any():
+        raise InvalidInput(
+            f"The documents in column {packing.column!r} have no tokens: there is nothing to pack."
+        )
+    overlong = int(np.count_nonzero(lengths > packing.length))
+    if overlong and packing.overlong == "refuse":
+        raise InvalidInput(
+            f"The column {packing.column!r} has {overlong} documents of more than {packing.length} tokens, the longest "
+            f"of {lengths.max()}: raise length, or say overlong='split' or overlong='truncate'."
+        )
+    return overlong
+
+
+def count_packed(lengths: Int64s, packing: Packing) -> int:
+    """The tokens that are packed."""
+    return int((np.minimum(lengths, packing.length) if packing.overlong == "truncate" else lengths).sum())
+
+
+def cut_windows(tokens: Int64s, length: int) -> tuple[int, ...]:
+    """Row groups to windows: window w has the row groups `cuts[w] ... cuts[w + 1]`. tokens: of each row group."""
+    wanted = length * max(LEAST_SEQUENCES, min(WINDOW_SEQUENCES, WINDOW_TOKENS // length))
+    cuts, begun = [0], 0
+    for group, count in enumerate(tokens.tolist()):
+        begun += count
+        if begun >= wanted:
+            cuts.append(group + 1)
+            begun = 0
+    if cuts[-1] != len(tokens):
+        if len(cuts) > 1 and 2 * begun < wanted:
+            cuts.pop()  # the rest goes to the window before
+        cuts.append(len(tokens))
+    return tuple(cuts)
+
+
+def pack_groups(lengths: Sequence[Int64s], packing: Packing) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The windows, as `cut_windows` has them, and the sequences of each. lengths: the documents', by row group."""
+    cuts = cut_windows(np.array([each.sum() for each in lengths], np.int64), packing.length)
+    return cuts, tuple(
+        pack_window(np.concatenate(lengths[first:past]), packing).count for first, past in pairwise(cuts)
+    )
+
+
+def find_positions(document_ids: Array) -> npt.NDArray[np.int32]:
+    """Of each token its place in its document; padding counts as one."""
+    places = np.arange(document_ids.shape[-1], dtype=np.int32)
+    begins = np.where(_find_begins(document_ids), places, np.int32(0))
+    return places - np.maximum.accumulate(begins, axis=-1)
+
+
+def make_labels(tokens: Array, document_ids: Array, predict_first: bool = False) -> Int64s:
+    """The tokens, or labels, with -100 for padding and, unless `predict_first`, for the first of each document."""
+    ignored = document_ids == 0
+    if not predict_first:
+        ignored |= _find_begins(document_ids)
+    return np.where(ignored, IGNORED, tokens.astype(np.int64, copy=False))
+
+
+def cumulate_lengths(document_ids: Array) -> npt.NDArray[np.int32]:
+    """`cu_seqlens` of kernels that attend inside of documents (FlashAttention's varlen functions), of a batch (rows,
+    length) as one row of tokens: 0, the end of each document, ... The padding of a sequence is one more document."""
+    begins = np.flatnonzero(_find_begins(np.asarray(document_ids)))
+    return np.append(begins, np.asarray(document_ids).size).astype(np.int32)
+
+
+def _find_begins(document_ids: Array) -> npt.NDArray[np.bool_]:
+    begins = np.ones(document_ids.shape, np.bool_)
+    begins[..., 1:] = document_ids[..., 1:] != document_ids[..., :-1]
+    return begins
