@@ -53,6 +53,8 @@ class Column:
     @property
     def kind(self) -> str:
         """What a row of it is, for people."""
+        if self.ragged:
+            return f"arrays of {self.ragged} of different lengths"
         name = {"O": "bytes or strings", "M": "dates or times"}.get(np.dtype(self.dtype).kind, self.dtype)
         return f"{name} {list(self.shape)}" if self.shape else name
 

@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.checks import COUNT, WHOLE
+from spark_elastic.checks import COUNT, WHOLE, make_kind
 from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
+from spark_elastic.data.packing import Packing
 from spark_elastic.data.plan import draw_uniform
+from spark_elastic.data.reading.readers import pack_rows
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
@@ -148,6 +150,18 @@ class RowHandle:
         if isinstance(by, str) and len(self.columns) > 1:
             rest = self.select(*(column.name for column in self.columns if column.name != by))
         return rest._keep(~held_out, what), rest._keep(held_out, f"{what}, held out")
+
+    def pack(self: H, packing: Packing) -> H:
+        """Documents as sequences of one length, each token once per epoch: rows that a dense model takes.
+
+        The order of the sequences depends on seed and epoch alone. Reads the documents' lengths once.
+
+        Raises:
+            InvalidInput: the column has no arrays of numbers, or a document is longer than allowed.
+        """
+        manifest = pack_rows(self.store, self.manifest, make_kind("a Packing", Packing)("packing", packing))
+        source = f"{self.source} (packed in sequences of {packing.length})"
+        return dataclasses.replace(self, manifest=manifest, source=source)
 
     def _read_marks(self, name: str) -> npt.NDArray[np.bool_]:
         names = [column.name for column in self.columns]

@@ -21,6 +21,7 @@ import numpy as np
 
 from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.ragged import format_remedy
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.data.store import Store
@@ -497,8 +498,13 @@ class HandleRows(FileRows):
         for column in parts[0].columns if request.objects.transformation is None else ():
             if column.is_raw:
                 raise InvalidInput(
-                    f"The column {column.name!r} has {column.kind}, of which only a transformation makes numbers: pass "
-                    "transformation_fn."
+                    f"The column {column.name!r} has {column.kind}: "
+                    + (
+                        format_remedy(1)
+                        if column.ragged
+                        else "pass transformation_fn, which makes numbers of them"
+                    )
+                    + "."
                 )
         self._described = parts[0], parts[1]
 

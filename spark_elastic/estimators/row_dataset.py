@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.row_handle import RowHandle
 
 
 class RowDataset(Dataset[dict[str, Any]]):
-    """A row is a dict of tensors by column; bytes and strings stay what they are, dates and times are numpy's.
+    """A row is a dict of tensors by column, whose lengths differ where the column is ragged; bytes and strings stay what
+    they are, dates and times are numpy's.
 
     A `DataLoader` with a batch sampler of its own order reads any row at once, through the row groups that the process
     keeps decoded. `ElasticDataLoader`, and trainers over it, take rows in an order that needs few of these at a time.
@@ -42,7 +44,8 @@ class RowDataset(Dataset[dict[str, Any]]):
 
 
 def to_tensors(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Column -> (n, *shape) tensor over the same memory; a list for bytes and strings, an array for dates."""
+    """Column -> (n, *shape) tensor over the same memory, or `Ragged` of tensors; a list for bytes and strings, an array
+    for dates."""
     return {name: _to_tensor(values) for name, values in columns.items()}
 
 
@@ -57,7 +60,8 @@ def _to_tensor(values: Any) -> Any:
     if not isinstance(values, np.ndarray):
         return values
     if values.dtype == object:
-        return values.tolist()
+        is_ragged = len(values) and isinstance(values[0], np.ndarray)
+        return Ragged.of(values).tensors() if is_ragged else values.tolist()
     if values.dtype.kind == "M":
         return values
     if not values.flags.writeable:  # torch warns of memory that must not change

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_elastic import Rows
+from spark_elastic import Packing, Rows
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
@@ -223,6 +223,60 @@ def test_parts_of_rows_are_those_that_were_asked_for(rows: Rows, tmp_path: Path)
     assert ElasticDataLoader(rows, 300, drop_last=True).__len__() == 3
 
 
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Documents of 1 to 40 tokens; each token tells its document and its place."""
+    folder, draw = tmp_path_factory.mktemp("documents"), np.random.default_rng(2)
+    tokens = [100 * number + np.arange(draw.integers(1, 41)) for number in range(600)]
+    for part in range(2):
+        table = pa.table({"input_ids": [list(each) for each in tokens[part::2]]})
+        pq.write_table(table, folder / f"{part}.parquet", row_group_size=40)
+    return Rows.from_parquet(folder)
+
+
+def test_ragged_rows_are_padded_or_nested_and_collated(documents: Rows) -> None:
+    assert documents.describe().endswith("input_ids: arrays of int64 of different lengths")
+    for batch in ElasticDataLoader(documents, 50):
+        rows = batch["input_ids"]
+        padded = rows.pad(-1)
+        assert padded.shape == (len(rows), int(rows.lengths.max()))
+        assert [row[row >= 0].tolist() for row in padded] == [row.tolist() for row in rows]
+        assert rows.nested().size(0) == len(rows)
+    item = documents.dataset()[7]["input_ids"]
+    assert item.tolist() == (100 * (int(item[0]) // 100) + torch.arange(len(item))).tolist()
+
+
+def test_p1_p2_packed_documents_give_the_same_stream_of_tokens_to_any_world(documents: Rows) -> None:
+    rows = documents.pack(Packing(length=64))
+    assert rows.describe().startswith(f"{rows.count} rows of Parquet files in ")
+
+    def read(size: int, skip: int = 0, epochs: int = 2) -> list[list[int]]:
+        World.size, ranks = size, []
+        for World.rank in range(size):
+            loader = ElasticDataLoader(rows, 16, seed=1)
+            loader.step = skip
+            ranks.append([batch["input_ids"].tolist() for _ in range(epochs) for batch in loader])
+        World.rank, World.size = 0, 1
+        return [flatten(parts) for parts in zip(*ranks, strict=True)]
+
+    expected = read(1)
+    for size in (2, 3, 8):
+        assert read(size) == expected
+    assert read(5, skip=4) == expected[4:]
+    (batch,) = ElasticDataLoader(rows, rows.count)
+    used = batch["document_ids"] > 0
+    total = sum(len(item["input_ids"]) for item in documents.dataset().__getitems__(list(range(600))))
+    assert int(used.sum()) == total == len(set(batch["input_ids"][used].tolist()))
+    assert total / used.numel() > 0.9
+    again = Rows.open(save(rows, Path(rows.store.root)))
+    assert again == rows
+
+
+def save(rows: Rows, folder: Path) -> str:
+    rows.save(str(folder / "packed.json"))
+    return str(folder / "packed.json")
+
+
 BAD: list[tuple[Callable[[Rows], Any], str]] = [
     (lambda rows: rows.select("idd"), "no column 'idd'"),
     (lambda rows: rows.split("texts"), r"do not have: .* \(did you mean 'text'\?\)"),
@@ -232,6 +286,7 @@ BAD: list[tuple[Callable[[Rows], Any], str]] = [
     (lambda rows: rows.limit(0), "count must be a whole number of 1 or more"),
     (lambda rows: Rows.from_parquet([]), "paths is empty"),
     (lambda rows: Rows.from_parquet(rows.store.root, columns="id"), "must be a list of names"),
+    (lambda rows: rows.pack(Packing(column="id")), "column 'id' has no arrays of numbers"),
     (lambda rows: ElasticDataLoader(rows, 8, lanes=9), "lanes=9 is more than the 8 rows"),
     (lambda rows: ElasticDataLoader(rows, 2000, drop_last=True), "drop_last leaves nothing of 1000 rows"),
     (lambda rows: ElasticDataLoader([1, 2], 1, transformation_fn=abs), "goes with Rows, not with a list"),
