@@ -71,7 +71,7 @@ class _Finding(NamedTuple):
 
 
 def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[[StepRows], Trial]) -> None:
-    """Refuse a loss that compares rows unless `loss_scope` allows it; warn once of what else depends on the division.
+    """Refuse a loss that compares rows unless `loss_scope` says whose; warn once of what else depends on the division.
 
     Args:
         what: the parameter that computes the loss.
@@ -88,19 +88,30 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
         return
     columns = {name: each[_ROWS[:most]] for name, each in sample.items()}
     rows = StepRows(0, 0, most, np.arange(most), columns)
-    finding, layer = None, None
+    finding, layer, is_tried = None, None, True
     try:
         trial = prepare(rows)
         for moved, count in product((False, True), sorted({2, most})):
             if finding is None or not finding.couples:
-                finding = _try_parts(trial, count, moved) or finding
+                found = _try_parts(trial, count, moved)
+                finding, is_tried = found.finding or finding, is_tried and found.is_tried
         if trial.is_apart or (finding is not None and finding.couples):
             layer = trial.find_layer()
     except Exception as error:  # what fails on these rows, or in this process alone, says nothing
+        if isinstance(error, InvalidInput) and config.loss_scope == "step":
+            raise
         log.debug("the loss was not tried on parts of rows: %r", error)
         return
     if layer is not None:
         log.warning("%s", describe_dependent_layers([(layer, "it mixes the rows of a batch")]))
+    if config.loss_scope == "step":
+        if finding is None and is_tried:
+            log.warning(
+                "loss_scope='step' is for a loss that compares rows, and %s does not, as far as a few rows show: leave "
+                "it out, since it has outputs gathered and most of them computed twice",
+                what,
+            )
+        return
     if finding is None or (layer is not None and not trial.is_apart):
         return
     whole, first, rest = finding.values
@@ -120,12 +131,19 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
     )
 
 
-def _try_parts(trial: Trial, count: int, moved: bool) -> _Finding | None:
+class _Try(NamedTuple):
+    finding: _Finding | None  # None: the losses of two parts add up, or nothing is known
+    is_tried: bool
+
+
+def _try_parts(trial: Trial, count: int, moved: bool) -> _Try:
     try:
-        return _find_coupling(lambda part, seed: trial.measure(part, seed, moved), count, trial.tolerance)
+        return _Try(
+            _find_coupling(lambda part, seed: trial.measure(part, seed, moved), count, trial.tolerance), True
+        )
     except Exception as error:  # a loss may need more rows, or other outputs
         log.debug("the loss was not tried on parts of %d rows: %r", count, error)
-        return None
+        return _Try(None, False)
 
 
 def _find_coupling(

@@ -144,6 +144,12 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
     if values.get("determinism") == "bitwise":
         check_layers(model, keeps_buffers=True)
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
+    if own_step and values.get("loss_scope") == "step":
+        raise InvalidInput(
+            "loss_scope='step' gathers the outputs of the model for its loss, and train_minibatch_fn and a "
+            "LightningModule's training_step keep them to themselves: have the model return what is compared, and give "
+            "the comparison as loss."
+        )
     learning_rate = values["learning_rate"]
     callbacks = _check_callbacks(values["callbacks"])
     optimizer, trial = _check_optimizer(values["optimizer"], model, values["model"], learning_rate)
@@ -230,15 +236,12 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
         check_loss_scope(
             spec,
             "loss" if objects.losses else own,
-            _ROW_ADVICE,
+            _ADVICE if objects.losses else f"give it as loss, of the model's outputs, and {_ADVICE}",
             functools.partial(prepare_trial, objects, spec),
         )
 
 
-_ROW_ADVICE = (
-    "return one loss for each row, of this row alone, cut steps in the same way for any number of workers "
-    "(determinism='bitwise')"
-)
+_ADVICE = "set loss_scope='step' to compare all rows of each step"
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
@@ -258,7 +261,7 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             if isinstance(each, torch.nn.Module)
         }
         result = objects.loss_fn(spec)(model, part)
-        if spec.config.max_workers != 1 and spec.config.loss_scope is None:
+        if spec.config.max_workers != 1 and spec.config.loss_scope != "worker":
             for loss, before in held.items():
                 _check_buffers_of_loss(loss, before)
         _try_metrics(metrics, result, part.labels, spec)

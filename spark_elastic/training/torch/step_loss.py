@@ -194,6 +194,22 @@ def _join(chunks: Sequence[_Chunk]) -> list[_Column]:
     return found
 
 
+def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
+    """
+    Args:
+        outputs: of the model, each of so many rows.
+
+    Raises:
+        InvalidInput: they do not make one output of all rows.
+    """
+    _join(
+        [
+            _Chunk(rows, [to_float32(each).numpy() for each in list_tensors(output)])
+            for rows, output in outputs
+        ]
+    )
+
+
 def _are_equal(one: Any, other: Any) -> bool:
     """Up to rounding, by which machines may differ."""
     return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-5, atol=0.0, equal_nan=True))
