@@ -4,7 +4,7 @@ Processes of one machine, each with one thread for arithmetic; a convolutional n
 numbers, a contrastive loss compares; SGD. The step of the estimator's workers with either scope in the same processes,
 in turns, step by step; a figure is the median over all rounds of the slowest rank's time. With several passes a rank
 computes all but the newest of its parts twice. Memory is what a process has in three steps at most, beyond what it had
-before its first one, the larger of the ranks', each scope in processes of its own, which give freed memory back at once.
+before its first one; the larger of the ranks', each scope in processes of its own that give freed memory back at once.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ def gather_rows(tensor: torch.Tensor, process_set: ProcessSet = global_process_s
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
 
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
-    gradient of a rank's rows is the sum of what the losses of all ranks give: with an optimizer, or a
-    DistributedDataParallel, that averages gradients, every rank computes the loss of all rows and leaves it as it is, or
-    that of its own rows compared with all and multiplies it by the loader's `loss_weight`.
+    gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
+    that averages gradients has that of the mean of these losses, each times its loader's `loss_weight`.
     """
     return _gather_grouped([tensor], None, process_set, Sum)[0]
 

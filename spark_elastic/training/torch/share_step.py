@@ -70,7 +70,7 @@ class ShareStep(TrainStep):
             self._attributes = copy_attributes(self._modules)
             before.restore()
         self.on_launched()
-        self._worked = self._take_work()
+        self._worked = self.work.take()
         self._exchange.finish()
         if check is not None:
             assert self.checker is not None
@@ -89,7 +89,7 @@ class ShareStep(TrainStep):
         """`_compute_from_all`, of outputs for which each share begins with the buffers before the step."""
         step_loss.begin()
         for number, share in enumerate(batch.shares, batch.first_share):
-            self._forward_parts(step_loss, list(share.micro_batches(self._config.batch_size)), number)
+            self._run_parts(list(share.micro_batches(self._config.batch_size)), number, step_loss.add)
             before.restore()
         return self._compute_from_all(step_loss, group, batch)
 
@@ -100,8 +100,8 @@ class ShareStep(TrainStep):
         if self._step_loss is None:
             with seeded_rng(*self._key, number):
                 return self._backward(parts)
-        first, _ = compute_share_bounds(planned, self._config.shares, number)
-        self._backward_parts(self._step_loss, parts, number, first)
+        self._step_loss.seek(compute_share_bounds(planned, self._config.shares, number)[0])
+        self._run_parts(parts, number, self._step_loss.backward)
         return HostSum(), 0.0
 
     def _witness(

@@ -197,7 +197,7 @@ class TrainStep:
         else:
             loss, denominator = self._backward_from_all(self._step_loss, group, batch, parts, before)
         self.on_launched()
-        self._worked = self._take_work()
+        self._worked = self.work.take()
         self._exchange.finish()
         return loss.compute(), denominator
 
@@ -206,12 +206,6 @@ class TrainStep:
         """What the step's random numbers are drawn by, with the number of a rank or a virtual share."""
         position = self._state.position
         return self._config.seed, position.epoch, position.phase, position.step
-
-    def _take_work(self) -> float:
-        """Seconds that this rank worked for the step; 0.0: not measured."""
-        first = 0.0 if self._step_loss is None else self._step_loss.seconds
-        rest = self.work.take()
-        return first + rest if first or self._step_loss is None else 0.0
 
     # ---- a loss of all rows of the step
 
@@ -226,59 +220,51 @@ class TrainStep:
         """`_backward` where the loss is of all rows of the step: the graphs of two parts are never in memory together,
         so all but the newest part take a second forward pass."""
         step_loss.begin()
-        output = self._forward_parts(step_loss, parts, group.rank)
-        loss, denominator = self._compute_from_all(step_loss, group, batch)
+        output = self._run_parts(parts, group.rank, step_loss.add)
+        loss = self._compute_from_all(step_loss, group, batch)
         if parts:
-            step_loss.backward(output, step_loss.first + len(batch) - len(parts[-1]), len(parts[-1]))
+            step_loss.seek(step_loss.first + len(batch) - len(parts[-1]))
+            step_loss.backward(output, parts[-1])
         if len(parts) > 1:
             after = BufferSnapshot(self._state.model, self._modules)
             before.restore()
-            self._backward_parts(step_loss, parts[:-1], group.rank, step_loss.first)
+            step_loss.seek(step_loss.first)
+            self._run_parts(parts[:-1], group.rank, step_loss.backward)
             after.restore()
-        return loss, denominator
+        return loss
 
-    def _forward(self, part: LocalBatch[torch.Tensor]) -> Any:
-        self._draw_rows(part)
-        with autocast(self._config.precision):
-            return self._state.model(*part.features)
-
-    def _forward_parts(
-        self, step_loss: StepLoss, parts: Sequence[LocalBatch[torch.Tensor]], number: int
+    def _run_parts(
+        self,
+        parts: Sequence[LocalBatch[torch.Tensor]],
+        number: int,
+        use: Callable[[Any, LocalBatch[torch.Tensor]], None],
     ) -> Any:
-        """Add the outputs of some parts. Returns that of the newest, with its graph. number: of the rank or virtual
-        share."""
+        """Give the model's output for each part to `use`, each time with the same random numbers. Returns the newest,
+        with its graph. number: of the rank or virtual share."""
         output = None
         with borrow_rng() as seed:
             for index, part in enumerate(parts):
                 seed(*self._key, number, index)
+                self._draw_rows(part)
                 output = None  # frees the graph of the part before
-                output = self._forward(part)
-                step_loss.add(output, part)
+                with autocast(self._config.precision):
+                    output = self._state.model(*part.features)
+                use(output, part)
         return output
 
     def _compute_from_all(
         self, step_loss: StepLoss, group: Group, batch: LocalBatch[torch.Tensor]
     ) -> tuple[HostSum, float]:
         """The loss of all rows and its denominator, on the rank that reports them; else zeros. Collective."""
-        loss = HostSum()
+        loss, denominator = HostSum(), 0.0
         with seeded_rng(*self._key):  # a loss that draws draws the same on all ranks
             whole = step_loss.compute(group, batch, self._scaling.backward, self.work)
-        if whole is None:
-            return loss, 0.0
-        result, labels = whole
-        loss.add(result.total)
-        self._metrics.add(result, labels)
-        return loss, result.denominator
-
-    def _backward_parts(
-        self, step_loss: StepLoss, parts: Sequence[LocalBatch[torch.Tensor]], number: int, first: int
-    ) -> None:
-        """Run some parts again, with the same random numbers. first: where they begin among the step's rows."""
-        with borrow_rng() as seed:
-            for index, part in enumerate(parts):
-                seed(*self._key, number, index)
-                step_loss.backward(self._forward(part), first, len(part))
-                first += len(part)
+        if whole is not None:
+            result, labels = whole
+            loss.add(result.total)
+            self._metrics.add(result, labels)
+            denominator = result.denominator
+        return loss, denominator
 
     # ---- buffers
 

@@ -8,16 +8,17 @@ on to the weights (GradCache). One rank reports the loss: that with the step's f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.devices import HostCopy
+from spark_elastic.gradients.devices import CPU, HostCopy
 from spark_elastic.training.batch import Arrays, LocalBatch, pack_metric_rows, unpack_metric_rows
 from spark_elastic.training.torch.loss import LossFn, LossResult, to_float32
 from spark_elastic.training.trainer import WorkClock
@@ -40,7 +41,7 @@ class _Column(NamedTuple):
 
 
 class StepLoss:
-    """A step: `add` for each chunk of this rank's rows, then `compute`, then `backward` for each chunk."""
+    """A step: `add` for each chunk of this rank's rows, then `compute`, then `seek`, and `backward` for each chunk."""
 
     def __init__(self, loss_fn: LossFn) -> None:
         self._loss_fn = loss_fn
@@ -52,15 +53,15 @@ class StepLoss:
         self._output: Any = None  # of the newest chunk, detached
         self._outputs: list[_Column] = []  # of all rows, after `compute`
         self.first = 0  # after `compute`: where the rows of this rank begin among those of the step
-        self.seconds = 0.0  # likewise: that this rank worked before the ranks exchanged; 0.0: not measured
         # Whether `backward` compares outputs with those that were gathered; whether it found other bits.
         self.compares, self.differs = False, False
 
     def add(self, output: Any, part: Batch) -> None:
         """Add the model's output for a chunk. Its graph is not kept."""
+        self._output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         labels, weights = part.on_host or (part.labels, part.weights)
-        self._output = _put_tensors(output, [tensor.detach() for tensor in list_tensors(output)])
         columns = [*list_tensors(self._output), *labels, *([] if weights is None else [weights])]
+        self._is_weighted = weights is not None
         self._chunks.append((len(part), HostCopy([to_float32(column) for column in columns])))
 
     def compute(
@@ -84,93 +85,86 @@ class StepLoss:
             InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike.
         """
         columns = [column.numpy() for _, copies in self._chunks for column in copies.wait()]
-        packed = pack_metric_rows([{"": (rows, 0.0)} for rows, _ in self._chunks], columns)
-        self.seconds = 0.0 if work is None else work.take()
-        ranks = [_split(*unpack_metric_rows(blob)) for blob in group.allgather_bytes(packed)]
-        if work is not None:
-            work.begin()
+        packed = pack_metric_rows([{"rows": (rows, 0.0)} for rows, _ in self._chunks], columns)
+        with nullcontext() if work is None else work.pause():
+            ranks = [_split(*unpack_metric_rows(blob)) for blob in group.allgather_bytes(packed)]
         own, self._chunks = ranks[group.rank], []
         self.first = sum(chunk.rows for chunks in ranks[: group.rank] for chunk in chunks)
-        whole = _join([chunk for chunks in ranks for chunk in chunks])
+        chunks = [chunk for chunks in ranks for chunk in chunks]
+        whole = _join(chunks)
         if not own:
             return None
-        count = len(list_tensors(self._output))
+        likes = list_tensors(self._output)
         self._outputs = [
             _Column(column.tensor.to(like.device), column.by_row)
-            for column, like in zip(whole, list_tensors(self._output), strict=False)
+            for column, like in zip(whole, likes, strict=False)
         ]
         if backward is not None:
-            for column in self._outputs:
-                column.tensor.requires_grad_(column.tensor.is_floating_point() or column.tensor.is_complex())
-        output = _put_tensors(self._output, [column.tensor for column in self._outputs])
-        rows = sum(chunk.rows for chunks in ranks for chunk in chunks)
-        all_rows = _make_batch(batch, rows, [column.tensor for column in whole[count:]])
+            for tensor, _ in self._outputs:
+                tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+        given = [column.tensor for column in whole[len(likes) :]]
+        weights = given.pop() if self._is_weighted else None
+        device = likes[0].device if likes else CPU
+        all_rows = replace(
+            batch,
+            row_ids=np.arange(sum(chunk.rows for chunk in chunks)),
+            labels=tuple(label.to(device) for label in given),
+            weights=None if weights is None else weights.to(device),
+            shares=(),
+            on_host=None if device == CPU else (tuple(given), weights),
+        )
+        tensors = iter(self._outputs)
+        output = tree_map_only(torch.Tensor, lambda _: next(tensors).tensor, self._output)
         result = self._loss_fn(lambda *_: output, all_rows)  # type: ignore[arg-type] # in place of the model
         if backward is not None:
             backward(result.total, batch.planned)
         reports = self.first == 0 and any(chunk.rows for chunk in own)
         return (result, all_rows.labels) if reports else None
 
-    def backward(self, output: Any, first: int, rows: int) -> None:
-        """The backward pass of a chunk.
+    def seek(self, place: int) -> None:
+        """Go to where the rows of the next chunk begin among those of the step."""
+        self._place = place
 
-        Args:
-            output: of the model, with its graph.
-            first: where the chunk's rows begin among those of the step.
-        """
-        pairs = []
+    def backward(self, output: Any, part: Batch) -> None:
+        """The backward pass of a chunk. output: of the model, with its graph."""
+        rows, pairs = slice(self._place, self._place + len(part)), []
+        has_shared = self._place == 0 and len(part) > 0  # what all rows share has its gradient once
         for tensor, (whole, by_row) in zip(list_tensors(output), self._outputs, strict=True):
             if self.compares and by_row:
-                own, gathered = (to_float32(each.detach()) for each in (tensor, whole[first : first + rows]))
+                own, gathered = (to_float32(each.detach()) for each in (tensor, whole[rows]))
                 self.differs |= not torch.equal(_to_bytes(own), _to_bytes(gathered))
-            counts = tensor.requires_grad and (by_row or (first == 0 and rows > 0))  # a shared value: once
-            if whole.grad is not None and counts:
-                gradient = whole.grad[first : first + rows] if by_row else whole.grad
+            if whole.grad is not None and tensor.requires_grad and (by_row or has_shared):
+                gradient = whole.grad[rows] if by_row else whole.grad
                 pairs.append((tensor, gradient.to(tensor.dtype)))
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
-
-
-def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+        self._place += len(part)
 
 
 def list_tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
 
 
-def _put_tensors(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The structure of an output with other tensors."""
-    leaves, structure = tree_flatten(output)
-    given = iter(tensors)
-    return tree_unflatten([next(given) if torch.is_tensor(leaf) else leaf for leaf in leaves], structure)
+def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
+    """
+    Args:
+        outputs: of the model, each of so many rows.
+
+    Raises:
+        InvalidInput: they do not make one output of all rows.
+    """
+    _join([_Chunk(rows, [to_float32(each).numpy() for each in list_tensors(one)]) for rows, one in outputs])
 
 
-def _make_batch(own: Batch, rows: int, given: Sequence[torch.Tensor]) -> Batch:
-    """A batch of all rows of the step with these labels and weights. Its features are those of this rank."""
-    weighted = own.weights is not None or any(share.weights is not None for share in own.shares)
-    labels, weights = (tuple(given[:-1]), given[-1]) if weighted else (tuple(given), None)
-    batch = replace(own, row_ids=np.arange(rows), shares=(), labels=labels, weights=weights, on_host=None)
-    like = next((part for part in (own, *own.shares) if part.on_host is not None), None)
-    if like is None:
-        return batch
-    device = like.labels[0].device
-    moved = tuple(label.to(device) for label in labels)
-    return replace(
-        batch,
-        labels=moved,
-        weights=None if weights is None else weights.to(device),
-        on_host=(labels, weights),
-    )
+def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _split(counts: Any, columns: Arrays) -> list[_Chunk]:
     """The chunks of a rank."""
     each = len(columns) // max(len(counts), 1)
-    return [
-        _Chunk(int(count[""][0]), columns[number * each : (number + 1) * each])
-        for number, count in enumerate(counts)
-    ]
+    rows = [int(count["rows"][0]) for count in counts]
+    return [_Chunk(own, columns[number * each :][:each]) for number, own in enumerate(rows)]
 
 
 def _join(chunks: Sequence[_Chunk]) -> list[_Column]:
@@ -192,22 +186,6 @@ def _join(chunks: Sequence[_Chunk]) -> list[_Column]:
                 "not depend on the rows."
             )
     return found
-
-
-def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
-    """
-    Args:
-        outputs: of the model, each of so many rows.
-
-    Raises:
-        InvalidInput: they do not make one output of all rows.
-    """
-    _join(
-        [
-            _Chunk(rows, [to_float32(each).numpy() for each in list_tensors(output)])
-            for rows, output in outputs
-        ]
-    )
 
 
 def _are_equal(one: Any, other: Any) -> bool:
