@@ -232,16 +232,11 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
         advise = functools.partial(_find_advice, objects, spec)
         check_runs(spec, functools.partial(_run_on_rows, objects, spec), advise)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
+    what, advice = "loss", "set loss_scope='step' to compare all rows of each step"
+    if not objects.losses:
+        what, advice = own, f"give it as loss, of the model's outputs, and {advice}"
     with MODEL_FACTORY_LOCK:
-        check_loss_scope(
-            spec,
-            "loss" if objects.losses else own,
-            _ADVICE if objects.losses else f"give it as loss, of the model's outputs, and {_ADVICE}",
-            functools.partial(prepare_trial, objects, spec),
-        )
-
-
-_ADVICE = "set loss_scope='step' to compare all rows of each step"
+        check_loss_scope(spec, what, advice, functools.partial(prepare_trial, objects, spec))
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:

@@ -86,12 +86,12 @@ class ShareStep(TrainStep):
     def _compute_from_shares(
         self, step_loss: StepLoss, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
     ) -> tuple[HostSum, float]:
-        """`_compute_from_all`, of outputs for which each share begins with the buffers before the step."""
+        """The loss of all rows, of outputs for which each share begins with the buffers before the step."""
         step_loss.begin()
         for number, share in enumerate(batch.shares, batch.first_share):
             self._run_parts(list(share.micro_batches(self._config.batch_size)), number, step_loss.add)
             before.restore()
-        return self._compute_from_all(step_loss, group, batch)
+        return step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
 
     def _backward_share(
         self, parts: Sequence[LocalBatch[torch.Tensor]], number: int, planned: int

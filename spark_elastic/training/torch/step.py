@@ -221,7 +221,8 @@ class TrainStep:
         so all but the newest part take a second forward pass."""
         step_loss.begin()
         output = self._run_parts(parts, group.rank, step_loss.add)
-        loss = self._compute_from_all(step_loss, group, batch)
+        backward, work = self._scaling.backward, self.work
+        loss = step_loss.compute(group, batch, self._key, self._metrics, backward, work)
         if parts:
             step_loss.seek(step_loss.first + len(batch) - len(parts[-1]))
             step_loss.backward(output, parts[-1])
@@ -251,20 +252,6 @@ class TrainStep:
                     output = self._state.model(*part.features)
                 use(output, part)
         return output
-
-    def _compute_from_all(
-        self, step_loss: StepLoss, group: Group, batch: LocalBatch[torch.Tensor]
-    ) -> tuple[HostSum, float]:
-        """The loss of all rows and its denominator, on the rank that reports them; else zeros. Collective."""
-        loss, denominator = HostSum(), 0.0
-        with seeded_rng(*self._key):  # a loss that draws draws the same on all ranks
-            whole = step_loss.compute(group, batch, self._scaling.backward, self.work)
-        if whole is not None:
-            result, labels = whole
-            loss.add(result.total)
-            self._metrics.add(result, labels)
-            denominator = result.denominator
-        return loss, denominator
 
     # ---- buffers
 

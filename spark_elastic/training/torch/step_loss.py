@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.devices import CPU, HostCopy
+from spark_elastic.gradients.devices import CPU, HostCopy, HostSum
+from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import Arrays, LocalBatch, pack_metric_rows, unpack_metric_rows
-from spark_elastic.training.torch.loss import LossFn, LossResult, to_float32
+from spark_elastic.training.torch.loss import LossFn, to_float32
+from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.trainer import WorkClock
 
 Batch = LocalBatch[torch.Tensor]
@@ -59,6 +61,7 @@ class StepLoss:
     def add(self, output: Any, part: Batch) -> None:
         """Add the model's output for a chunk. Its graph is not kept."""
         self._output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        self._device = next((tensor.device for tensor in list_tensors(output)), CPU)
         labels, weights = part.on_host or (part.labels, part.weights)
         columns = [*list_tensors(self._output), *labels, *([] if weights is None else [weights])]
         self._is_weighted = weights is not None
@@ -68,58 +71,61 @@ class StepLoss:
         self,
         group: Group,
         batch: Batch,
+        key: Sequence[int],
+        metrics: Metrics,
         backward: Callable[[torch.Tensor, int], None] | None = None,
         work: WorkClock | None = None,
-    ) -> tuple[LossResult, tuple[torch.Tensor, ...]] | None:
-        """Compute the loss of all rows. Collective.
+    ) -> tuple[HostSum, float]:
+        """The loss of all rows and its denominator, on the rank that reports them; else zeros. Collective.
 
         Args:
             batch: this rank's.
+            key: what the loss's random numbers are drawn by, on all ranks alike.
+            metrics: gets outputs and labels, on the rank that reports them.
             backward: makes the backward pass of a sum of losses, divided by a number; None: no gradient is wanted.
             work: measures the step.
-
-        Returns:
-            The loss and the labels of all rows; None if another rank reports them.
 
         Raises:
             InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike.
         """
-        columns = [column.numpy() for _, copies in self._chunks for column in copies.wait()]
-        packed = pack_metric_rows([{"rows": (rows, 0.0)} for rows, _ in self._chunks], columns)
+        sent = [column.numpy() for _, copies in self._chunks for column in copies.wait()]
+        packed = pack_metric_rows([{"rows": (rows, 0.0)} for rows, _ in self._chunks], sent)
         with nullcontext() if work is None else work.pause():
             ranks = [_split(*unpack_metric_rows(blob)) for blob in group.allgather_bytes(packed)]
         own, self._chunks = ranks[group.rank], []
         self.first = sum(chunk.rows for chunks in ranks[: group.rank] for chunk in chunks)
-        chunks = [chunk for chunks in ranks for chunk in chunks]
-        whole = _join(chunks)
+        columns, loss = _join([chunk for chunks in ranks for chunk in chunks]), HostSum()
         if not own:
-            return None
-        likes = list_tensors(self._output)
-        self._outputs = [
-            _Column(column.tensor.to(like.device), column.by_row)
-            for column, like in zip(whole, likes, strict=False)
-        ]
-        if backward is not None:
-            for tensor, _ in self._outputs:
-                tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-        given = [column.tensor for column in whole[len(likes) :]]
-        weights = given.pop() if self._is_weighted else None
-        device = likes[0].device if likes else CPU
-        all_rows = replace(
-            batch,
-            row_ids=np.arange(sum(chunk.rows for chunk in chunks)),
-            labels=tuple(label.to(device) for label in given),
-            weights=None if weights is None else weights.to(device),
-            shares=(),
-            on_host=None if device == CPU else (tuple(given), weights),
-        )
+            return loss, 0.0
+        count = len(list_tensors(self._output))
+        self._outputs = [_Column(each.to(self._device), by_row) for each, by_row in columns[:count]]
+        for each, _ in self._outputs:
+            each.requires_grad_(backward is not None and (each.is_floating_point() or each.is_complex()))
         tensors = iter(self._outputs)
         output = tree_map_only(torch.Tensor, lambda _: next(tensors).tensor, self._output)
-        result = self._loss_fn(lambda *_: output, all_rows)  # type: ignore[arg-type] # in place of the model
-        if backward is not None:
-            backward(result.total, batch.planned)
-        reports = self.first == 0 and any(chunk.rows for chunk in own)
-        return (result, all_rows.labels) if reports else None
+        whole = self._make_batch(batch, [column.tensor for column in columns[count:]])
+        with seeded_rng(*key):
+            result = self._loss_fn(lambda *_: output, whole)  # type: ignore[arg-type] # in place of the model
+            if backward is not None:
+                backward(result.total, batch.planned)
+        if self.first or not any(chunk.rows for chunk in own):
+            return loss, 0.0
+        loss.add(result.total)
+        metrics.add(result, whole.labels)
+        return loss, result.denominator
+
+    def _make_batch(self, own: Batch, given: list[torch.Tensor]) -> Batch:
+        """A batch of all rows with these labels and weights; its features, of which errors name types, are some."""
+        rows, weights = len(given[0]), given.pop() if self._is_weighted else None
+        return replace(
+            own,
+            row_ids=np.arange(rows),
+            features=next((share.features for share in own.shares), own.features),
+            labels=tuple(label.to(self._device) for label in given),
+            weights=None if weights is None else weights.to(self._device),
+            shares=(),
+            on_host=None if self._device == CPU else (tuple(given), weights),
+        )
 
     def seek(self, place: int) -> None:
         """Go to where the rows of the next chunk begin among those of the step."""

@@ -206,7 +206,10 @@ class TorchTrainer:
             sums = [(total.compute(), denominator) for total, denominator in losses]
             loss, denominator = sums[0]
             if step_loss is not None:
-                loss, denominator = self._validate_all(group, batch, step_loss)
+                key = (config.seed, position.epoch, position.phase, position.step)
+                with torch.no_grad():
+                    of_all, denominator = step_loss.compute(group, batch, key, metrics)
+                loss = of_all.compute()
             elif config.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
                 loss, denominator = (loss, denominator) if group.rank == 0 else (0.0, 0.0)
@@ -270,20 +273,6 @@ class TorchTrainer:
                 loss.add(result.total)
                 denominator += result.denominator
         return loss, denominator
-
-    def _validate_all(
-        self, group: Group, batch: LocalBatch[torch.Tensor], step_loss: StepLoss
-    ) -> tuple[float, float]:
-        """`_validate` of all rows of the step, on the rank that reports them; else zeros. Collective."""
-        position = self.state.position
-        key = (self._spec.config.seed, position.epoch, position.phase, position.step)
-        with torch.no_grad(), seeded_rng(*key):
-            whole = step_loss.compute(group, batch)
-        if whole is None:
-            return 0.0, 0.0
-        result, labels = whole
-        self._metrics[1].add(result, labels)
-        return float(result.total), result.denominator
 
     def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
