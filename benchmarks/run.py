@@ -59,6 +59,7 @@ CASES = {
     "reader": Case("reader:measure", small={"rows": 40_000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
     "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
+    "step_loss": Case("step_loss:measure", small={"rows": 4, "passes": (2,), **ONE_ROUND}),
     "stragglers": Case(
         "stragglers:measure", {"seconds": 10.0, "settle": 12.0}, {"seconds": 2.0, "settle": 1.0, **ONE_ROUND}
     ),

@@ -64,8 +64,8 @@ MEASURED = """# Benchmarks
 
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and
 how to read it. `python -m benchmarks.run NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed,
-two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's
-MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with the better of one and two
+two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), one with a loss
+of each backward pass (step_loss), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with the better of one and two
 threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane),
 pyarrow's reads of row groups (reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled
 one by one, or 16 lanes (mixing), the same calls before footers became arrays (many_files), a plain loop on the same
@@ -152,6 +152,9 @@ CASES = (
         "bitwise_step",
         "25 M parameters in 160 tensors, 2 ranks, 128 rows each: in 8 virtual shares, beside the step",
     ),
+    ("step_loss", "2 ranks, 1 passes of 32 rows each: step"),
+    ("step_loss", "2 ranks, 4 passes of 32 rows each: step"),
+    ("step_loss", "2 ranks, 4 passes of 32 rows each: memory"),
     ("training_step_tensorflow", "25 M parameters in 160 tensors, 2 ranks: added"),
     ("estimator", "MLP of 3,329 parameters: training, against DistributedDataParallel"),
     ("estimator", "MLP of 1,053,001 parameters: training, against DistributedDataParallel"),

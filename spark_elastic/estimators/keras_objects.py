@@ -75,6 +75,11 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")(
         "seed", values["seed"]
     )  # numpy takes no more, whose generator Keras seeds, too
+    if values.get("loss_scope") == "step":
+        raise InvalidInput(
+            "loss_scope='step' is for ElasticTorchEstimator: set loss_scope='worker' for a Keras model, or return "
+            "one loss for each row, of this row alone."
+        )
     model = compile_model(values)
     _check_steps(model)
     _check_columns(model, values)

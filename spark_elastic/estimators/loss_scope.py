@@ -71,7 +71,7 @@ class _Finding(NamedTuple):
 
 
 def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[[StepRows], Trial]) -> None:
-    """Refuse a loss that compares rows unless `loss_scope` allows it; warn once of what else depends on the division.
+    """Refuse a loss that compares rows unless `loss_scope` says whose; warn once of what else depends on the division.
 
     Args:
         what: the parameter that computes the loss.
@@ -82,26 +82,40 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
     """
     config = spec.config
     most = min(len(_ROWS), config.batch_size)
-    # One worker, one row and virtual shares: a step is cut alike for any number of workers.
-    sample = None if config.shares or config.max_workers == 1 or most == 1 else read_rows(spec)
+    # With one worker, and with virtual shares, a step is cut alike for any number of workers.
+    is_alike, over_step = bool(config.shares) or config.max_workers == 1, config.loss_scope == "step"
+    sample = None if most == 1 or (is_alike and not over_step) else read_rows(spec)
     if sample is None:
         return
     columns = {name: each[_ROWS[:most]] for name, each in sample.items()}
     rows = StepRows(0, 0, most, np.arange(most), columns)
-    finding, layer = None, None
+    finding, layer, is_tried = None, None, True
     try:
         trial = prepare(rows)
         for moved, count in product((False, True), sorted({2, most})):
-            if finding is None or not finding.couples:
-                finding = _try_parts(trial, count, moved) or finding
+            if finding is not None and finding.couples:
+                break
+            try:
+                finding = _find_coupling(trial, count, moved) or finding
+            except Exception as error:  # a loss may need more rows, or other outputs
+                is_tried = False
+                log.debug("the loss was not tried on parts of %d rows: %r", count, error)
         if trial.is_apart or (finding is not None and finding.couples):
             layer = trial.find_layer()
     except Exception as error:  # what fails on these rows, or in this process alone, says nothing
+        if isinstance(error, InvalidInput) and over_step:
+            raise
         log.debug("the loss was not tried on parts of rows: %r", error)
         return
-    if layer is not None:
+    if layer is not None and not is_alike:
         log.warning("%s", describe_dependent_layers([(layer, "it mixes the rows of a batch")]))
-    if finding is None or (layer is not None and not trial.is_apart):
+    if over_step and finding is None and is_tried:
+        log.warning(
+            "loss_scope='step' is for a loss that compares rows, and %s does not, as far as a few rows show: leave it "
+            "out, since it has outputs gathered and most of them computed twice",
+            what,
+        )
+    if over_step or finding is None or (layer is not None and not trial.is_apart):
         return
     whole, first, rest = finding.values
     shown = f"of {finding.rows} rows of the data it is {whole:.5g}, of two parts of them {first:.5g} and {rest:.5g}"
@@ -120,30 +134,20 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
     )
 
 
-def _try_parts(trial: Trial, count: int, moved: bool) -> _Finding | None:
-    try:
-        return _find_coupling(lambda part, seed: trial.measure(part, seed, moved), count, trial.tolerance)
-    except Exception as error:  # a loss may need more rows, or other outputs
-        log.debug("the loss was not tried on parts of %d rows: %r", count, error)
-        return None
-
-
-def _find_coupling(
-    measure: Callable[[slice, int], PartLoss], count: int, tolerance: float
-) -> _Finding | None:
+def _find_coupling(trial: Trial, count: int, moved: bool) -> _Finding | None:
     """What the first `count` rows show: nothing if the losses of two parts of them, and their slopes, add up."""
-    parts = slice(0, count), slice(0, count // 2), slice(count // 2, count)
+    parts, tolerance = (slice(0, count), slice(0, count // 2), slice(count // 2, count)), trial.tolerance
     gaps: list[float] = []
     finding, measured = None, "total"
     for seed in range(_DRAWS):
-        whole, first, rest = found = [measure(part, seed) for part in parts]
+        whole, first, rest = found = [trial.measure(part, seed, moved) for part in parts]
         if not gaps and tolerance < TOLERANCE_16:  # slopes of 16 bits are too rough
             measured = max("total", "slope", key=lambda name: abs(_compute_gap(found, name)))
         gap = _compute_gap(found, measured)
         if abs(gap) <= tolerance or (gaps and gap * gaps[0] < 0):
             return None
         if not gaps:
-            if not math.isclose(measure(parts[0], seed).total, whole.total, rel_tol=1e-6):
+            if not math.isclose(trial.measure(parts[0], seed, moved).total, whole.total, rel_tol=1e-6):
                 return None  # it counts calls, or draws from a generator of its own
             couples = not _is_mean_or_sum(whole, first, rest, tolerance)
             finding = _Finding(couples, count, (whole.value, first.value, rest.value))

@@ -338,8 +338,9 @@ class EstimatorParams(ColumnParams):
         "process, or thread for a transformation_fn that releases the interpreter's lock"
     )
     loss_scope: Param[str] = declare(
-        "worker: a loss that compares rows (contrastive, triplets) sees those of one worker, and the weights depend on "
-        "the number of workers; None: such a loss is refused"
+        "step: a loss that compares rows (contrastive, triplets, Dice) sees all rows of the step, for any number of "
+        "workers (torch only); worker: those of a backward pass of one worker, and the weights depend on the workers; "
+        "None: such a loss is refused"
     )
     label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_numbers)
     validation: Param[Any] = declare(

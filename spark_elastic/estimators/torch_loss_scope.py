@@ -22,6 +22,7 @@ from spark_elastic.training.torch.forward import BufferSnapshot, depends_on_batc
 from spark_elastic.training.torch.loss import HALVES, LossFn, autocast
 from spark_elastic.training.torch.row_dropout import draw_rows
 from spark_elastic.training.torch.spec import TorchUserObjects, make_batch_builder
+from spark_elastic.training.torch.step_loss import check_outputs
 
 log = logging.getLogger("spark_elastic")
 
@@ -71,9 +72,10 @@ class _Tries:
 
     def compute_outputs(self) -> Any:
         """The model's outputs of all rows; None if their first dimension is not the rows, as of a time series."""
-        two = self._batch.cut(slice(0, 2))
-        whole = self.run_model(self._batch)
-        pairs = zip(tree_leaves(whole), tree_leaves(self.run_model(two)), strict=True)
+        whole, two = self.run_model(self._batch), self.run_model(self._batch.cut(slice(0, 2)))
+        if self._config.loss_scope == "step":
+            check_outputs([(len(self._batch), whole), (2, two)])
+        pairs = zip(tree_leaves(whole), tree_leaves(two), strict=True)
         by_row = [
             a.ndim and (len(a), len(b)) == (len(self._batch), 2) for a, b in pairs if torch.is_tensor(a)
         ]

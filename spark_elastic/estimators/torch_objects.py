@@ -144,6 +144,12 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
     if values.get("determinism") == "bitwise":
         check_layers(model, keeps_buffers=True)
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
+    if own_step and values.get("loss_scope") == "step":
+        raise InvalidInput(
+            "loss_scope='step' gathers the outputs of the model for its loss, and train_minibatch_fn and a "
+            "LightningModule's training_step keep them to themselves: have the model return what is compared, and give "
+            "the comparison as loss."
+        )
     learning_rate = values["learning_rate"]
     callbacks = _check_callbacks(values["callbacks"])
     optimizer, trial = _check_optimizer(values["optimizer"], model, values["model"], learning_rate)
@@ -226,19 +232,11 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
         advise = functools.partial(_find_advice, objects, spec)
         check_runs(spec, functools.partial(_run_on_rows, objects, spec), advise)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
+    what, advice = "loss", "set loss_scope='step' to compare all rows of each step"
+    if not objects.losses:
+        what, advice = own, f"give it as loss, of the model's outputs, and {advice}"
     with MODEL_FACTORY_LOCK:
-        check_loss_scope(
-            spec,
-            "loss" if objects.losses else own,
-            _ROW_ADVICE,
-            functools.partial(prepare_trial, objects, spec),
-        )
-
-
-_ROW_ADVICE = (
-    "return one loss for each row, of this row alone, cut steps in the same way for any number of workers "
-    "(determinism='bitwise')"
-)
+        check_loss_scope(spec, what, advice, functools.partial(prepare_trial, objects, spec))
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
@@ -258,7 +256,7 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             if isinstance(each, torch.nn.Module)
         }
         result = objects.loss_fn(spec)(model, part)
-        if spec.config.max_workers != 1 and spec.config.loss_scope is None:
+        if spec.config.max_workers != 1 and spec.config.loss_scope != "worker":
             for loss, before in held.items():
                 _check_buffers_of_loss(loss, before)
         _try_metrics(metrics, result, part.labels, spec)

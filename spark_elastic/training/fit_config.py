@@ -118,8 +118,9 @@ class FitConfig:
     virtual_shares: int = _param(COUNT, 8)
     # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
     verify_steps: int | None = _param(COUNT.or_none(), None, may_change=True)
-    # Whose rows a loss that compares rows sees: "worker", those of one worker; None: such a loss is refused.
-    loss_scope: str | None = _param(make_choice("worker").or_none(), None, may_change=True)
+    # Whose rows a loss that compares rows sees: "step", all of the step; "worker", those of a backward pass of one
+    # worker; None: such a loss is refused.
+    loss_scope: str | None = _param(make_choice("step", "worker").or_none(), None, may_change=True)
     scale_lr: bool = _param(FLAG, False)  # whether all learning rates are multiplied by num_workers, once
     # Largest 2-norm of all gradients together; None: no limit.
     gradient_clip_norm: float | None = _param(ABOVE_0.or_none(), None)
@@ -190,11 +191,13 @@ class FitConfig:
 
     def list_run_settings(self) -> dict[str, Any]:
         """The parameters that must stay the same for a whole run, as JSON gives them back (R19, resuming a run)."""
-        return {
+        settings = {
             field.name: _to_json_value(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if not field.metadata["may_change"]
         }
+        # The others leave the steps as they are.
+        return {**settings, "loss_scope": self.loss_scope if self.loss_scope == "step" else None}
 
     def _check_shares(self) -> None:
         if not self.shares:

@@ -90,6 +90,14 @@ class WorkClock:
             self._thread_began = read_thread_seconds()
         return seconds
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """An exchange in the middle of the work."""
+        began = self._clock.now()
+        yield
+        if self._began is not None:
+            self._began += self._clock.now() - began
+
     def begin(self) -> None:
         """Start the clock: the exchange is over, and the work for the next step begins."""
         self._began = self._clock.now()

@@ -30,6 +30,16 @@ def allgather(
     return grouped_allgather([tensor], name, process_set)[0]
 
 
+def gather_rows(tensor: torch.Tensor, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
+
+    Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
+    gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
+    that averages gradients has that of the mean of these losses, each times its loader's `loss_weight`.
+    """
+    return _gather_grouped([tensor], None, process_set, Sum)[0]
+
+
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
@@ -41,6 +51,13 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
+    return _gather_grouped(tensors, name, process_set, Average)
+
+
+def _gather_grouped(
+    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
+) -> list[torch.Tensor]:
+    """op: of the ranks' gradients."""
     shapes: list[torch.Size] = []
 
     def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,10 +69,10 @@ def grouped_allgather(
         rows = [shape[0] if shape else 1 for shape in shapes]
         lengths = allgather(torch.tensor([rows]), process_set=process_set)
         firsts = lengths[: process_set.rank()].sum(0).tolist()
-        averages = grouped_allreduce(upstream, op=Average, process_set=process_set)
+        reduced = grouped_allreduce(upstream, op=op, process_set=process_set)
         return [
             whole[first : first + count].reshape(shape)
-            for whole, first, count, shape in zip(averages, firsts, rows, shapes, strict=True)
+            for whole, first, count, shape in zip(reduced, firsts, rows, shapes, strict=True)
         ]
 
     return differentiable(run, gradient, tensors)

@@ -17,7 +17,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import compute_share_bounds
-from spark_elastic.gradients.devices import CPU
+from spark_elastic.gradients.devices import CPU, HostSum
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.determinism import is_aligned
@@ -30,6 +30,7 @@ from spark_elastic.training.torch.forward import (
 from spark_elastic.training.torch.share_check import GradientDigest, ShareCheck, ShareChecker
 from spark_elastic.training.torch.spec import BatchBuilder
 from spark_elastic.training.torch.step import TrainStep
+from spark_elastic.training.torch.step_loss import StepLoss
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,21 +46,23 @@ class ShareStep(TrainStep):
     ) -> tuple[float, float]:
         position, config = self._state.position, self._config
         self._loss_fn.begin(group, batch, position)
+        self._ledger.write_ahead(group.fence, position, batch.row_ids)
+        step_loss, of_all = self._step_loss, (HostSum(), 0.0)
+        if step_loss is not None:
+            of_all = self._compute_from_shares(step_loss, group, batch, before)
         check, digest = None, GradientDigest()
         if self.checker is not None and batch.division is not None:
             check = self.checker.draw(position, batch.division)
         if check is not None and group.rank in check.witnesses:
-            self._witness(check, digest, before)
+            self._witness(check, digest, batch.planned, before)
         self._exchange.clear_and_begin(group, 0, batch.division)
-        self._ledger.write_ahead(group.fence, position, batch.row_ids)
         self._buffers.begin()
         losses = []
         for number, share in enumerate(batch.shares, batch.first_share):
             parts = list(share.micro_batches(config.batch_size))
             is_checked = check is not None and check.share == number
             self._exchange.begin_share(len(parts), digest.add if is_checked else None)
-            with seeded_rng(config.seed, position.epoch, position.phase, position.step, number):
-                losses.append(self._backward(parts))
+            losses.append(self._backward_share(parts, number, batch.planned))
             self._exchange.end_share()
             if is_checked:
                 digest.loss = losses[-1][0].compute(), losses[-1][1]
@@ -73,23 +76,52 @@ class ShareStep(TrainStep):
             assert self.checker is not None
             takes_part = group.rank in (check.owner, *check.witnesses)
             self.checker.judge(check, group, digest if takes_part else None)
+        if step_loss is not None:
+            return of_all[0].compute(), of_all[1]
         own = [(loss.compute(), denominator) for loss, denominator in losses]
         total, denominator = sum_over_shares(group, own)
         # All ranks have the same sums, so the step summary has them once.
         return (total, denominator) if group.rank == 0 else (0.0, 0.0)
 
-    def _witness(self, check: ShareCheck, digest: GradientDigest, before: BufferSnapshot) -> None:
+    def _compute_from_shares(
+        self, step_loss: StepLoss, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+    ) -> tuple[HostSum, float]:
+        """The loss of all rows, of outputs for which each share begins with the buffers before the step."""
+        step_loss.begin()
+        for number, share in enumerate(batch.shares, batch.first_share):
+            self._run_parts(list(share.micro_batches(self._config.batch_size)), number, step_loss.add)
+            before.restore()
+        return step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
+
+    def _backward_share(
+        self, parts: Sequence[LocalBatch[torch.Tensor]], number: int, planned: int
+    ) -> tuple[HostSum, float]:
+        """`_backward` of a share. planned: rows of the step."""
+        if self._step_loss is None:
+            with seeded_rng(*self._key, number):
+                return self._backward(parts)
+        self._step_loss.seek(compute_share_bounds(planned, self._config.shares, number)[0])
+        self._run_parts(parts, number, self._step_loss.backward)
+        return HostSum(), 0.0
+
+    def _witness(
+        self, check: ShareCheck, digest: GradientDigest, planned: int, before: BufferSnapshot
+    ) -> None:
         """Compute another rank's share, of which nothing but the digest stays."""
         assert self.checker is not None
-        position, config = self._state.position, self._config
         self._exchange.clear()
-        share = self.checker.read(check, position)
-        with seeded_rng(config.seed, position.epoch, position.phase, position.step, check.share):
-            loss, denominator = self._backward(list(share.micro_batches(config.batch_size)))
+        share, step_loss = self.checker.read(check, self._state.position), self._step_loss
+        if step_loss is not None:
+            step_loss.compares = True
+        parts = list(share.micro_batches(self._config.batch_size))
+        loss, denominator = self._backward_share(parts, check.share, planned)
         digest.loss = loss.compute(), denominator
+        if step_loss is None:
+            self._metrics.discard()
+        elif step_loss.differs:  # in what its owner has sent to all
+            digest.loss = 1.0, 0.0
         for index, parameter in enumerate(self._exchange.parameters):
             digest.add(index, parameter.grad)
-        self._metrics.discard()
         before.restore()
 
     def _exchange_buffers(

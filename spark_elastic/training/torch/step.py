@@ -16,7 +16,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.training.batch import LocalBatch
@@ -25,10 +25,11 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.model_io import list_output_parts
 from spark_elastic.training.torch.buffers import BufferMerge
 from spark_elastic.training.torch.forward import BufferSnapshot, has_buffers, shares_statistics
-from spark_elastic.training.torch.loss import LossFn
+from spark_elastic.training.torch.loss import LossFn, autocast
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.torch.step_loss import StepLoss
 from spark_elastic.training.trainer import WorkClock, defer_interrupts
 
 
@@ -111,6 +112,8 @@ class TrainStep:
         self._ledger = ledger
         self._metrics = metrics
         self._scaling = scaling
+        # None: each part of the rows has a loss of its own.
+        self._step_loss = StepLoss(loss_fn) if config.loss_scope == "step" else None
         self.work, self._worked = WorkClock(), 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
         # Whether code of the user looks at the model in `on_previous_step_finalized`.
@@ -188,12 +191,69 @@ class TrainStep:
         self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
         # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
-        with seeded_rng(self._config.seed, position.epoch, position.phase, position.step, group.rank):
-            loss, denominator = self._backward(parts)
+        if self._step_loss is None:
+            with seeded_rng(*self._key, group.rank):
+                loss, denominator = self._backward(parts)
+        else:
+            loss, denominator = self._backward_from_all(self._step_loss, group, batch, parts, before)
         self.on_launched()
         self._worked = self.work.take()
         self._exchange.finish()
         return loss.compute(), denominator
+
+    @property
+    def _key(self) -> tuple[int, ...]:
+        """What the step's random numbers are drawn by, with the number of a rank or a virtual share."""
+        position = self._state.position
+        return self._config.seed, position.epoch, position.phase, position.step
+
+    # ---- a loss of all rows of the step
+
+    def _backward_from_all(
+        self,
+        step_loss: StepLoss,
+        group: Group,
+        batch: LocalBatch[torch.Tensor],
+        parts: Sequence[LocalBatch[torch.Tensor]],
+        before: BufferSnapshot,
+    ) -> tuple[HostSum, float]:
+        """`_backward` where the loss is of all rows of the step: the graphs of two parts are never in memory together,
+        so all but the newest part take a second forward pass."""
+        step_loss.begin()
+        output = self._run_parts(parts, group.rank, step_loss.add)
+        backward, work = self._scaling.backward, self.work
+        loss = step_loss.compute(group, batch, self._key, self._metrics, backward, work)
+        if parts:
+            step_loss.seek(step_loss.first + len(batch) - len(parts[-1]))
+            step_loss.backward(output, parts[-1])
+        if len(parts) > 1:
+            after = BufferSnapshot(self._state.model, self._modules)
+            before.restore()
+            step_loss.seek(step_loss.first)
+            self._run_parts(parts[:-1], group.rank, step_loss.backward)
+            after.restore()
+        return loss
+
+    def _run_parts(
+        self,
+        parts: Sequence[LocalBatch[torch.Tensor]],
+        number: int,
+        use: Callable[[Any, LocalBatch[torch.Tensor]], None],
+    ) -> Any:
+        """Give the model's output for each part to `use`, each time with the same random numbers. Returns the newest,
+        with its graph. number: of the rank or virtual share."""
+        output = None
+        with borrow_rng() as seed:
+            for index, part in enumerate(parts):
+                seed(*self._key, number, index)
+                self._draw_rows(part)
+                output = None  # frees the graph of the part before
+                with autocast(self._config.precision):
+                    output = self._state.model(*part.features)
+                use(output, part)
+        return output
+
+    # ---- buffers
 
     def _exchange_buffers(
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
@@ -215,12 +275,14 @@ class TrainStep:
 
     def _try(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> None:
         """A forward pass of a copy of the model, which leaves no trace."""
-        position = self._state.position
-        words = (self._config.seed, position.epoch, position.phase, position.step)
-        with seeded_rng(*words, 0):
+        with seeded_rng(*self._key, 0):
             if self._has_row_dropout:
-                draw_rows(model, part.row_ids, *words)
-            self._loss_fn(model, part)
+                draw_rows(model, part.row_ids, *self._key)
+            if self._step_loss is None:
+                self._loss_fn(model, part)
+            else:  # which may fail on so few rows
+                with autocast(self._config.precision):
+                    model(*part.features)
 
     def _apply_buffers(self) -> None:
         self._buffers.apply()
@@ -251,11 +313,8 @@ class TrainStep:
     def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[HostSum, float]:
         """Accumulate the gradients of (sum of losses / planned rows). Returns that sum and its denominator."""
         loss, denominator = HostSum(), 0.0
-        position = self._state.position
         for part in parts:
-            if self._has_row_dropout:
-                words = (self._config.seed, position.epoch, position.phase, position.step)
-                draw_rows(self._state.model, part.row_ids, *words)
+            self._draw_rows(part)
             if not len(part):
                 output = self._state.model(
                     *part.features
@@ -269,6 +328,10 @@ class TrainStep:
             self._scaling.backward(result.total, part.planned)
             denominator += result.denominator
         return loss, denominator
+
+    def _draw_rows(self, part: LocalBatch[torch.Tensor]) -> None:
+        if self._has_row_dropout:
+            draw_rows(self._state.model, part.row_ids, *self._key)
 
     def _apply(self, decision: StepDecision, planned: int) -> None:
         divisor = decision.denominator or 1.0  # 0: a loss that the user wants summed

@@ -45,6 +45,7 @@ from spark_elastic.training.torch.determinism import (
     use_deterministic_arithmetic,
 )
 from spark_elastic.training.torch.forward import describe_world_dependence
+from spark_elastic.training.torch.loss import autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator
 from spark_elastic.training.torch.row_dropout import exchanges_statistics
 from spark_elastic.training.torch.share_check import ShareChecker
@@ -52,6 +53,7 @@ from spark_elastic.training.torch.share_step import ShareStep, build_shares, sum
 from spark_elastic.training.torch.spec import TorchUserObjects, build_trainer_plan, make_batch_builder
 from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.training.torch.step import GradientScaling, TrainStep
+from spark_elastic.training.torch.step_loss import StepLoss
 from spark_elastic.training.trainer import WorkClock
 from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_collective_thread
@@ -195,13 +197,20 @@ class TorchTrainer:
         first = batch.first_share if config.shares else group.rank
         try:
             self._loss_fn.begin(group, batch, position)
+            step_loss = StepLoss(self._loss_fn) if config.loss_scope == "step" else None
             losses = [
-                self._validate(part, number) for number, part in enumerate(batch.shares or [batch], first)
+                self._validate(part, number, step_loss)
+                for number, part in enumerate(batch.shares or [batch], first)
             ]
             self._build_ahead(get_next_rows, group)
             sums = [(total.compute(), denominator) for total, denominator in losses]
             loss, denominator = sums[0]
-            if config.shares:  # all ranks have the same sums, so the step summary has them once
+            if step_loss is not None:
+                key = (config.seed, position.epoch, position.phase, position.step)
+                with torch.no_grad():
+                    of_all, denominator = step_loss.compute(group, batch, key, metrics)
+                loss = of_all.compute()
+            elif config.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
                 loss, denominator = (loss, denominator) if group.rank == 0 else (0.0, 0.0)
             metrics.gather(group)
@@ -246,12 +255,19 @@ class TorchTrainer:
             self._copier.record().wait(_list_tensors(batch))
         return batch
 
-    def _validate(self, batch: LocalBatch[torch.Tensor], part_number: int) -> tuple[HostSum, float]:
-        """Returns the loss of these rows and its denominator. part_number: their rank or virtual share."""
+    def _validate(
+        self, batch: LocalBatch[torch.Tensor], part_number: int, step_loss: StepLoss | None
+    ) -> tuple[HostSum, float]:
+        """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
+        part_number: their rank or virtual share."""
         config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
         key = (config.seed, position.epoch, position.phase, position.step, part_number)
         with torch.no_grad(), seeded_rng(*key):
             for part in batch.micro_batches(config.validation_batch):
+                if step_loss is not None:
+                    with autocast(config.precision):
+                        step_loss.add(self.state.model(*part.features), part)
+                    continue
                 result = self._loss_fn(self.state.model, part)
                 self._metrics[1].add(result, part.labels)
                 loss.add(result.total)

@@ -58,6 +58,14 @@ def build_mixed() -> torch.nn.Module:
     )
 
 
+def compare_rows(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: rows of one class are to be nearest to each other."""
+    unit = torch.nn.functional.normalize(output)
+    near = (unit @ unit.T / 0.2).fill_diagonal_(-1e9).log_softmax(1)
+    same = (label[:, None] == label).double().fill_diagonal_(0.0)
+    return -(near * same).sum() / same.sum().clamp(min=1.0)
+
+
 TOGETHER = "all at once"
 
 JOBS = {
@@ -78,5 +86,6 @@ JOBS = {
     ),
     "statistics of all ranks": Job(build_sync_batch_norm(), sgd, torch.nn.CrossEntropyLoss()),
     "dropout by rows": Job(build_row_dropout(), sgd, torch.nn.CrossEntropyLoss()),
+    "rows of a step compared": Job(build_row_dropout(), adam, compare_rows, loss_scope="step"),
     "row weights": Job(mlp(), adam, torch.nn.CrossEntropyLoss(), weight="w"),
 }

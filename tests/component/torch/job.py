@@ -144,6 +144,7 @@ class Job:
     transformation_pool: str = "process"
     verify_steps: int | None = None
     balance_rows: bool = False
+    loss_scope: str | None = None
 
     def plan(self, manifest: Manifest) -> DataPlan:
         plan = DataPlan.for_run(
@@ -176,6 +177,7 @@ class Job:
                 transformation_pool=self.transformation_pool,
                 verify_steps=self.verify_steps,
                 balance_rows=self.balance_rows,
+                loss_scope=self.loss_scope,
             ),
             rows=Rows(store, manifest, self.plan(manifest)),
             store=store,

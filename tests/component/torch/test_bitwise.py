@@ -17,6 +17,7 @@ from spark_elastic.data.store import Store
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.threads import run_task
 from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
+from tests.component.torch.elastic_jobs import compare_rows
 from tests.component.torch.job import Follower, LauncherFactory, make_data, train_elastic
 from tests.scenarios import Fault
 from tests.unit.torch.worlds import run_in_world
@@ -28,14 +29,23 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+# Class weights make the divisors of the steps' losses numbers that are not whole.
+WEIGHTED = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.1, 0.3]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "scope"),
+    [pytest.param(WEIGHTED, None, marks=pytest.mark.faults), (compare_rows, "step")],
+    ids=["each row", "rows compared"],
+)
 def test_the_estimators_weights_and_losses_have_the_same_bits_after_a_kill(
-    tmp_path: Path, fault: Fault
+    loss: Any, scope: str | None, tmp_path: Path, fault: Fault
 ) -> None:
-    """Of three workers of which one dies, as those of one process. Class weights make the divisors of the steps' losses
-    numbers that are not whole."""
+    """Of three workers of which one dies, as those of one process."""
     data = make_data(tmp_path)
-    loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.1, 0.3]))
-    job = BitwiseJob(everything(), adam, loss, shape=(1, 6, 6), gradient_clip_norm=0.05, epochs=1)
+    job = BitwiseJob(
+        everything(), adam, loss, shape=(1, 6, 6), gradient_clip_norm=0.05, epochs=1, loss_scope=scope
+    )
     make = LauncherFactory()
 
     def kill_one() -> None:

@@ -86,13 +86,19 @@ def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, 
 
 
 def train_classifier(
-    folder: str, holds: dict[int, int | str], takes_all: bool = True, own_loss: bool = False
+    folder: str,
+    holds: dict[int, int | str],
+    takes_all: bool = True,
+    own_loss: bool = False,
+    compares: bool = False,
 ) -> dict[str, Any]:
     """A net that averages its loss by itself, as BERT does; two batches make a step.
 
     takes_all: its forward takes any argument, so that the Trainer gives it a count of items.
     own_loss: the Trainer's class has a `compute_loss` of its own.
+    compares: and so it has, of the rows of all ranks.
     """
+    import spark_elastic.torch as hvd
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
     drawn = torch.Generator().manual_seed(3)
@@ -113,13 +119,23 @@ def train_classifier(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             outputs = model(**inputs)
+            if compares:
+                unit = torch.nn.functional.normalize(hvd.gather_rows(outputs["logits"]))
+                labels = hvd.gather_rows(inputs["labels"])
+                same = (labels[:, None] == labels).double()
+                loss = (unit @ unit.T - same).square().mean()
+                return (loss, outputs) if return_outputs else loss
             loss = torch.nn.functional.cross_entropy(outputs["logits"], inputs["labels"])
             return (loss, outputs) if return_outputs else loss
 
     torch.manual_seed(7)
     net = (LenientNet if takes_all else Net)(4, 4).double()
-    kind = OwnLoss if own_loss else ElasticTrainer
+    kind = OwnLoss if own_loss or compares else ElasticTrainer
     return _train(folder, net, rows, holds, [], accumulation=2, kind=kind, eval_dataset=rows)
+
+
+def train_contrastive(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
+    return train_classifier(folder, holds, compares=True)
 
 
 def _train(
@@ -208,6 +224,7 @@ def _train(
     [
         (train_net, 21),
         pytest.param(train_classifier, 12, marks=pytest.mark.faults),
+        pytest.param(train_contrastive, 12, marks=pytest.mark.faults),
         pytest.param(train_language_model, 12, marks=pytest.mark.faults),
     ],
 )

@@ -18,7 +18,8 @@ from tests.component.torch.nets import sgd
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
-FAULTY, STEP = 1, 5  # the rank, and the step in which a bit of its memory flips
+# The rank, and the step in which a bit of its memory flips: the virtual share of that rank is checked there.
+FAULTY, STEP = 1, 10
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -27,25 +28,31 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 class Faulty(torch.nn.Sequential):
-    """A net of which a bit flips once, in its weights or in one of its gradients. marker: a file that is then made."""
+    """A net of which a bit flips once, in its weights, its outputs or one of its gradients. marker: a file that is made
+    then."""
 
     def __init__(self, what: str, marker: Path) -> None:
         torch.manual_seed(1)
         super().__init__(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
-        self.what, self.marker = what, marker
+        self.what, self.marker, self._is_broken = what, marker, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         here = progress()
         if here is not None and (here.epoch, here.step) == (0, STEP) and rank() == FAULTY:
             self._break_once()
         output: torch.Tensor = super().forward(x)
+        if self._is_broken:
+            self._is_broken = False
+            flip(output)
         return output
 
     def _break_once(self) -> None:
         if self.what and not self.marker.exists():
             self.marker.touch()
             weight: Any = self[0].weight
-            if self.what == "weights":
+            if self.what == "outputs":  # of this pass alone
+                self._is_broken = True
+            elif self.what == "weights":
                 flip(weight)
             else:
 
@@ -68,11 +75,16 @@ def make(task: TorchTrainProgram) -> ProcessLauncher:
 
 
 @pytest.mark.parametrize(
-    ("what", "transformation"),
-    [("gradients", add_noise), pytest.param("weights", None, marks=pytest.mark.faults)],
+    ("what", "transformation", "scope"),
+    [
+        ("gradients", add_noise, None),
+        pytest.param("weights", None, None, marks=pytest.mark.faults),
+        pytest.param("weights", None, "step", marks=pytest.mark.faults),
+        pytest.param("outputs", None, "step", marks=pytest.mark.faults),
+    ],
 )
 def test_a_flipped_bit_is_found_and_does_not_reach_the_weights(
-    what: str, transformation: Any, tmp_path: Path
+    what: str, transformation: Any, scope: str | None, tmp_path: Path
 ) -> None:
     data, marker, follower = make_data(tmp_path), tmp_path / "flipped", Follower()
     job = Job(
@@ -83,6 +95,7 @@ def test_a_flipped_bit_is_found_and_does_not_reach_the_weights(
         shares=3,
         verify_steps=1,
         transformation=transformation,
+        loss_scope=scope,
     )
     found, result = train_elastic(job, *data, None, follower, make)
     assert marker.exists()

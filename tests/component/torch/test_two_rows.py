@@ -417,6 +417,21 @@ def compute_variance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return -output.var(0).mean()
 
 
+class Towers(torch.nn.Linear):
+    """As CLIP: embeddings, and a scale that all rows share."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 16)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.scale.exp()
+
+
+def compare_towers(output: Any, label: torch.Tensor) -> torch.Tensor:
+    return compare_pairs(output[0], label) * output[1]
+
+
 class Centered(torch.nn.Module):
     """A loss that keeps a center of the outputs."""
 
@@ -487,7 +502,8 @@ def test_a_loss_that_compares_rows_is_refused_by_name(
     data: Data, loss: Any, make: Callable[[], torch.nn.Module], what: str, batch: int
 ) -> None:
     with pytest.raises(
-        InvalidInput, match=rf"^{what} compares the rows .* \(of \d rows .*loss_scope='worker'"
+        InvalidInput,
+        match=rf"^{what} compares the rows .* \(of \d rows .*loss_scope='step' .*loss_scope='worker'",
     ):
         check_scope(data, loss, make(), batch_size=batch)
 
@@ -508,10 +524,29 @@ def test_a_loss_that_compares_rows_may_see_those_of_a_worker_or_of_a_share(
     check_scope(data, compare_pairs, determinism="bitwise")
     check_scope(data, compare_pairs, max_workers=1)
     check_scope(data, compare_pairs, batch_size=1)
+    for loss, model in ((compare_pairs, None), (compare_triplets, None), (compare_towers, Towers())):
+        check_scope(data, loss, model, loss_scope="step")
     assert not caplog.messages
     check_scope(data, compare_pairs, loss_scope="worker")
     (message,) = caplog.messages
     assert "depend on the number of workers through loss, which compares the rows of a batch" in message
+
+
+def test_the_scope_of_a_step_says_what_it_cannot_join_and_where_it_is_of_no_use(
+    data: Data, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sums(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum(0)
+
+    with pytest.raises(
+        InvalidInput, match=r"^loss_scope='step' joins .* shape \(16,\) for 2 rows and \(16,\) for 8 rows"
+    ):
+        check_scope(data, lambda output, label: output.sum(), Sums(WIDTH, 16), loss_scope="step")
+    assert not caplog.messages
+    check_scope(data, CROSS_ENTROPY, loss_scope="step")
+    (message,) = caplog.messages
+    assert message.startswith("loss_scope='step' is for a loss that compares rows, and loss does not")
 
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0])

@@ -118,7 +118,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"store": b"/mnt"}, "store must be a path or url; got bytes"),
     ({"shuffle": "false"}, "shuffle must be True or False; got 'false'"),
-    ({"loss_scope": "step"}, "loss_scope must be 'worker', or None; got 'step'"),
+    ({"loss_scope": "all"}, "loss_scope must be one of 'step', 'worker', or None; got 'all'"),
+    (
+        {"loss": None, "loss_scope": "step", "train_minibatch_fn": lambda model, x, y: x},
+        "loss_scope='step' gathers the outputs .* give the comparison as loss",
+    ),
     ({"callbacks": [Queues()]}, "a checkpoint cannot hold the deque of callback Queues, at 'seen'"),
     (
         {"loss": None, "metrics": [torch.nn.L1Loss()], "train_minibatch_fn": lambda model, x, y: x},

@@ -71,6 +71,34 @@ def test_operations_return_handles_and_take_groups(world: World) -> None:
     world(2, work)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_gathered_rows_carry_the_gradient_of_the_loss_of_all_rows(world: World, own: bool) -> None:
+    """Of ranks with 3, 0 and 2 rows. own: each rank has the loss of its own rows, compared with all."""
+    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bounds = 0, 3, 3, 5
+
+    def compare(rows: torch.Tensor, whole: torch.Tensor, first: int) -> torch.Tensor:
+        numbers = torch.arange(first, first + len(rows))
+        return torch.nn.functional.cross_entropy(rows @ whole.T, numbers, reduction="sum")
+
+    def compute_gradient(rows: torch.Tensor, first: int) -> tuple[float, torch.Tensor]:
+        weight = torch.eye(4, dtype=torch.float64, requires_grad=True)
+        mine = torch.nn.functional.normalize(rows @ weight)
+        whole = hvd.gather_rows(mine)
+        assert hvd.gather_rows(torch.arange(first, first + len(rows))).tolist() == list(range(5))
+        loss = (compare(mine, whole, first) * hvd.size() if own else compare(whole, whole, 0)) / 5
+        loss.backward()
+        assert weight.grad is not None
+        return loss.item(), hvd.allreduce(weight.grad)
+
+    (alone,) = world(1, lambda group: compute_gradient(x, 0))
+    found = world(
+        3, lambda group: compute_gradient(x[bounds[group.rank] : bounds[group.rank + 1]], bounds[group.rank])
+    )
+    assert sum(loss for loss, _ in found) / 3 == pytest.approx(alone[0], rel=1e-12)
+    assert all(torch.allclose(gradient, alone[1], rtol=0, atol=1e-12) for _, gradient in found)
+
+
 def test_parameters_and_optimizer_state_are_broadcast(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], float, int]:
         model = torch.nn.Linear(2, 1, bias=False)

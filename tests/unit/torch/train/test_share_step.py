@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,17 +68,24 @@ def mean_output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return output.double().mean()
 
 
-def take_steps(group: Group) -> dict[str, Any]:
+def center(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """A number for each row, which depends on the others."""
+    return (output - output.mean() - label).square() / (0.1 + output.var())
+
+
+def take_steps(group: Group, scope: str | None) -> dict[str, Any]:
     model = copy.deepcopy(NET)
     state = TorchTrainingState(model, torch.optim.Adam(model.parameters(), lr=0.01))
     metrics = Metrics({"mean": mean_output}, CONFIG.label_cols, logs=True)
-    loss = MultiOutputLoss({"a": (nn.MSELoss(), 0.3), "b": (nn.CrossEntropyLoss(), 0.7)}, weighted=True)
+    first = nn.MSELoss() if scope is None else center
+    loss = MultiOutputLoss({"a": (first, 0.3), "b": (nn.CrossEntropyLoss(), 0.7)}, weighted=True)
+    config = replace(CONFIG, loss_scope=scope)
     builder = BatchBuilder(
         (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, reshapes=False
     )
     losses = []
     with closing(GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES))) as exchange:
-        step = ShareStep(state, loss, exchange, CONFIG, Ledger(), metrics, GradientScaling())
+        step = ShareStep(state, loss, exchange, config, Ledger(), metrics, GradientScaling())
         for number in range(STEPS):
             # In the second step the last rank has all shares that it may have.
             unequal = Division((*range(group.size), SHARES))
@@ -93,12 +102,14 @@ def take_steps(group: Group) -> dict[str, Any]:
 
 
 @pytest.mark.native
-def test_steps_have_the_same_bits_in_any_world_and_any_division() -> None:
-    (alone,) = run_in_world(1, take_steps)
+@pytest.mark.parametrize("scope", [None, "step"])
+def test_steps_have_the_same_bits_in_any_world_and_any_division(scope: str | None) -> None:
+    take = partial(take_steps, scope=scope)
+    (alone,) = run_in_world(1, take)
     tracked = torch.from_numpy(np.frombuffer(alone["weights"]["body.1.num_batches_tracked"], np.int64).copy())
     assert int(tracked) == 2 * STEPS, "a share has two passes, and a step counts the shares once"
     assert set(alone["metrics"]) == {"loss_a", "loss_b", "mean_a", "mean_b"}
     assert {rows for *_, rows in alone["losses"]} == {ROWS}
     for size in range(2, SHARES + 1):
-        for found in run_in_world(size, take_steps):
+        for found in run_in_world(size, take):
             assert found == alone

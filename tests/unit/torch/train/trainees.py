@@ -44,44 +44,71 @@ class Order(Ledger):
 class TrainedModel:
     """A state and what takes its steps."""
 
-    def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_size: int = 3,
+        loss: Any = None,
+        metrics: Metrics | None = None,
+        labels: int = 1,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            loss: one of (output, label), or as `TrainStep` takes it.
+            labels: how often the labels are given.
+            settings: of the `FitConfig`.
+        """
+        self.labels = (Y,) * labels
         self.model = copy.deepcopy(model)
         self.state = TorchTrainingState(
             self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
         )
         self.exchange = GradientExchange(self.model.named_parameters(), ExchangeOptions(bucket_bytes=64))
         self.ledger = Order()
-        objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
+        objective = (
+            loss if hasattr(loss, "begin") else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
+        )
         config = FitConfig(
             feature_cols=("x",),
-            label_cols=("y",),
+            label_cols=("y", "z")[:labels],
             batch_size=batch_size,
             gradient_clip_norm=1.0,
             terminate_on_nan=True,
+            **settings,
         )
-        metrics = Metrics({}, ["y"], logs=False)
         self.taker = TrainStep(
             self.state,
             objective,
             self.exchange,
             config,
             self.ledger,
-            metrics,
+            metrics or Metrics({}, ["y"], logs=False),
             GradientScaling(),
         )
 
-    def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:
+    def take(
+        self,
+        group: Group,
+        rows: range,
+        then: Callable[[Any], Position] = lambda decision: NEXT,
+        weights: torch.Tensor | None = None,
+    ) -> Any:
+        """weights: of all rows."""
         part = slice(rows.start, rows.stop)
-        share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
+        own = None if weights is None else weights[part]
+        share = LocalBatch(
+            ROWS, np.arange(rows.start, rows.stop), (X[part],), tuple(y[part] for y in self.labels), own
+        )
         return self.taker.run(group, share, MembershipVersion(), then)
 
 
-def train_plain(model: nn.Module, steps: int = 1) -> nn.Module:
+def train_plain(model: nn.Module, steps: int = 1, loss: Any = nn.functional.cross_entropy) -> nn.Module:
     model = copy.deepcopy(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), Y).backward()
+        loss(model(X), Y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model
