@@ -235,10 +235,11 @@ class ElasticDataLoader:
         return self._batch_rows
 
     def _check_world(self) -> None:
-        if size() > self._plan.base_rows:
+        fewest = self._count_fewest_rows()
+        if size() > fewest:
             raise InvalidInput(
-                f"a step of {self._plan.base_rows} rows cannot be divided over {size()} workers: raise "
-                f"global_batch_size, which is {self.global_batch_size}, or lower max_workers."
+                f"a step of {fewest} rows cannot be divided over {size()} workers: raise global_batch_size, which is "
+                f"{self.global_batch_size}, leave an incomplete last step out by drop_last, or lower max_workers."
             )
         if self.virtual_shares and size() > self.virtual_shares:
             raise InvalidInput(
@@ -257,6 +258,18 @@ class ElasticDataLoader:
         for value in vars(state).values() if self.virtual_shares else ():
             if isinstance(value, torch.nn.Module):
                 check_layers(value, keeps_buffers=False)
+
+    def _divide_steps(self, part: int, parts: int) -> Iterator[list[int]]:
+        """The rows of one of so many equal parts, of each step from the position on."""
+        return _divide(self._plan, *self._order_epoch(), self.step, part, parts)
+
+    def _count_rows(self) -> int:
+        """Rows, over all ranks, of the step at the position."""
+        return self._plan.count_step_rows(self.step)
+
+    def _count_fewest_rows(self) -> int:
+        """Rows of the smallest step."""
+        return self._plan.base_rows
 
     def _order_epoch(self) -> tuple[Int64s, EpochPermutation]:
         """The order of this epoch's rows, and the steps' places in it; kept, as new worlds ask again."""
@@ -287,11 +300,11 @@ class _BatchSampler:
         loader = self._loader()
         assert loader is not None
         if not loader.virtual_shares:
-            rows = _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
+            rows = loader._divide_steps(rank(), size())
             return rows if loader.determinism is None else _prepend_epoch(rows, loader.epoch)
         shares = loader.virtual_shares
         own = range(*compute_rank_shares(shares, rank(), size()))
-        parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
+        parts = [loader._divide_steps(share, shares) for share in own]
         return _prepend_share_key(parts, own, loader.epoch, loader.step)
 
 
@@ -313,7 +326,7 @@ class _Iteration(Iterator[Any]):
         except StopIteration:
             self._end_epoch()
             raise
-        planned = loader._plan.count_step_rows(loader.step)
+        planned = loader._count_rows()
         mine = planned * (self._rank + 1) // self._ranks - planned * self._rank // self._ranks
         loader._batch_rows = mine, planned, self._ranks
         loader.step += 1
