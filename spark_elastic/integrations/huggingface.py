@@ -22,6 +22,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
 from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 from spark_elastic.worker.context import get_context
 
 
@@ -177,6 +178,10 @@ class ElasticTrainer(_OwnLoss):
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         begun: tuple[int, int] = super()._init_training_state(*args, **options)
         return begun if self._adapter.pending is None else (self._adapter.restore_state(), 0)
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        with leave_frozen_out(self.model):
+            return super()._prepare_for_training(*args, **options)
 
     def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **options: Any) -> None:
         """The rest of an epoch. The Trainer counts from the position on; `TrainerProgress` puts the epoch right."""
