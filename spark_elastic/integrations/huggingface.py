@@ -19,6 +19,7 @@ from transformers import Trainer
 
 from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import CPU
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
 from spark_elastic.integrations.huggingface_loader import make_elastic_loader
@@ -43,6 +44,8 @@ def create_accelerator(**options: Any) -> Accelerator:
 
 
 def _check_distributed(accelerator: Accelerator) -> None:
+    if accelerator.device.type == "cpu":
+        accelerator.state.device = CPU  # moving a module to Accelerate's "cpu:1" copies all of it
     worker = get_context()
     world = None if worker is None else worker.world
     if world is not None and accelerator.num_processes != world.size:
