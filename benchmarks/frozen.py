@@ -31,7 +31,8 @@ def build(megabytes: int) -> Any:
             super().__init__()
             rows = (megabytes << 20) // (4 * WIDTH * PARTS)
             self.base = torch.nn.ParameterList(
-                torch.nn.Parameter(torch.full((rows, WIDTH), 0.1 * part), requires_grad=False) for part in range(PARTS)
+                torch.nn.Parameter(torch.full((rows, WIDTH), 0.1 * part), requires_grad=False)
+                for part in range(PARTS)
             )
             self.down, self.up = torch.nn.Linear(WIDTH, RANK), torch.nn.Linear(RANK, WIDTH)
 
@@ -95,7 +96,9 @@ def train_trainer(folder: str, megabytes: int) -> None:
     options = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = transformers.TrainingArguments(folder, max_steps=100_000, logging_strategy="no", **options)
     rows = [{"row": torch.tensor(row)} for row in range(1 << 14)]
-    ElasticTrainer(build(megabytes), args, train_dataset=rows, callbacks=[Watch()], global_batch_size=BATCH).train()
+    ElasticTrainer(
+        build(megabytes), args, train_dataset=rows, callbacks=[Watch()], global_batch_size=BATCH
+    ).train()
 
 
 def measure_commit(megabytes: int, rounds: int) -> list[Row]:
@@ -136,7 +139,9 @@ def measure_hand_over(megabytes: int, what: str, kills: int) -> list[Row]:
     for pid in {line["pid"] for line in lines}:
         mine = sorted((line for line in lines if line["pid"] == pid), key=lambda line: float(line["at"]))
         pairs = zip(mine, mine[1:], strict=False)
-        gaps += [after["at"] - before["at"] for before, after in pairs if (before["size"], after["size"]) == (1, 2)]
+        gaps += [
+            after["at"] - before["at"] for before, after in pairs if (before["size"], after["size"]) == (1, 2)
+        ]
     case = f"{megabytes} MB frozen, {what}: hand-over beyond a step"
     beyond = [1e3 * (gap - step) for gap in gaps]
     return [

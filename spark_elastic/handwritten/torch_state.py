@@ -227,7 +227,9 @@ class TorchState(ObjectState):
 
     def list_kept(self) -> dict[tuple[str, int, int], Kept]:
         models = [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
-        return {key: kept for each in models if each.frozen for key, kept in each.frozen.list_copies().items()}
+        return {
+            key: kept for each in models if each.frozen for key, kept in each.frozen.list_copies().items()
+        }
 
     def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for key, handler in self._handlers.items():

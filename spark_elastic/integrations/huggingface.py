@@ -253,7 +253,9 @@ def elastic_trainer(kind: type[Any]) -> type[Any]:
     if kind is Trainer or issubclass(kind, ElasticTrainer):
         return ElasticTrainer if kind is Trainer else kind
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return new_class(f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body))
+    return new_class(
+        f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body)
+    )
 
 
 def _check_loop(kind: type[Any]) -> None:
@@ -263,7 +265,9 @@ def _check_loop(kind: type[Any]) -> None:
         InvalidInput: a class does that.
     """
     for each in kind.__mro__:
-        for name in () if each in (*ElasticTrainer.__mro__,) else ("train", "_inner_training_loop", "_run_epoch"):
+        for name in (
+            () if each in (*ElasticTrainer.__mro__,) else ("train", "_inner_training_loop", "_run_epoch")
+        ):
             code = getattr(inspect.unwrap(vars(each).get(name, kind)), "__code__", None)
             if code is not None and "__class__" not in code.co_freevars:  # which super() needs
                 raise InvalidInput(

@@ -18,7 +18,14 @@ from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 
 # What torch's DataLoader keeps under the names of its arguments.
-_KEPT = ("collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+_KEPT = (
+    "collate_fn",
+    "num_workers",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+)
 _KEPT += ("persistent_workers", "in_order")  # the latter since torch 2.6
 
 
@@ -34,7 +41,10 @@ def make_elastic_loader(
     """
     kind = type(theirs)
     iterates = next((each for each in kind.__mro__ if "__iter__" in vars(each)), kind)
-    if not isinstance(theirs, DataLoader) or iterates.__module__.partition(".")[0] not in ("torch", "accelerate"):
+    if not isinstance(theirs, DataLoader) or iterates.__module__.partition(".")[0] not in (
+        "torch",
+        "accelerate",
+    ):
         raise InvalidInput(
             f"get_train_dataloader() returns a {kind.__name__}, which gives batches in a way of its own: return a "
             "torch DataLoader with its data set, collate_fn and sampler."
@@ -47,8 +57,12 @@ def make_elastic_loader(
     options |= {"pin_memory": theirs.pin_memory and torch.cuda.is_available(), "determinism": determinism}
     options |= {"drop_last": getattr(batches, "drop_last", False)}
     sampler = getattr(batches, "sampler", None)
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):  # others have no sampler, and are refused
-        if getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__ and hasattr(batches, "set_epoch"):
+    if hasattr(dataset, "__len__") and hasattr(
+        dataset, "__getitem__"
+    ):  # others have no sampler, and are refused
+        if getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__ and hasattr(
+            batches, "set_epoch"
+        ):
             return SampledDataLoader(dataset, batches, global_batch_size, seed, **options)
         _check_sampler(batches, sampler, len(dataset))
     shuffle = not isinstance(sampler, SequentialSampler)

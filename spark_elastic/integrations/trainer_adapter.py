@@ -151,7 +151,10 @@ class TrainerState(TorchState):
 @contextmanager
 def leave_frozen_out(model: torch.nn.Module) -> Iterator[None]:
     """Inside, `DistributedDataParallel` sends no frozen parameters, which all ranks have alike already."""
-    attribute, frozen = "_ddp_params_and_buffers_to_ignore", [n for n, p in model.named_parameters() if not p.requires_grad]
+    attribute, frozen = (
+        "_ddp_params_and_buffers_to_ignore",
+        [n for n, p in model.named_parameters() if not p.requires_grad],
+    )
     own = getattr(model, attribute, None)
     setattr(model, attribute, {*(own or ()), *frozen})  # torch has no public name for it
     try:

@@ -364,9 +364,7 @@ def broadcast_snapshot(
     return Snapshot(Position(epoch, Phase(phase), step), codec.loads(values.tobytes(), trusted=True), memory)
 
 
-def exchange_kept(
-    group: Group, source: int, values: Any, own: Mapping[tuple[str, int, int], Kept]
-) -> None:
+def exchange_kept(group: Group, source: int, values: Any, own: Mapping[tuple[str, int, int], Kept]) -> None:
     """Fill in the kept arrays of the snapshot of rank `source`: by this process's own, or else by those of the source.
     Collective, after `broadcast_snapshot`.
 
@@ -383,14 +381,18 @@ def exchange_kept(
     for each in kept:
         each.take_from(own)
     lacking = {each.key: each for each in kept if each.memory is None}
-    wanted = {key for packed in group.allgather_bytes(pickle.dumps(list(lacking))) for key in pickle.loads(packed)}
+    wanted = {
+        key for packed in group.allgather_bytes(pickle.dumps(list(lacking))) for key in pickle.loads(packed)
+    }
     for each in kept:
         if each.key in wanted:
             lacks = each.memory is None and group.rank != source
             memory = np.empty(each.key[1], np.uint8) if lacks else each.of(_NOTHING)
             group.broadcast(memory, source)
             if _compute_crc(memory) != each.key[2]:
-                raise StoreError("a part of the state that arrived is not the one that was sent; it was not taken over.")
+                raise StoreError(
+                    "a part of the state that arrived is not the one that was sent; it was not taken over."
+                )
             # The program makes others in each process.
             each.memory, each.is_made = memory, False
             if each.key in own:

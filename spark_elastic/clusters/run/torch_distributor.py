@@ -76,8 +76,14 @@ class TorchDistributor:
             )
         function: Any = Script.read(os.fspath(train_object), *map(str, args)) if is_script else train_object
         if not callable(function):
-            raise InvalidInput(f"run() takes a function or the path of a script; got a {type(function).__name__}.")
-        own = tempfile.TemporaryDirectory() if self.local_mode and self._store is None else nullcontext(self._store)
+            raise InvalidInput(
+                f"run() takes a function or the path of a script; got a {type(function).__name__}."
+            )
+        own = (
+            tempfile.TemporaryDirectory()
+            if self.local_mode and self._store is None
+            else nullcontext(self._store)
+        )
         with own as url:
             options = self._arguments.get("storage_options", {})
             results = None if url is None else ResultStore(url, options)

@@ -29,7 +29,9 @@ class FrozenCopies:
         # By the parameter's id: itself, its memory and version, elements of it, and the copy.
         self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, Kept]] = {}
         self._moving: set[int] = set()
-        self._is_first = True  # nothing was trained yet: what is frozen now, the program makes in each process
+        self._is_first = (
+            True  # nothing was trained yet: what is frozen now, the program makes in each process
+        )
 
     def take(self, frozen: Mapping[str, torch.Tensor]) -> dict[int, Kept]:
         """The copies of these parameters, by id; without those that change."""

@@ -576,7 +576,9 @@ def load(kind: str) -> Any:
     rows, data = range(4), torch.utils.data
     random = data.RandomSampler(rows)
     return {
-        "weighted": lambda: data.DataLoader(rows, sampler=data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)),
+        "weighted": lambda: data.DataLoader(
+            rows, sampler=data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)
+        ),
         "subset": lambda: data.DataLoader(rows, sampler=data.RandomSampler(range(3))),
         "unseeded": lambda: data.DataLoader(rows, batch_sampler=Unseeded(random, 2, False)),
         "never again": lambda: data.DataLoader(rows, batch_sampler=Pairs(4, 2, again=False)),
@@ -671,7 +673,9 @@ def test_a_trainer_with_a_loop_of_its_own_is_refused_by_name(name: str) -> None:
 def test_what_is_no_trainers_class_is_refused(given: Any) -> None:
     from spark_elastic.integrations.huggingface import elastic_trainer
 
-    with pytest.raises(InvalidInput, match="takes a subclass of transformers.Trainer; got (dict|Linear|str|NoneType)"):
+    with pytest.raises(
+        InvalidInput, match="takes a subclass of transformers.Trainer; got (dict|Linear|str|NoneType)"
+    ):
         elastic_trainer(given)
 
 

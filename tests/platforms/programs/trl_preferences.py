@@ -16,7 +16,11 @@ rewards = "--reward" in sys.argv
 kind, config = (RewardTrainer, RewardConfig) if rewards else (DPOTrainer, DPOConfig)
 tokenizer = make_tokenizer()
 model = make_llama(tokenizer, LlamaForSequenceClassification if rewards else LlamaForCausalLM, num_labels=1)
-rows = {"prompt": make_sentences(), "chosen": make_sentences()[::-1], "rejected": make_sentences()[7:] + ["w1 w2"] * 7}
+rows = {
+    "prompt": make_sentences(),
+    "chosen": make_sentences()[::-1],
+    "rejected": make_sentences()[7:] + ["w1 w2"] * 7,
+}
 if rewards:
     chosen, rejected = (zip(rows["prompt"], rows[name], strict=True) for name in ("chosen", "rejected"))
     rows = {"chosen": [" ".join(pair) for pair in chosen], "rejected": [" ".join(pair) for pair in rejected]}

@@ -466,7 +466,9 @@ def adapted(base: float) -> tuple[torch.nn.Module, Any]:
     """A model with a frozen base of 400 kB that is made of that number, and its state."""
     model = torch.nn.Sequential(torch.nn.Linear(1000, 100), torch.nn.Linear(100, 1))
     torch.nn.init.constant_(model[0].weight, base).requires_grad_(False)
-    return model, hvd.elastic.TorchState(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    return model, hvd.elastic.TorchState(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    )
 
 
 @pytest.mark.parametrize("bases", [(1.0, 1.0), (1.0, 2.0), (1.0, 2.0, 1.0)], ids=["same", "other", "both"])
@@ -517,7 +519,9 @@ def test_p7_a_checkpoint_holds_what_is_trained_and_fits_the_frozen_base_that_it_
     torch.nn.init.zeros_(model[1].weight)
     resumed.restore_checkpoint(Reader(), ())
     assert torch.equal(model[1].weight, state.model[1].weight)
-    with pytest.raises(InvalidInput, match=r"the frozen parameter '0\.weight' is not the one with which this run began"):
+    with pytest.raises(
+        InvalidInput, match=r"the frozen parameter '0\.weight' is not the one with which this run began"
+    ):
         adapted(2.0)[1].restore_checkpoint(Reader(), ())
 
 
