@@ -37,6 +37,7 @@ PUBLIC = {
     "StaleGeneration": "errors",
     "StoreError": "errors",
     "TimeLimitReached": "errors",
+    "TorchDistributor": "clusters.run.torch_distributor",
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
     "run": "clusters.run.call",
