@@ -1,14 +1,15 @@
 """What do a commit and a hand-over of a LoRA job cost, by the size of the frozen base?
 
-The base is a table of 16 parts and trains a LoRA of 64 kB, so that a step costs the same whatever its size. Commit: the
-training thread's median pause for one, copies included, beside a deepcopy of the state dicts. Hand-over: two workers, of
-which one is killed in each world of both; from the survivor's last step before its replacement joins to the first step
-with it, without a median step. `loop`: a plain loop by DistributedOptimizer; `trainer`: transformers' Trainer.
+The base is a table in 16 parts, beside a LoRA of 64 kB, so that a step costs the same whatever its size. Commit: the
+training thread's median pause for one, copies included, beside a deepcopy of the state dicts. Hand-over: two workers,
+of which one is killed in each world of both; from the survivor's last step before its replacement joins to the first
+one with it, without a median step. `loop`: a plain loop by DistributedOptimizer; `trainer`: transformers' Trainer.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import statistics
 import tempfile
@@ -138,7 +139,7 @@ def measure_hand_over(megabytes: int, what: str, kills: int) -> list[Row]:
     gaps = []
     for pid in {line["pid"] for line in lines}:
         mine = sorted((line for line in lines if line["pid"] == pid), key=lambda line: float(line["at"]))
-        pairs = zip(mine, mine[1:], strict=False)
+        pairs = itertools.pairwise(mine)
         gaps += [
             after["at"] - before["at"] for before, after in pairs if (before["size"], after["size"]) == (1, 2)
         ]

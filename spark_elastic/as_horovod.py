@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder, Loader):
 def _install() -> None:
     if "horovod" in sys.modules:
         raise InvalidInput(
-            "horovod itself is imported already: write `import spark_elastic.as_horovod` before whatever imports horovod."
+            "horovod itself is imported already: write `import spark_elastic.as_horovod` before what imports horovod."
         )
     sys.meta_path.insert(0, _Finder())
 

@@ -1,4 +1,4 @@
-"""What `horovod.spark` and its modules are called there, for `spark_elastic.as_horovod`: estimators, models, backend, store."""
+"""What `horovod.spark` and its modules have, for `spark_elastic.as_horovod`: estimators, models, a backend, a store."""
 
 from __future__ import annotations
 

@@ -80,6 +80,7 @@ class ElasticTrainer(_OwnLoss):
     current_flos: Any
     model_init: Any
     optimizer: Any
+    _train_batch_size: int
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -155,7 +156,7 @@ class ElasticTrainer(_OwnLoss):
             "create_optimizer": lambda *_, **__: self.optimizer,
             "create_scheduler": lambda *_, **__: self.lr_scheduler,
         }
-        vars(self).update(lasting)
+        self.__dict__.update(lasting)
         try:
             return self._adapter.train_in_worlds(
                 train, model=self.model, optimizer=optimizer, scheduler=scheduler, loader=loader
@@ -163,7 +164,7 @@ class ElasticTrainer(_OwnLoss):
         finally:
             self.model_init = model_init
             for name in lasting:
-                del vars(self)[name]
+                delattr(self, name)
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
@@ -232,6 +233,12 @@ class ElasticTrainer(_OwnLoss):
             raise InvalidInput(
                 "ElasticTrainer searches no hyperparameters: start one training for each trial."
             )
+        if getattr(self.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
+            raise InvalidInput(
+                "ElasticTrainer gives each row once per epoch, in an order that no world changes: leave "
+                "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
+                f"{self.args.train_sampling_strategy!r}."
+            )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise InvalidInput(
                 "ElasticTrainer trains with DistributedDataParallel only: remove fsdp and deepspeed from the "
@@ -239,7 +246,6 @@ class ElasticTrainer(_OwnLoss):
             )
 
 
-@cache
 def elastic_trainer(kind: type[Any]) -> type[Any]:
     """Return the elastic subclass of a Trainer's class, such as TRL's `SFTTrainer`: it takes that class's arguments and
     those of `ElasticTrainer`.
@@ -252,6 +258,11 @@ def elastic_trainer(kind: type[Any]) -> type[Any]:
         raise InvalidInput(f"elastic_trainer() takes a subclass of transformers.Trainer; got {name}.")
     if kind is Trainer or issubclass(kind, ElasticTrainer):
         return ElasticTrainer if kind is Trainer else kind
+    return _make_elastic(kind)
+
+
+@cache
+def _make_elastic(kind: type[Any]) -> type[Any]:
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return new_class(
         f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body)

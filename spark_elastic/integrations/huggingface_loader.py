@@ -1,4 +1,4 @@
-"""The rows of a Hugging Face Trainer in any world: what its own loader of training data decides, as an `ElasticDataLoader`.
+"""The rows of a Hugging Face Trainer in any world: what its own loader decides, as an `ElasticDataLoader`.
 
 Data set, collator, settings of torch's DataLoader and the order are the Trainer's. A batch sampler, such as those of
 Sentence Transformers, decides the rows of each step; what depends on the rank or cannot be repeated is refused by its
@@ -7,26 +7,23 @@ name. Training thread only.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.handwritten.session import get_session
 
 # What torch's DataLoader keeps under the names of its arguments.
-_KEPT = (
-    "collate_fn",
-    "num_workers",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-)
-_KEPT += ("persistent_workers", "in_order")  # the latter since torch 2.6
+_KEPT: tuple[str, ...] = ("collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context")
+_KEPT += ("prefetch_factor", "persistent_workers", "in_order")  # the last since torch 2.6
 
 
 def make_elastic_loader(
@@ -106,10 +103,27 @@ class SampledDataLoader(ElasticDataLoader):
     def __len__(self) -> int:
         return len(self._sampler)
 
+    def __iter__(self) -> Iterator[Any]:
+        self._check_ranks()
+        return super().__iter__()
+
+    def _check_ranks(self) -> None:
+        """Ranks that divide different batches would train some rows twice, and others never. Collective."""
+        session = get_session()
+        if session is None or session.group.size == 1:
+            return
+        session.wait_until_idle()
+        digest = zlib.crc32(json.dumps(self._list_steps()).encode())
+        if len({*session.group.allgather(np.array([digest])).tolist()}) > 1:
+            raise InvalidInput(
+                f"{type(self._sampler).__name__} gives each rank other batches, and ElasticTrainer divides each batch "
+                "over the ranks: let it give batches of all ranks."
+            )
+
     def _draw(self, epoch: int) -> list[list[int]]:
         self._sampler.set_epoch(epoch)
         with seeded_rng(self.seed, epoch):
-            return [list(batch) for batch in self._sampler]
+            return [[int(row) for row in batch] for batch in self._sampler]
 
     def _list_steps(self) -> list[list[int]]:
         if self._drawn[0] != self.epoch:

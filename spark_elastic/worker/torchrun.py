@@ -81,8 +81,8 @@ class Torchrun:
         if self.results is None:
             raise InvalidInput(
                 f"rank 0 returned a {type(value).__name__} of {len(pickled) / 2**20:.1f} MiB, and at most "
-                f"{RESULT_AT_MOST >> 20} MiB travel in a message: give TorchDistributor(store=...) the folder or url of "
-                "a store that driver and executors share."
+                f"{RESULT_AT_MOST >> 20} MiB travel in a message: give TorchDistributor(store=...) the folder or url "
+                "of a store that driver and executors share."
             )
         return self.results.put(pickled)
 

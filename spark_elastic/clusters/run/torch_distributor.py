@@ -69,12 +69,14 @@ class TorchDistributor:
             PreflightError: as `spark_elastic.run`.
             JobFailed: with its subclasses.
         """
-        is_script = isinstance(train_object, str | os.PathLike)
+        function: Any = train_object
+        is_script = isinstance(function, str | os.PathLike)
         if is_script and kwargs:
             raise InvalidInput(
                 f"a script takes its arguments by position, as on a command line; got {', '.join(kwargs)} by name."
             )
-        function: Any = Script.read(os.fspath(train_object), *map(str, args)) if is_script else train_object
+        if is_script:
+            function = Script.read(os.fspath(function), *map(str, args))
         if not callable(function):
             raise InvalidInput(
                 f"run() takes a function or the path of a script; got a {type(function).__name__}."

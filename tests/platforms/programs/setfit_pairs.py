@@ -1,6 +1,4 @@
-"""setfit fine-tunes a BERT of random weights on pairs of labelled sentences, by a trainer that `elastic_trainer` makes of
-its own.
-"""
+"""setfit fine-tunes a BERT of random weights on pairs of sentences; `elastic_trainer` makes its trainer."""
 
 from functools import partial
 
