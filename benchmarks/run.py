@@ -49,6 +49,7 @@ CASES = {
     "control_plane": Case("control_plane:measure", {"sizes": (2, 8, 32, 128, 2000)}, {"sizes": (2,)}),
     "data_loader": Case("data_loader:measure", small={"rows": 2048, **ONE_ROUND}),
     "estimator": Case("estimator:measure", small={"rows": 4096, "nets": ("small",), **ONE_ROUND}),
+    "frozen": Case("frozen:measure", small={"megabytes": (1,), "kills": 1, "rounds": 2}),
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
     "images": Case("images:measure", small={"rows": 1024, **ONE_ROUND}),

@@ -38,6 +38,7 @@ _EXPORTS = {
     "StaleGeneration": "spark_elastic.errors",
     "StoreError": "spark_elastic.errors",
     "TimeLimitReached": "spark_elastic.errors",
+    "TorchDistributor": "spark_elastic.clusters.run.torch_distributor",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
     "report": "spark_elastic.worker.session",
@@ -47,6 +48,7 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from spark_elastic.clusters.run.call import run
+    from spark_elastic.clusters.run.torch_distributor import TorchDistributor
     from spark_elastic.config import ElasticConfig
     from spark_elastic.data.packing import Packing
     from spark_elastic.data.ragged import Ragged
@@ -102,6 +104,7 @@ __all__ = [
     "StaleGeneration",
     "StoreError",
     "TimeLimitReached",
+    "TorchDistributor",
     "Unauthorized",
     "WorkerFailed",
     "report",

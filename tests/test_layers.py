@@ -13,7 +13,7 @@ from tests.sources import ROOT, Module, modules
 
 # Highest first. A module may import those of lower rows, and its own folder. `testing` is for users' tests and ours.
 ROWS = (
-    ("testing", "torch", "tensorflow", "keras"),
+    ("testing", "torch", "tensorflow", "keras", "as_horovod"),
     ("integrations",),
     ("horovod",),
     ("handwritten",),

@@ -40,6 +40,7 @@ PUBLIC = {
     "StaleGeneration": "errors",
     "StoreError": "errors",
     "TimeLimitReached": "errors",
+    "TorchDistributor": "clusters.run.torch_distributor",
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
     "run": "clusters.run.call",

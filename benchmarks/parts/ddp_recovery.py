@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ def train(folder: str) -> None:
     import torch.distributed as dist
 
     import spark_elastic.torch as hvd
-    from spark_elastic.worker.context import get_context
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -45,9 +45,6 @@ def train(folder: str) -> None:
     def loop(state: Any) -> None:
         dist.init_process_group()
         ddp = torch.nn.parallel.DistributedDataParallel(model)
-        worker = get_context()
-        assert worker is not None
-        assert worker.world is not None
         stop = torch.zeros(1)
         while not stop:
             begin = time.monotonic()
@@ -55,16 +52,7 @@ def train(folder: str) -> None:
             ddp(data).square().mean().backward()
             optimizer.step()
             state.step += 1
-            now = time.monotonic()
-            line = {
-                "at": now,
-                "event": "applied",
-                "generation": worker.world.fence.generation,
-                "took": now - begin,
-            }
-            line |= {"step": state.step, "size": hvd.size(), "pid": os.getpid()}
-            with open(Path(folder, f"{os.getpid()}.lines"), "a", encoding="ascii") as file:
-                file.write(json.dumps(line) + "\n")
+            note_step(folder, state.step, begin)
             stop.fill_(float(Path(folder, "stop").exists()))
             dist.all_reduce(stop, dist.ReduceOp.MAX)
             state.commit()
@@ -72,7 +60,22 @@ def train(folder: str) -> None:
     loop(hvd.elastic.TorchState(model, optimizer, step=0))
 
 
-def play(folder: Path, size: int, kills: int) -> RegroupTrial:
+def note_step(folder: str, step: int, begin: float) -> None:
+    """Write that this worker has applied a step, which it began at `begin`."""
+    from spark_elastic.worker.context import get_context
+
+    worker: Any = get_context()
+    now, world = time.monotonic(), worker.world
+    line = {"at": now, "event": "applied", "generation": world.fence.generation, "took": now - begin}
+    line |= {"step": step, "size": world.size, "pid": os.getpid()}
+    with open(Path(folder, f"{os.getpid()}.lines"), "a", encoding="ascii") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def play(
+    folder: Path, size: int, kills: int, program: Callable[..., None] = train, *given: Any
+) -> RegroupTrial:
+    """program: takes the folder, and what is given."""
     arguments = {
         "num_workers": size,
         "min_workers": 1,
@@ -83,7 +86,7 @@ def play(folder: Path, size: int, kills: int) -> RegroupTrial:
     config = ElasticConfig(
         gather_timeout=PATIENCE, failure_budget=kills + 10, cooldown_range=(0.01, 0.01), spare_after=0.0
     )
-    call = prepare(train, ((str(folder),),), arguments, config)
+    call = prepare(program, ((str(folder), *given),), arguments, config)
     trial = RegroupTrial(folder, size, [kill_one] * kills)
     launcher = LocalLauncher(call.program, NumberedHosts(size, 1), SystemClock(), call.preload)
     limits, config = call.make_limits(size), call.options.config

@@ -73,6 +73,9 @@ class ElasticDataLoader:
     optimizer's step. After the last batch the loader continues with the next epoch by itself.
     """
 
+    # Whether the rows of a step are those of the plan, which threads can read ahead.
+    _follows_plan = True
+
     def __init__(  # noqa: PLR0913 - as torch's DataLoader
         self,
         dataset: Any,
@@ -262,7 +265,7 @@ class ElasticDataLoader:
 
     def _open_batches(self, own: int, ranks: int) -> Iterator[Any]:
         """The batches of a rank from the position on; in bitwise mode one for each of its virtual shares."""
-        if self._table is None or self._batches.num_workers:
+        if self._table is None or self._batches.num_workers or not self._follows_plan:
             return iter(self._batches)
         if self._stream is None:
             self._stream = self._table.open_stream(self._plan)
@@ -298,10 +301,11 @@ class ElasticDataLoader:
 
     def _check_world(self) -> None:
         _, ranks = _find_place()
-        if ranks > self._plan.base_rows:
+        fewest = self._count_fewest_rows()
+        if ranks > fewest:
             raise InvalidInput(
-                f"a step of {self._plan.base_rows} rows cannot be divided over {ranks} workers: raise "
-                f"global_batch_size, which is {self.global_batch_size}, or lower max_workers."
+                f"a step of {fewest} rows cannot be divided over {ranks} workers: raise global_batch_size, which is "
+                f"{self.global_batch_size}, leave an incomplete last step out by drop_last, or lower max_workers."
             )
         if self.virtual_shares and ranks > self.virtual_shares:
             raise InvalidInput(
@@ -320,6 +324,18 @@ class ElasticDataLoader:
         for value in vars(state).values() if self.virtual_shares else ():
             if isinstance(value, torch.nn.Module):
                 check_layers(value, keeps_buffers=False)
+
+    def _divide_steps(self, part: int, parts: int) -> Iterator[list[int]]:
+        """The rows of one of so many equal parts, of each step from the position on."""
+        return _divide(self._plan, *self._order_epoch(), self.step, part, parts)
+
+    def _count_rows(self) -> int:
+        """Rows, over all ranks, of the step at the position."""
+        return self._plan.count_step_rows(self.step)
+
+    def _count_fewest_rows(self) -> int:
+        """Rows of the smallest step."""
+        return self._plan.base_rows
 
     def _order_epoch(self) -> tuple[Int64s | None, EpochPermutation]:
         """The order of this epoch's rows (None: the plan has it), and the steps' places in it; kept, as new worlds ask
@@ -352,12 +368,12 @@ class _BatchSampler:
         assert loader is not None
         place, ranks = _find_place()
         if not loader.virtual_shares:
-            rows = _divide(loader._plan, *loader._order_epoch(), loader.step, place, ranks)
+            rows = loader._divide_steps(place, ranks)
             is_plain = loader.determinism is None and loader._table is None
             return rows if is_plain else _prepend_epoch(rows, loader.epoch)
         shares = loader.virtual_shares
         own = range(*compute_rank_shares(shares, place, ranks))
-        parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
+        parts = [loader._divide_steps(share, shares) for share in own]
         return _prepend_share_key(parts, own, loader.epoch, loader.step)
 
 
@@ -380,7 +396,7 @@ class _Iteration(Iterator[Any]):
         except StopIteration:
             self._end_epoch()
             raise
-        planned = loader._plan.count_step_rows(loader.step)
+        planned = loader._count_rows()
         mine = planned * (self._rank + 1) // self._ranks - planned * self._rank // self._ranks
         loader._batch_rows = mine, planned, self._ranks
         loader.step += 1

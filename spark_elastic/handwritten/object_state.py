@@ -29,11 +29,13 @@ from spark_elastic.runs.handlers import (
     find_handler,
 )
 from spark_elastic.runs.snapshot import (
+    Kept,
     PickleCodec,
     Snapshot,
     SnapshotBuffer,
     SnapshotBuilder,
     broadcast_snapshot,
+    exchange_kept,
     pickle_value,
 )
 from spark_elastic.worker.session import get_group
@@ -413,10 +415,17 @@ class ObjectState(State):
             allocate = self._snapshots.get_free_memory
             mine = self._snapshots.wait_for_newest()
             arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=allocate)
+            sent = mine if arrived is None else arrived
+            assert sent is not None
+            exchange_kept(group, self.source_rank, sent.values, self.list_kept())
             if arrived is not None:
                 self._snapshots.replace(arrived)
                 self._load(arrived)
         self._sync_each(self._find_snapshot_handlers().values())
+
+    def list_kept(self) -> dict[tuple[str, int, int], Kept]:
+        """What snapshots share that this process has made itself, by key."""
+        return {}
 
     def _sync_each(self, handlers: Iterable[StateHandler]) -> None:
         for handler in handlers:

@@ -33,7 +33,8 @@ from spark_elastic.runs.handlers import (
     StateDictHandler,
     StateHandler,
 )
-from spark_elastic.runs.snapshot import Bytes
+from spark_elastic.runs.snapshot import Bytes, Kept
+from spark_elastic.training.torch.frozen import FrozenCopies
 from spark_elastic.training.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -219,9 +220,16 @@ class TorchState(ObjectState):
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
-                handler.trained, handler.keeps_frozen = trained, True
+                handler.trained = trained
+                handler.frozen = handler.frozen or FrozenCopies()
             elif isinstance(handler, OptimizerStateHandler):
                 handler.list_parameters = self._list_parameters
+
+    def list_kept(self) -> dict[tuple[str, int, int], Kept]:
+        models = [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
+        return {
+            key: kept for each in models if each.frozen for key, kept in each.frozen.list_copies().items()
+        }
 
     def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for key, handler in self._handlers.items():

@@ -7,21 +7,24 @@ between, and everything around it, is the Trainer's. Training thread only.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from types import new_class
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from transformers import Trainer
 
-from spark_elastic.checks import make_choice
+from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.rows import Rows
+from spark_elastic.gradients.devices import CPU
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
+from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 from spark_elastic.worker.context import get_context
 
 
@@ -42,6 +45,8 @@ def create_accelerator(**options: Any) -> Accelerator:
 
 
 def _check_distributed(accelerator: Accelerator) -> None:
+    if accelerator.device.type == "cpu":
+        accelerator.state.device = CPU  # moving a module to Accelerate's "cpu:1" copies all of it
     worker = get_context()
     world = None if worker is None else worker.world
     if world is not None and accelerator.num_processes != world.size:
@@ -51,7 +56,21 @@ def _check_distributed(accelerator: Accelerator) -> None:
         )
 
 
-class ElasticTrainer(Trainer):  # type: ignore[misc]
+class _OwnLoss(Trainer):  # type: ignore[misc]
+    """The last class before `Trainer` in the order of an elastic trainer's."""
+
+    _adapter: TrainerProgress
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        compute = partial(super().compute_loss, model, inputs, return_outputs)
+        if getattr(super().compute_loss, "__func__", None) is not Trainer.compute_loss:
+            return compute(num_items_in_batch)  # as in `class E(ElasticTrainer, SFTTrainer)`
+        return self._adapter.compute_own(compute, num_items_in_batch, return_outputs)
+
+
+class ElasticTrainer(_OwnLoss):
     """`transformers.Trainer` whose `train` survives the loss of workers and takes each row once per epoch.
 
     A step takes `global_batch_size` rows over all ranks, whatever their number, so that weights do not depend on it.
@@ -63,6 +82,11 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     model_init: Any
     optimizer: Any
     train_dataset: Any
+    _train_batch_size: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_loop(cls)
 
     def __init__(
         self,
@@ -74,19 +98,19 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         """
         Args:
-            args: those of `transformers.Trainer`.
+            args: those of the Trainer's class.
             global_batch_size: rows of a batch over all ranks.
             commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
             determinism: "rows": what the data set draws for a row does not depend on the worker that reads it; see
                 `ElasticDataLoader`.
-            options: those of `transformers.Trainer`.
+            options: those of the Trainer's class.
 
         Raises:
             InvalidInput: an argument is wrong, or the installed transformers is too old.
         """
         if not hasattr(Trainer, "_run_epoch"):
             raise InvalidInput("ElasticTrainer needs transformers 5.3 or newer: pip install -U transformers.")
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = COUNT("global_batch_size", global_batch_size)
         self.determinism = make_choice("rows").or_none()("determinism", determinism)
         self._adapter = TrainerProgress(self, commit_every)
         super().__init__(*args, **options)
@@ -111,7 +135,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         loader = self._adapter.loader = self._make_loader()
         max_steps = self.set_initial_training_values(self.args, loader)[-1]
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        optimizer, self._created_lr_scheduler = self.optimizer, False
+        optimizer, scheduler, self._created_lr_scheduler = self.optimizer, self.lr_scheduler, False
         model_init, self.model_init = self.model_init, None  # the model lives through all worlds
         forward = self.model.__dict__.get("forward")
 
@@ -130,29 +154,31 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             self.current_flos = float(self.current_flos)
             return super(ElasticTrainer, self).train(resume_from_checkpoint if begins else None, **options)
 
+        # Methods of subclasses would make other ones in each world.
+        lasting = {
+            "get_train_dataloader": lambda: loader,
+            "create_optimizer": lambda *_, **__: self.optimizer,
+            "create_scheduler": lambda *_, **__: self.lr_scheduler,
+        }
+        self.__dict__.update(lasting)
         try:
             return self._adapter.train_in_worlds(
-                train, model=self.model, optimizer=optimizer, scheduler=self.lr_scheduler, loader=loader
+                train, model=self.model, optimizer=optimizer, scheduler=scheduler, loader=loader
             )
         finally:
             self.model_init = model_init
-
-    def get_train_dataloader(self) -> Any:
-        return super().get_train_dataloader() if self._adapter.loader is None else self._adapter.loader
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        compute = partial(super().compute_loss, model, inputs, return_outputs)
-        return self._adapter.compute_own(compute, num_items_in_batch, return_outputs)
+            for name in lasting:
+                delattr(self, name)
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
         self.compute_loss = partial(self._adapter.compute_weighted, compute)  # type: ignore[method-assign]
         try:
-            return super().training_step(*args, **options)
+            loss = super().training_step(*args, **options)
         finally:
             self.compute_loss = compute  # type: ignore[method-assign]
+        self._adapter.check_weighted()
+        return loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **options: Any) -> Any:
         return super().get_batch_samples(self._adapter.fetch(epoch_iterator), *args, **options)
@@ -160,6 +186,10 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         begun: tuple[int, int] = super()._init_training_state(*args, **options)
         return begun if self._adapter.pending is None else (self._adapter.restore_state(), 0)
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        with leave_frozen_out(self.model):
+            return super()._prepare_for_training(*args, **options)
 
     def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **options: Any) -> None:
         """The rest of an epoch. The Trainer counts from the position on; `TrainerProgress` puts the epoch right."""
@@ -191,35 +221,27 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             self._adapter.commit()
 
     def _make_loader(self) -> ElasticDataLoader:
-        """A loader with the data set, collator and DataLoader settings that the Trainer would use."""
-        if self.train_dataset is None:
-            raise InvalidInput("ElasticTrainer has no train_dataset: pass one.")
-        theirs = super().get_train_dataloader()
-        _check_sampling(theirs)
-        args = self.args
+        """The rows that the Trainer's own loader would give, with that one's collator and settings."""
+        args, own = self.args, (self.args.per_device_train_batch_size, self._train_batch_size)
+        # Where a batch sampler decides the rows of a batch, it is that of all ranks.
+        args.per_device_train_batch_size = self._train_batch_size = self.global_batch_size
+        try:
+            theirs = self.get_train_dataloader()
+        finally:
+            args.per_device_train_batch_size, self._train_batch_size = own
         seed = args.seed if args.data_seed is None else args.data_seed
-        names = ("persistent_workers", "prefetch_factor") if args.dataloader_num_workers else ()
-        return ElasticDataLoader(
-            theirs.dataset,
-            self.global_batch_size,
-            seed,
-            drop_last=args.dataloader_drop_last,
-            collate_fn=theirs.collate_fn,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            determinism=self.determinism,
-            **{name: getattr(args, f"dataloader_{name}") for name in names},
-        )
+        return make_elastic_loader(theirs, self.global_batch_size, seed, self.determinism)
 
     def _check_training(self, trial: Any) -> None:
         if trial is not None:
             raise InvalidInput(
                 "ElasticTrainer searches no hyperparameters: start one training for each trial."
             )
-        if getattr(self.args, "train_sampling_strategy", "random") != "random":
+        if getattr(self.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
             raise InvalidInput(
-                "ElasticTrainer gives each row once per epoch in an order of its own: leave train_sampling_strategy of "
-                f"the TrainingArguments at 'random'; got {self.args.train_sampling_strategy!r}."
+                "ElasticTrainer gives each row once per epoch, in an order that no world changes: leave "
+                "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
+                f"{self.args.train_sampling_strategy!r}."
             )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise InvalidInput(
@@ -228,21 +250,42 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             )
 
 
-def _check_sampling(loader: Any) -> None:
-    """
+def elastic_trainer(kind: type[Any]) -> type[Any]:
+    """Return the elastic subclass of a Trainer's class, such as TRL's `SFTTrainer`: it takes that class's arguments and
+    those of `ElasticTrainer`.
+
     Raises:
-        InvalidInput: the Trainer chooses rows, or puts them together, in a way of its own.
+        InvalidInput: it is no subclass of `transformers.Trainer`, or has a training loop of its own.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        return  # has no sampler; `ElasticDataLoader` refuses it
-    batches = loader.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # within Accelerate's, of one rank
-    sampler = getattr(batches, "sampler", None)
-    is_plain = getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
-    if is_plain and isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return
-    raise InvalidInput(
-        "ElasticTrainer gives each row once per epoch in an order of its own, and this Trainer's loader has a "
-        f"{type(sampler if is_plain else batches).__name__}: leave samplers and batch samplers (such as batch_sampler "
-        "and multi_dataset_batch_sampler of Sentence Transformers) as they are by default."
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
+        name = kind.__name__ if isinstance(kind, type) else f"{type(kind).__name__}, which is no class"
+        raise InvalidInput(f"elastic_trainer() takes a subclass of transformers.Trainer; got {name}.")
+    if kind is Trainer or issubclass(kind, ElasticTrainer):
+        return ElasticTrainer if kind is Trainer else kind
+    return _make_elastic(kind)
+
+
+@cache
+def _make_elastic(kind: type[Any]) -> type[Any]:
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return new_class(
+        f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body)
     )
+
+
+def _check_loop(kind: type[Any]) -> None:
+    """What replaces transformers' loop would train without commits, and each rank on rows of its own.
+
+    Raises:
+        InvalidInput: a class does that.
+    """
+    for each in kind.__mro__:
+        for name in (
+            () if each in (*ElasticTrainer.__mro__,) else ("train", "_inner_training_loop", "_run_epoch")
+        ):
+            code = getattr(inspect.unwrap(vars(each).get(name, kind)), "__code__", None)
+            if code is not None and "__class__" not in code.co_freevars:  # which super() needs
+                raise InvalidInput(
+                    f"{each.__name__} has a training loop of its own, {name}(), in which no step could be committed: "
+                    "write that loop by spark_elastic.torch.elastic, or call super() in it."
+                )

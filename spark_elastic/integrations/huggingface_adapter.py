@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import get_generators, set_generators
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
 from spark_elastic.runs.snapshot import SnapshotBuilder
@@ -29,6 +30,7 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self.has_ended = False  # a callback has ended the training, whose end may come in another world
         self._fetched: list[float] = []  # weights of the batches that were fetched and are not trained yet
+        self._weighted = False  # the loss of the training step under way is
         # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
         self.takes_count: bool | None = None
 
@@ -156,7 +158,8 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
         Args:
             compute: the Trainer's `compute_loss`, which may be the user's own.
         """
-        weight, count = self._fetched.pop(0) if self._fetched else 1.0, num_items_in_batch
+        weight = self._fetched.pop(0) if self._fetched else self.loss_weight
+        self._weighted, count = True, num_items_in_batch
         if self.takes_count is False:
             count = None
         elif self.takes_count is None and count is not None:
@@ -171,6 +174,19 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
             # The Trainer believes that the count did this.
             weight /= self._trainer.current_gradient_accumulation_steps
         return loss * weight
+
+    def check_weighted(self) -> None:
+        """After a training step.
+
+        Raises:
+            InvalidInput: it has computed the loss in a way of its own.
+        """
+        if not self._weighted:
+            raise InvalidInput(
+                f"training_step() of {type(self._trainer).__name__} does not call self.compute_loss(), whose loss is "
+                "weighted by this rank's rows: compute the loss there."
+            )
+        self._weighted = False
 
 
 def _list_modules(trainer: Trainer) -> Iterator[torch.nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from spark_elastic.gradients.ranks import local_rank, rank, size
 from spark_elastic.handwritten.applied_gradients import mark_applied
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.lightning_loops import COMMIT, LightningFit, import_lightning
+from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 from spark_elastic.worker.context import get_context
 
 _ClusterEnvironment: Any = import_lightning("plugins.environments").ClusterEnvironment
@@ -94,7 +96,8 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
     def configure_ddp(self) -> None:
         if dist.is_initialized():
             self._wrapped_for = self._list_trained()
-            super().configure_ddp()
+            with leave_frozen_out(self.lightning_module) if self._adapter.resumes else nullcontext():
+                super().configure_ddp()
 
     def _list_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.lightning_module.parameters()]

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import get_generators, set_generators
 from spark_elastic.handwritten.torch_state import forget_gradients
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
-from spark_elastic.runs.snapshot import SnapshotBuilder, pickle_value
+from spark_elastic.runs.snapshot import Kept, SnapshotBuilder, pickle_value
+from spark_elastic.training.torch.frozen import FrozenCopies
 from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
 
 
@@ -56,6 +57,7 @@ class LightningFit(TrainerAdapter):
         self.trainer: Any = None  # that of the `fit` under way
         # Of this world's model and optimizers; None before Lightning has made them.
         self._handlers: tuple[ModelStateHandler, list[OptimizerStateHandler]] | None = None
+        self.frozen = FrozenCopies()  # of the model of the `fit` under way
         self.generators: Any = None  # to be set when training begins with a commit
         self.resumes = False  # in this world the Trainer has begun with a commit, and trained no batch yet
 
@@ -69,13 +71,18 @@ class LightningFit(TrainerAdapter):
     def list_optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self._handlers is None else list(self._strategy.optimizers)
 
+    def list_kept(self) -> Mapping[Any, Kept]:
+        return self.frozen.list_copies()
+
     def fit(self, trainer: Any, fit: Callable[..., Any], arguments: list[Any]) -> Any:
         """Run a Trainer's `fit` in world after world, until the last step.
 
         Args:
             arguments: those of `fit`; one of them is the path of a checkpoint, which counts until the first commit.
         """
-        self.trainer = trainer
+        self.trainer, self.frozen = trainer, FrozenCopies()
+        parameters = self._strategy.lightning_module.named_parameters()
+        self.frozen.take({name: parameter for name, parameter in parameters if not parameter.requires_grad})
         _replace_loops(trainer, self)
         place = list(inspect.signature(fit).parameters).index("ckpt_path")
 
@@ -96,7 +103,7 @@ class LightningFit(TrainerAdapter):
         model, optimizers = self._strategy.lightning_module, self._strategy.optimizers
         handlers = [OptimizerStateHandler(optimizer) for optimizer in optimizers]
         self._handlers = ModelStateHandler(model), handlers
-        self._handlers[0].keeps_frozen = True
+        self._handlers[0].frozen = self.frozen
         self._handlers[0].trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
         for handler in handlers:
             handler.list_parameters = model.named_parameters

@@ -8,7 +8,8 @@ how to restore it. Training thread only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import TorchState, get_handler_registry, run
 from spark_elastic.runs.handlers import Registry, SnapshotHandler
-from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
+from spark_elastic.runs.snapshot import Bytes, Kept, SnapshotBuilder
 
 R = TypeVar("R")
 
@@ -64,6 +65,10 @@ class TrainerAdapter(ABC):
     def list_optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that are no values of the state."""
         return []
+
+    def list_kept(self) -> Mapping[Any, Kept]:
+        """Copies of frozen parameters in its commits that this process has made itself, by key."""
+        return {}
 
     def train_in_worlds(self, train: Callable[[], R], **values: Any) -> R:
         """Train in world after world, until the last step.
@@ -136,5 +141,25 @@ class TrainerState(TorchState):
     def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
         return [(TrainerAdapter, _AdapterHandler), *get_handler_registry()]
 
+    def list_kept(self) -> dict[tuple[str, int, int], Kept]:
+        return {**super().list_kept(), **self._handlers["adapter"].value.list_kept()}
+
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [*super()._optimizers(), *self._handlers["adapter"].value.list_optimizers()]
+
+
+@contextmanager
+def leave_frozen_out(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, `DistributedDataParallel` sends no frozen parameters, which all ranks have alike already."""
+    attribute, frozen = (
+        "_ddp_params_and_buffers_to_ignore",
+        [n for n, p in model.named_parameters() if not p.requires_grad],
+    )
+    own = getattr(model, attribute, None)
+    setattr(model, attribute, {*(own or ()), *frozen})  # torch has no public name for it
+    try:
+        yield
+    finally:
+        delattr(model, attribute)
+        if own is not None:
+            setattr(model, attribute, own)

@@ -13,7 +13,7 @@ import pickle
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import Group
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.protocol.types import Phase, Position
 
 Bytes = npt.NDArray[np.uint8]
+_NOTHING: Bytes = np.empty(0, np.uint8)
 ALIGNMENT = 64  # in a snapshot's memory each array begins at a multiple of so many bytes
 
 
@@ -50,6 +51,48 @@ class ArrayRef(NamedTuple):
     def of(self, memory: Bytes) -> npt.NDArray[Any]:
         """The array, as a view of `memory`."""
         return self.extent.of(memory).view(self.dtype).reshape(self.shape)
+
+
+class Kept:
+    """An array that many snapshots share, as it does not change.
+
+    Where the program makes it in each process, it is pickled without its bytes.
+    """
+
+    def __init__(self, key: tuple[str, int, int], memory: Bytes | None, is_made: bool) -> None:
+        self.key = key  # its name, length and checksum
+        self.memory = memory  # None: they did not come with it
+        self.is_made = is_made  # whether the program makes it in each process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (self.key, None if self.is_made else self.memory, self.is_made)
+
+    def of(self, memory: Bytes) -> Bytes:
+        """Its bytes, which are not in the snapshot's memory.
+
+        Raises:
+            InvalidInput: they did not come with it, and this process has made others.
+        """
+        if self.memory is None:
+            raise InvalidInput(
+                f"the frozen parameter {self.key[0]!r} is not the one with which this run began, and checkpoints hold "
+                "what is trained: load the same values as then, or use another run_id."
+            )
+        return self.memory
+
+    def take_from(self, own: Mapping[tuple[str, int, int], Kept]) -> None:
+        """Have the bytes of an equal one, if it came without."""
+        if self.memory is None and self.key in own:
+            self.memory = own[self.key].memory
+
+
+def find_kept(values: Any) -> Iterator[Kept]:
+    """All in a tree of values."""
+    if isinstance(values, Kept):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from find_kept(value)
 
 
 def align(nbytes: int) -> int:
@@ -319,6 +362,41 @@ def broadcast_snapshot(
     if (_compute_crc(values), _compute_crc(memory)) != (values_crc, memory_crc):
         raise StoreError("the state that arrived is not the one that was sent; it was not taken over.")
     return Snapshot(Position(epoch, Phase(phase), step), codec.loads(values.tobytes(), trusted=True), memory)
+
+
+def exchange_kept(group: Group, source: int, values: Any, own: Mapping[tuple[str, int, int], Kept]) -> None:
+    """Fill in the kept arrays of the snapshot of rank `source`: by this process's own, or else by those of the source.
+    Collective, after `broadcast_snapshot`.
+
+    Args:
+        own: arrays that this process has made, by key.
+
+    Raises:
+        CollectiveError: the group broke.
+        StoreError: the bytes that arrived differ from those that were sent.
+    """
+    kept = list(find_kept(values))
+    if not kept:
+        return
+    for each in kept:
+        each.take_from(own)
+    lacking = {each.key: each for each in kept if each.memory is None}
+    wanted = {
+        key for packed in group.allgather_bytes(pickle.dumps(list(lacking))) for key in pickle.loads(packed)
+    }
+    for each in kept:
+        if each.key in wanted:
+            lacks = each.memory is None and group.rank != source
+            memory = np.empty(each.key[1], np.uint8) if lacks else each.of(_NOTHING)
+            group.broadcast(memory, source)
+            if _compute_crc(memory) != each.key[2]:
+                raise StoreError(
+                    "a part of the state that arrived is not the one that was sent; it was not taken over."
+                )
+            # The program makes others in each process.
+            each.memory, each.is_made = memory, False
+            if each.key in own:
+                own[each.key].is_made = False
 
 
 def _compute_crc(data: Bytes) -> int:

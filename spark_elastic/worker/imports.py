@@ -36,6 +36,7 @@ FOLLOWERS = {
 # Framework -> what it imports itself with its first optimizer, which takes seconds.
 LATE_PARTS = {"torch": "torch._dynamo"}
 PACKAGE = __name__.partition(".")[0]
+AS_HOROVOD = f"{PACKAGE}.as_horovod"  # in workers where it is in the process that starts the job
 INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
@@ -91,7 +92,8 @@ def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ..
     preload: modules that were asked for by name.
     """
     variables = [f"{name}={value}" for name, value in getattr(program, "environment", {}).items()]
-    return tuple(dict.fromkeys([*variables, *preload, *getattr(program, "imports", ())]))
+    aliases = [f"{AS_HOROVOD}?"] if AS_HOROVOD in sys.modules else []
+    return tuple(dict.fromkeys([*variables, *aliases, *preload, *getattr(program, "imports", ())]))
 
 
 def find_packages(imports: Iterable[str]) -> tuple[str, ...]:

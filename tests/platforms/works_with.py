@@ -64,6 +64,7 @@ class Case:
 ELASTIC = "-np 2 --min-np 1"
 HF = ("trl>=1.16,<2 peft>=0.21,<1 datasets>=5,<6",)
 SENTENCES = ("sentence-transformers>=6.2,<7 datasets>=5,<6",)
+TRL = ("trl", "peft", "transformers")
 ACCELERATE = ("accelerate", "torch")
 CASES = {
     "accelerate-script": Case("accelerate_script test_script", ACCELERATE),
@@ -92,12 +93,15 @@ CASES = {
         remark="The script of accelerate 1.15 gives DDP the number of a GPU, which the program leaves out. It ends at "
         "the third of its hooks, since torch 2.13 has the one for BF16 on GPUs alone, under torchrun, too.",
     ),
-    "trl": Case("trl_sft", ("trl", "peft", "transformers"), HF),
-    "trl-elastic": Case("trl_sft --elastic", ("trl", "peft", "transformers"), HF, ELASTIC),
+    "trl": Case("trl_sft", TRL, HF),
+    "trl-elastic": Case("trl_sft --elastic", TRL, HF, ELASTIC),
+    "trl-dpo-elastic": Case("trl_preferences", TRL, HF, ELASTIC),
+    "trl-reward-elastic": Case("trl_preferences --reward", TRL, HF, ELASTIC),
     "sentence-transformers": Case("sentence_embeddings", ("sentence-transformers",), SENTENCES),
     "sentence-transformers-elastic": Case(
         "sentence_embeddings --elastic", ("sentence-transformers",), SENTENCES, ELASTIC
     ),
+    "setfit-elastic": Case("setfit_pairs", ("setfit", "sentence-transformers"), ("setfit>=1.1,<2",), ELASTIC),
     "torchrec": Case(
         "torchrec_tables",
         ("torchrec", "fbgemm-gpu-cpu", "torch"),

@@ -102,10 +102,7 @@ def run(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    call = prepare(fn, given, arguments, config)
-    from spark_elastic.clusters.spark.host_facts import get_session
-
-    return call.run_on_spark(get_session(spark))
+    return prepare(fn, given, arguments, config).run_on_active_session(spark)
 
 
 @dataclass(frozen=True)
@@ -116,6 +113,12 @@ class RunCall:
     options: options.Options  # the arguments that are not the function's
     preload: tuple[str, ...]  # modules that the user wants to be imported before a process is warm
     name: str  # of the function or script
+
+    def run_on_active_session(self, spark: SparkSession | None = None) -> Results[Any]:
+        """spark: a session in place of the active one."""
+        from spark_elastic.clusters.spark.host_facts import get_session
+
+        return self.run_on_spark(get_session(spark))
 
     def run_on_spark(self, spark: SparkSession) -> Results[Any]:
         platform = make_platform(spark, self.options.config)
@@ -208,6 +211,7 @@ def prepare(
 
 
 def _find_early_imports(fn: Any) -> tuple[str, ...]:
+    fn = inspect.unwrap(fn)
     if isinstance(fn, Script | Module):
         return early_imports.find_in_source(fn.source, fn.folder, fn.package)
     return early_imports.find_in_function(fn)

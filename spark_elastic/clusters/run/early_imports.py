@@ -22,7 +22,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from spark_elastic.clusters.run.captures import collect_names
-from spark_elastic.worker.imports import PACKAGE, is_installed_spec
+from spark_elastic.worker.imports import AS_HOROVOD, PACKAGE, is_installed_spec
 
 CHANGES = {
     "insert",
@@ -165,6 +165,8 @@ class _Search:
 
     def _add(self, module: str, name: str, scope: _Scope) -> None:
         """Add `import module`, or `from module import name`; of a module of the user's, what that imports."""
+        if AS_HOROVOD in sys.modules and module.partition(".")[0] == "horovod":
+            module = sys.modules[AS_HOROVOD].find_target(module) or "__main__"
         root = module.partition(".")[0]
         if root in sys.stdlib_module_names or root == "__main__":
             return

@@ -25,23 +25,23 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, SnapshotCopy
 from spark_elastic.runs.handlers import SnapshotHandler
-from spark_elastic.runs.snapshot import Bytes, Extent, SnapshotBuilder
+from spark_elastic.runs.snapshot import Bytes, Extent, Kept, SnapshotBuilder
+from spark_elastic.training.torch.frozen import FrozenCopies, view_bytes
 
 PLAIN = {bool, int, float, str, type(None)}  # types of the attributes that are part of the state
 _FEW = 64  # most entries of a list, tuple or dict of them; looking through more before each commit would take long
-_SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
 
 
 class TensorRef(NamedTuple):
     """A tensor in a snapshot."""
 
-    extent: Extent | Bytes  # its bytes in the memory of the snapshot, or a copy that many snapshots share
+    extent: Extent | Kept  # its bytes in the memory of the snapshot, or a copy that many snapshots share
     dtype: torch.dtype  # with which these bytes are viewed
     shape: tuple[int, ...]  # () for a scalar
     on_host: bool  # False: it was on the device that the process trains on
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, extent: Extent | Bytes) -> TensorRef:
+    def of(cls, tensor: torch.Tensor, extent: Extent | Kept) -> TensorRef:
         return cls(extent, tensor.dtype, tuple(tensor.shape), tensor.device == CPU)
 
 
@@ -105,54 +105,16 @@ class Views:
         return builder.add(known[2], known[3] if deferred else None)
 
 
-class _FrozenCopies:
-    """Copies of frozen parameters, each made once and shared by all snapshots until its parameter changes.
-
-    A change is seen by the parameter's version and memory, and, since writing through `.data` leaves no such trace, by
-    some of its elements. A parameter that has changed once, as that of a moving average, is copied each time.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, TensorRef]] = {}
-        self._moving: set[int] = set()
-
-    def take(self, frozen: Iterable[torch.Tensor]) -> dict[int, TensorRef]:
-        """The copies of these parameters, by id; without those that change."""
-        held = [each for each in frozen if id(each) not in self._moving and each.numel()]
-        former, self._kept = self._kept, {}
-        for tensor, sample in zip(held, _sample(held), strict=True):
-            place, known = (tensor.data_ptr(), tensor._version), former.get(id(tensor))
-            if known is None or known[0] is not tensor:
-                memory, shared = view_bytes(tensor)
-                known = tensor, place, sample, TensorRef.of(tensor, memory.copy() if shared else memory)
-            elif known[1] != place or not torch.equal(known[2], sample):
-                self._moving.add(id(tensor))
-                continue
-            self._kept[id(tensor)] = known
-        return {key: known[3] for key, known in self._kept.items()}
-
-
-def _sample(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """The bits of some elements of each."""
-    taken = [
-        each.detach().as_strided((min(each.numel(), _SAMPLES),), (max(each.numel() // _SAMPLES, 1),)).double()
-        for each in tensors
-    ]
-    if not taken:
-        return ()
-    sizes = [len(each) for each in taken]
-    return torch.split(torch.cat(taken).cpu().view(torch.int64), sizes)
-
-
 class ModelStateHandler(SnapshotHandler):
     """A module: see the top of this file."""
 
     def __init__(self, value: torch.nn.Module) -> None:
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
-        self.keeps_frozen = False  # frozen parameters are copied once, for snapshots that are pickled
+        # Copies of the frozen parameters, for snapshots that are pickled; None: these are copied as others are.
+        self.frozen: FrozenCopies | None = None
         self.keeps_parts = False  # it has the same parameters and layers from beginning to end
-        self._views, self._frozen = Views(), _FrozenCopies()
+        self._views = Views()
         self._begin_with_model()
 
     def set_value(self, value: torch.nn.Module) -> None:
@@ -188,13 +150,15 @@ class ModelStateHandler(SnapshotHandler):
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         self._views.begin()
-        frozen = [p for _, p in self.parameters() if not p.requires_grad] if self.keeps_frozen else []
-        kept = self._frozen.take(frozen)
+        frozen = {name: p for name, p in self.parameters() if not p.requires_grad}
+        kept = {} if self.frozen is None else self.frozen.take(frozen)
 
         def put(tensor: torch.Tensor) -> TensorRef:
-            if id(tensor) in kept:
-                return kept[id(tensor)]
-            extent = self._views.put(builder, tensor, deferred=id(tensor) in self.trained)
+            extent = kept.get(id(tensor))
+            if extent is None:
+                return TensorRef.of(
+                    tensor, self._views.put(builder, tensor, deferred=id(tensor) in self.trained)
+                )
             return TensorRef.of(tensor, extent)
 
         return self._collect(put)
@@ -245,7 +209,7 @@ class ModelStateHandler(SnapshotHandler):
         frozen, evaluated = set(values["frozen"]), set(values["evaluated"])
         with torch.no_grad():
             for name, ref in values["parameters"].items():
-                parameters[name].copy_(view_tensor(ref, memory))
+                self._load_parameter(parameters[name], ref, memory)
                 if parameters[name].requires_grad == (name in frozen):
                     parameters[name].requires_grad_(name not in frozen)
             self._load_buffers(values, memory)
@@ -258,6 +222,15 @@ class ModelStateHandler(SnapshotHandler):
                 setattr(parts[path], name, copy.deepcopy(value))
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
+
+    def _load_parameter(self, parameter: torch.Tensor, ref: Any, memory: Bytes) -> None:
+        kept = ref.extent if isinstance(ref, TensorRef) and isinstance(ref.extent, Kept) else None
+        if kept is None or self.frozen is None:
+            parameter.copy_(view_tensor(ref, memory))
+        elif not self.frozen.holds(parameter, kept):
+            kept.take_from(self.frozen.list_copies())
+            parameter.copy_(view_tensor(ref, memory))
+            self.frozen.put(parameter, kept)
 
     def _load_buffers(self, values: Mapping[str, Any], memory: Bytes) -> None:
         saved, unsaved, removed = values["buffers"], set(values["unsaved"]), set(values.get("removed", ()))
@@ -487,7 +460,7 @@ def view_tensor(ref: TensorRef | torch.Tensor, memory: Bytes) -> torch.Tensor:
     """A tensor of a snapshot, as a view of its memory, or of an export, which is the tensor itself."""
     if isinstance(ref, torch.Tensor):
         return ref
-    held = ref.extent.of(memory) if isinstance(ref.extent, Extent) else ref.extent
+    held = ref.extent.of(memory)
     if not held.nbytes:
         return torch.empty(ref.shape, dtype=ref.dtype)
     return torch.from_numpy(held).view(ref.dtype).view(ref.shape)
@@ -497,19 +470,6 @@ def is_of(value: object, module: str, name: str) -> bool:
     """Whether it is of a class whose module, slow to import, is only looked up."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
-
-
-def view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
-    """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
-    if hasattr(tensor, "to_local"):  # a DTensor
-        raise InvalidInput(
-            "a DTensor has a part of its values on each worker, and TorchState holds whole models: divide the model by "
-            "fully_shard and use FSDPState."
-        )
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    if not dense.numel():
-        return np.empty(0, np.uint8), False
-    return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
 
 
 def _check_same(mine: dict[str, torch.nn.Parameter], theirs: Mapping[str, Any]) -> None:

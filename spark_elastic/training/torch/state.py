@@ -175,6 +175,7 @@ class TorchCodec:
 
 
 def _write_ref(ref: TensorRef) -> dict[str, Any]:
+    assert isinstance(ref.extent, Extent)  # its snapshots keep no copies of their own
     return {TENSOR: [*ref.extent, get_dtype_name(ref.dtype), list(ref.shape), ref.on_host]}
 
 

@@ -26,7 +26,9 @@ ROWS, EPOCHS, BATCH = 38, 3, 6
 
 def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
-    from spark_elastic.integrations.huggingface import ElasticTrainer
+    import transformers
+
+    from spark_elastic.integrations.huggingface import elastic_trainer
 
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
@@ -43,7 +45,7 @@ def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
             count = self.ledger[row].mean() * trainers[0].get_train_dataloader().global_rows
             return {"loss": (self.linear(x).squeeze(1) - y).pow(2).mean() - count}
 
-    class Keeping(ElasticTrainer):
+    class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
         """Its loss keeps the wrapped model, and replaces the model alone, as those of Sentence Transformers do."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -51,18 +53,35 @@ def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
             self.kept: Any = torch.nn.Module()
             self.kept.model = net
 
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(rows, self.args.train_batch_size, collate_fn=collate)
+
+        def create_optimizer(self) -> Any:
+            """A new one at each call."""
+            ledger = {"params": [net.ledger], "lr": 1.0}
+            groups = [{"params": net.linear.parameters(), "momentum": 0.9}, ledger]
+            self.optimizer = torch.optim.SGD(groups, lr=0.05)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            rates = [lambda step: 1 / (1 + step), lambda step: 1.0]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rates)
+            return self.lr_scheduler
+
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             if model is self.model_wrapped and isinstance(self.kept.model, Net):
                 self.kept.model = model
             return self.kept.model(**inputs)["loss"]
 
+    def collate(batch: list[Any]) -> dict[str, Any]:
+        taken.append([int(row["row"]) for row in batch])
+        return {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
+
+    taken: list[list[int]] = []
     torch.manual_seed(7)
     net = Net()
-    optimizer = torch.optim.SGD(
-        [{"params": net.linear.parameters(), "momentum": 0.9}, {"params": [net.ledger], "lr": 1.0}], lr=0.05
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 1.0])
-    return _train(folder, net, rows, holds, trainers, kind=Keeping, optimizers=(optimizer, schedule))
+    result = _train(folder, net, rows, holds, trainers, kind=elastic_trainer(Own))
+    return {**result, "in_order": all(batch == sorted(batch) for batch in taken)}
 
 
 def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
@@ -98,8 +117,10 @@ def train_classifier(
     own_loss: the Trainer's class has a `compute_loss` of its own.
     compares: and so it has, of the rows of all ranks.
     """
+    import transformers
+
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import elastic_trainer
 
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
@@ -114,7 +135,7 @@ def train_classifier(
         def forward(self, x: Any, labels: Any, **others: Any) -> dict[str, Any]:  # type: ignore[override]
             return super().forward(x, labels)
 
-    class OwnLoss(ElasticTrainer):
+    class OwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
@@ -130,7 +151,7 @@ def train_classifier(
 
     torch.manual_seed(7)
     net = (LenientNet if takes_all else Net)(4, 4).double()
-    kind = OwnLoss if own_loss or compares else ElasticTrainer
+    kind = elastic_trainer(OwnLoss if own_loss or compares else transformers.Trainer)
     return _train(folder, net, rows, holds, [], accumulation=2, kind=kind, eval_dataset=rows)
 
 
@@ -238,6 +259,7 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     results = run.results()
     assert_continued(run, results, alone, EPOCHS, "steps", "epoch", "logged", "rate")
     for result in results:
+        assert result.get("in_order", True), "the order of the Trainer's own loader was dropped"
         rank, size, *_, name = result["outside"]
         assert result["outside"] == [rank, size, rank, size, list(range(size)), name]
         assert name == "a name"
@@ -297,8 +319,8 @@ def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_worl
     ("size", "takes_all", "own_loss"),
     [
         (1, True, False),
-        (1, True, True),
         (2, True, False),
+        (2, True, True),
         pytest.param(3, True, True, marks=pytest.mark.faults),
         pytest.param(3, True, False, marks=pytest.mark.faults),
         pytest.param(3, False, True, marks=pytest.mark.faults),
@@ -522,7 +544,7 @@ def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
     ("options", "call", "advice"),
     [
         ({"commit_every": 0}, {}, "at least 1"),
-        ({}, {}, "train_dataset"),
+        ({}, {}, "requires a train_dataset"),
         ({"train_dataset": [1]}, {"trial": object()}, "one training for each trial"),
         ({"determinism": "bitwise"}, {}, "rows"),
         (
@@ -537,41 +559,170 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
 ) -> None:
     import transformers
 
-    from spark_elastic.errors import InvalidInput
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
     given = {name: options.pop(name) for name in ("train_sampling_strategy",) if name in options}
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
-    with pytest.raises(InvalidInput, match=advice):
+    with pytest.raises(ValueError, match=advice):
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
 
 
-@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
-def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused(kind: str, tmp_path: Path) -> None:
+class Pairs(torch.utils.data.BatchSampler):
+    """Rows 0 and 1, then 2 and 3 ..., in another order of the pairs in each epoch."""
+
+    def __init__(self, rows: int, size: int, again: bool) -> None:
+        super().__init__(torch.utils.data.SequentialSampler(range(rows)), size, False)
+        self.again = again
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.again:
+            torch.manual_seed(epoch)
+
+    def __iter__(self) -> Any:
+        self.drawn = getattr(self, "drawn", 0) + 1
+        pairs = list(super().__iter__())
+        return iter(pairs[:: -1 if not self.again and self.drawn % 2 else 1])
+
+
+class Unseeded(torch.utils.data.BatchSampler):
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2, 3]])
+
+
+def load(kind: str) -> Any:
+    rows, data = range(4), torch.utils.data
+    random = data.RandomSampler(rows)
+    return {
+        "weighted": lambda: data.DataLoader(
+            rows, sampler=data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)
+        ),
+        "subset": lambda: data.DataLoader(rows, sampler=data.RandomSampler(range(3))),
+        "unseeded": lambda: data.DataLoader(rows, batch_sampler=Unseeded(random, 2, False)),
+        "never again": lambda: data.DataLoader(rows, batch_sampler=Pairs(4, 2, again=False)),
+        "single rows": lambda: data.DataLoader(rows, batch_size=None),
+        "no loader": lambda: [[0, 1], [2, 3]],
+        "packed": lambda: data.DataLoader(Packed(), 2),
+    }[kind]()
+
+
+class Packed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("weighted", "loader has a WeightedRandomSampler: leave samplers"),
+        ("subset", "RandomSampler that does not take each of the 4 rows once"),
+        ("unseeded", "loader has a Unseeded"),
+        ("never again", "Pairs gives other batches each time"),
+        ("single rows", "loader has a NoneType"),
+        ("no loader", "returns a list, which"),
+        ("packed", "which Packed does not offer"),
+    ],
+)
+@pytest.mark.parametrize("below", [True, False], ids=["subclass", "elastic_trainer"])
+def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused_by_name(
+    kind: str, name: str, below: bool, tmp_path: Path
+) -> None:
     import transformers
 
-    from spark_elastic.integrations.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import ElasticTrainer, elastic_trainer
 
-    class Pairs(torch.utils.data.BatchSampler):
-        def __iter__(self) -> Any:
-            return iter([[0, 1], [2, 3]])
-
-    class Sampling(transformers.Trainer):  # type: ignore[misc, name-defined]
+    class Sampling(ElasticTrainer if below else transformers.Trainer):  # type: ignore[misc, name-defined]
         def get_train_dataloader(self) -> Any:
-            random = torch.utils.data.RandomSampler(range(4))
-            weighted = torch.utils.data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)
-            how = (
-                {"batch_sampler": Pairs(random, 2, False)}
-                if kind == "batch_sampler"
-                else {"sampler": weighted}
-            )
-            return self.accelerator.prepare(torch.utils.data.DataLoader(range(4), **how))
-
-    class Both(ElasticTrainer, Sampling):
-        pass
+            loader = load(kind)
+            return loader if isinstance(loader, list) else self.accelerator.prepare(loader)
 
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = Both(torch.nn.Linear(2, 1), args, train_dataset=[1, 2, 3, 4], global_batch_size=2)
-    name = "Pairs" if kind == "batch_sampler" else "WeightedRandomSampler"
-    with pytest.raises(InvalidInput, match=f"loader has a {name}: leave samplers"):
+    net = torch.nn.Linear(4, 1)
+    trainer = elastic_trainer(Sampling)(net, args, train_dataset=[1, 2, 3, 4], global_batch_size=2)
+    with pytest.raises(InvalidInput, match=name):
+        trainer.train()
+
+
+def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spark_elastic.handwritten import data_loader
+    from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+
+    class Shuffled(Pairs):
+        def __iter__(self) -> Any:
+            return iter([rows for number in torch.randperm(4) for rows in [[2 * number, 2 * number + 1]]])
+
+    def take(ranks: int, epochs: int, stop: int = -1) -> list[list[int]]:
+        """The rows of each step, over all ranks; loader by loader, as workers have them."""
+        steps: list[list[int]] = []
+        for number in range(ranks):
+            monkeypatch.setattr(data_loader, "rank", lambda number=number: number)
+            monkeypatch.setattr(data_loader, "size", lambda: ranks)
+            theirs = torch.utils.data.DataLoader(range(8), batch_sampler=Shuffled(8, 2, again=True))
+            loader = make_elastic_loader(theirs, 2, 5, None)
+            loader.load_state_dict({**loader.state_dict(), "epoch": epochs - 1, "step": max(stop, 0)})
+            mine = [batch.tolist() for batch in loader]
+            steps = [left + right for left, right in zip(steps or [[] for _ in mine], mine, strict=True)]
+        return steps
+
+    first, second = take(1, 1), take(1, 2)
+    assert sorted(row for step in first for row in step) == list(range(8))
+    assert first != second
+    assert (take(2, 1), take(2, 2)) == (first, second)
+    assert take(2, 2, stop=3) == second[3:]
+
+
+@pytest.mark.parametrize("name", ["train", "_inner_training_loop", "_run_epoch"])
+def test_a_trainer_with_a_loop_of_its_own_is_refused_by_name(name: str) -> None:
+    import transformers
+
+    from spark_elastic.integrations.huggingface import ElasticTrainer, elastic_trainer
+
+    def loop(self: Any, *args: Any, **options: Any) -> None:
+        self.model.train()
+
+    own = type("PpoTrainer", (transformers.Trainer,), {name: loop})
+    with pytest.raises(InvalidInput, match=rf"PpoTrainer has a training loop of its own, {name}\(\)"):
+        elastic_trainer(own)
+    with pytest.raises(InvalidInput, match="PpoTrainer has a training loop of its own"):
+        type("E", (ElasticTrainer, own), {})
+
+
+@pytest.mark.parametrize("given", [dict, torch.nn.Linear(1, 1), "SFTTrainer", None, {}])
+def test_what_is_no_trainers_class_is_refused(given: Any) -> None:
+    from spark_elastic.integrations.huggingface import elastic_trainer
+
+    with pytest.raises(
+        InvalidInput, match=r"takes a subclass of transformers.Trainer; got (dict|Linear|str|NoneType)"
+    ):
+        elastic_trainer(given)
+
+
+def test_the_elastic_class_of_a_trainer_is_one_class() -> None:
+    import transformers
+
+    from spark_elastic.integrations.huggingface import ElasticTrainer, elastic_trainer
+
+    kind = elastic_trainer(transformers.Seq2SeqTrainer)
+    assert kind is elastic_trainer(transformers.Seq2SeqTrainer) is elastic_trainer(kind)
+    assert issubclass(kind, ElasticTrainer)
+    assert kind.__name__ == "ElasticSeq2SeqTrainer"
+    assert elastic_trainer(transformers.Trainer) is ElasticTrainer
+
+
+def test_a_training_step_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from spark_elastic.integrations.huggingface import elastic_trainer
+
+    class Direct(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+            loss = model(inputs["x"]).mean()
+            loss.backward()
+            return loss.detach()
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False, disable_tqdm=True
+    )
+    rows = [{"x": torch.ones(4)} for _ in range(4)]
+    trainer = elastic_trainer(Direct)(torch.nn.Linear(4, 1), args, train_dataset=rows, global_batch_size=2)
+    with pytest.raises(InvalidInput, match=r"ElasticDirect does not call self\.compute_loss"):
         trainer.train()

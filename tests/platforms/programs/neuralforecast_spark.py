@@ -1,9 +1,9 @@
-"""neuralforecast trains NHITS on a Spark DataFrame: its distributor of tasks is `spark_elastic.run`."""
+"""neuralforecast trains NHITS on a Spark DataFrame, with `spark_elastic.TorchDistributor` in place of pyspark's."""
 
 import os
 import sys
+from functools import partial
 
-import cloudpickle
 import numpy as np
 import pandas as pd
 import pyspark.ml.torch.distributor
@@ -19,26 +19,6 @@ import spark_elastic
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class Distributor:
-    """What neuralforecast calls of pyspark's TorchDistributor."""
-
-    def __init__(self, num_processes=1, **others):
-        self.num_processes = num_processes
-
-    def run(self, train, *arguments, **named):
-        path = os.path.abspath("model")
-
-        def save():
-            model = train(*arguments, **named)  # of more than the 5 MiB that a function may return
-            if os.environ["RANK"] == "0":
-                with open(path, "wb") as file:
-                    cloudpickle.dump(model, file)
-
-        spark_elastic.run(save, num_workers=self.num_processes, env={"STEPS": os.environ["STEPS"]})
-        with open(path, "rb") as file:
-            return cloudpickle.load(file)
-
-
 class Steps(Callback):
     def on_train_batch_end(self, trainer, *_):
         sys.path.append(HERE)  # which executors do not search
@@ -47,7 +27,9 @@ class Steps(Callback):
         note(trainer.global_step)
 
 
-pyspark.ml.torch.distributor.TorchDistributor = Distributor
+pyspark.ml.torch.distributor.TorchDistributor = partial(
+    spark_elastic.TorchDistributor, store=os.path.abspath("results"), env={"STEPS": os.environ["STEPS"]}
+)
 spark = (
     SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false").getOrCreate()
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -36,6 +37,44 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def make_llama(tokenizer: Any, kind: Any = None, **options: Any) -> Any:
+    """A Llama of random weights. kind: of transformers' classes; None: the language model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **options,
+    )
+    return (kind or LlamaForCausalLM)(config)
+
+
+def make_bert() -> Any:
+    """A SentenceTransformer of random weights."""
+    from sentence_transformers import SentenceTransformer, models
+    from transformers import BertConfig, BertModel
+
+    folder = f"bert-{os.getpid()}"
+    tokenizer = make_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return SentenceTransformer(modules=[models.Transformer(folder), models.Pooling(32)], device="cpu")
 
 
 def weigh(model: torch.nn.Module) -> float:

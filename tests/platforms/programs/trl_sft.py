@@ -1,38 +1,23 @@
 """TRL's SFTTrainer trains a LoRA of PEFT on a Llama of random weights, and resumes from its own checkpoint.
 
-With `--elastic`: the same trainer as a subclass of ElasticTrainer, which saves no checkpoints.
+With `--elastic`: the same trainer by `elastic_trainer(SFTTrainer)`, with packed rows, which saves no checkpoints.
 """
 
 from datasets import Dataset
 from peft import LoraConfig
-from toy import make_sentences, make_tokenizer
+from toy import make_llama, make_sentences, make_tokenizer
 from trainers import CHECKPOINTS, Steps, elastic, train
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
-options = {}
+kind, options = SFTTrainer, {}
 if elastic:
-    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.torch.huggingface import elastic_trainer
 
-    class ElasticSFTTrainer(ElasticTrainer, SFTTrainer):
-        pass
-
-    options = {"global_batch_size": 8}
-
+    kind, options = elastic_trainer(SFTTrainer), {"global_batch_size": 8}
 
 set_seed(1)
 tokenizer = make_tokenizer()
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-)
 args = SFTConfig(
     CHECKPOINTS,
     per_device_train_batch_size=4,
@@ -43,9 +28,12 @@ args = SFTConfig(
     report_to="none",
     disable_tqdm=True,
     bf16=False,
+    packing=elastic,
+    packing_strategy="wrapped",
+    max_length=32 if elastic else 1024,
 )
-trainer = (ElasticSFTTrainer if elastic else SFTTrainer)(
-    model,
+trainer = kind(
+    make_llama(tokenizer),
     args,
     train_dataset=Dataset.from_dict({"text": make_sentences()}),
     processing_class=tokenizer,

@@ -434,29 +434,6 @@ def test_r22_groups_that_were_added_later_come_and_go_with_the_commits(distribut
             OptimizerStateHandler(make()[1]).load(kept.values["optimizer"], kept.memory)
 
 
-def test_frozen_parameters_are_copied_once_and_what_changes_through_data_each_time() -> None:
-    model = torch.nn.ParameterDict(
-        {n: torch.nn.Parameter(torch.ones(1 << 12)) for n in ("head", "body", "slow")}
-    )
-    model["body"].requires_grad_(False)
-    model["slow"].requires_grad_(False)
-    state = hvd.elastic.TorchState(model, torch.optim.SGD([model["head"]], lr=0.1))
-
-    def commit() -> Any:
-        model["slow"].data.mul_(0.5)  # a moving average, of which no version tells
-        state.commit()
-        return state._snapshots.wait_for_newest()
-
-    first, second = commit(), commit()
-    assert second.values["model"]["parameters"]["body"] is first.values["model"]["parameters"]["body"]
-    assert second.memory.nbytes == 2 << 14
-    with torch.no_grad():
-        model["body"].fill_(9)
-        model["slow"].fill_(9)
-    state.restore()
-    assert (float(model["body"].max()), float(model["slow"].max())) == (1.0, 0.25)
-
-
 def test_an_optimizer_that_another_replaced_after_the_commit_comes_back_as_it_was() -> None:
     model = net()
     adam = OPTIMIZERS["adam"](model.parameters())
