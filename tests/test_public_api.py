@@ -70,8 +70,6 @@ HEAVY = (
     "pandas",
     "pyarrow",
     "numpy",
-    "uvicorn",
-    "httpx",
 )
 
 

@@ -12,6 +12,7 @@ import select
 import socket
 import ssl
 import threading
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
@@ -42,10 +43,6 @@ MIN_TRY_SECONDS = 0.05  # a try that begins gets at least so long
 KEEP_SECONDS = 300.0  # for which an idle connection is used again
 RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
 POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
-
-
-class TransportClosed(Exception):
-    """`close` was called."""
 
 
 class TransportError(Exception):
@@ -143,7 +140,7 @@ class ConnectionPool:
 
         Raises:
             TransportError: there was none.
-            TransportClosed: `close` was called before or meanwhile.
+            ConnectionClosed: `close` was called before or meanwhile.
             Unauthorized: one side does not prove the job's key, or another certificate was shown.
         """
         deadline = self._clock.now() + seconds
@@ -159,14 +156,13 @@ class ConnectionPool:
             raise Unauthorized(message) from None
         except (OSError, TransportError) as error:
             if self._closed:
-                raise TransportClosed from None
+                raise _closed() from None
             raise TransportError(str(error) or type(error).__name__) from error
         connection.idle_since = self._clock.now()
         with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                return answer
-        self._drop(connection.socket)
+            self._idle.append(connection)
+        if self._closed:
+            self.close()  # which did not see this one
         return answer
 
     def close(self) -> None:
@@ -174,8 +170,11 @@ class ConnectionPool:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for sock in self._sockets:  # closing a descriptor does not wake who reads it, a shutdown does
-                _shut_down(sock)
+            for sock in self._sockets:
+                with suppress(OSError):  # the peer was first
+                    # Closing a descriptor would not wake who reads it, and an SSLSocket's own shutdown forgets its TLS
+                    # while another thread reads through it.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
         for connection in idle:
             self._drop(connection.socket)
 
@@ -183,7 +182,7 @@ class ConnectionPool:
         while True:
             with self._lock:
                 if self._closed:
-                    raise TransportClosed
+                    raise _closed()
                 if not self._idle:
                     return None
                 connection = self._idle.pop()
@@ -200,7 +199,7 @@ class ConnectionPool:
                 sock = self._context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
             with self._lock:
                 if self._closed:
-                    raise TransportClosed
+                    raise _closed()
                 self._sockets.add(sock)
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
@@ -217,12 +216,8 @@ class ConnectionPool:
         sock.close()
 
 
-def _shut_down(sock: socket.socket) -> None:
-    try:
-        # Not an SSLSocket's own shutdown: that forgets its TLS while another thread reads through it.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer or another thread was first
+def _closed() -> ConnectionClosed:
+    return ConnectionClosed("The connection to the driver was closed on this side.")
 
 
 R = TypeVar("R")
@@ -284,8 +279,6 @@ class RendezvousClient:
             seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
             try:
                 answer = self._pool.post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
-            except TransportClosed:
-                raise ConnectionClosed("The connection to the driver was closed on this side.") from None
             except TransportError as error:
                 self._pause(tries, deadline, error)
                 tries += 1
@@ -328,7 +321,7 @@ class RendezvousClient:
                 "that host and port, or set advertise_address and driver_port to what they reach."
             ) from error
         if self._closing.wait(pause):
-            raise ConnectionClosed("The connection to the driver was closed on this side.")
+            raise _closed()
 
 
 def _read_reply(request: Request[R], answer: dict[str, Any]) -> R:

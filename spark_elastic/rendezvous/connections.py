@@ -14,26 +14,15 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from spark_elastic.rendezvous import http1
 from spark_elastic.rendezvous.http1 import Request, Response
+from spark_elastic.rendezvous.long_polls import LongPoll
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 
-class PendingResponse(Protocol):
-    """A response that comes later."""
-
-    def start(self, send: Callable[[Response], None]) -> None:
-        """Call `send` once, in the loop thread."""
-
-    def cancel(self, reset: bool | None) -> None:
-        """The connection is over, and `send` must not be called any more. reset: the network broke it, as opposed to
-        the end of the sender's process; None: this server ended it."""
-
-
-AnswerBody = Callable[[bytes], Response | PendingResponse]
+AnswerBody = Callable[[bytes], Response | LongPoll]
 App = Callable[[Request], Response | AnswerBody]
 
 
@@ -48,17 +37,10 @@ class ConnectionLimits:
     unauthenticated: int | None = None  # connections; None: as `max_unauthenticated`
 
 
-MAX_UNAUTHENTICATED = 2048
-
-
 def max_unauthenticated() -> int:
     """Most connections that have not authenticated themselves: a quarter of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        MAX_UNAUTHENTICATED
-        if soft == resource.RLIM_INFINITY
-        else max(16, min(MAX_UNAUTHENTICATED, soft // 4))
-    )
+    return 2048 if soft == resource.RLIM_INFINITY else max(16, min(2048, soft // 4))
 
 
 class Connection(asyncio.Protocol):
@@ -69,13 +51,11 @@ class Connection(asyncio.Protocol):
         self._limits = connections.limits
         self._socket = accepted
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = (
-            None  # None: none yet; of a TLS connection, before its handshake
-        )
+        self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
         self._received = bytearray()  # not read yet
-        self._request: Request | None = None  # the one that is read or answered
+        self._request = Request("GET", "", "", {}, 0, True)  # the newest one that was read
         self._answer_body: AnswerBody | None = None  # of that request, while its body is awaited
-        self._pending: PendingResponse | None = None  # of that request, while its answer is awaited
+        self._pending: LongPoll | None = None  # of that request, while its answer is awaited
         self._is_in_head = True  # the deadline is that of a head
         self._is_last = False  # it closes behind the next response
         self._timer: asyncio.TimerHandle | None = None
@@ -98,7 +78,7 @@ class Connection(asyncio.Protocol):
             self.abort()  # the job's clients send nothing before they have their answer
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_deadline()
+        self._set_deadline(None)
         self._connections.forget(self)
         if self._pending is not None:
             self._pending.cancel(exc is not None)
@@ -133,90 +113,72 @@ class Connection(asyncio.Protocol):
     def _read(self) -> None:
         """Answer what has come whole; up to the first answer that is awaited."""
         while self._pending is None and not self._is_closing():
-            if self._answer_body is None and not self._read_head():
-                return
-            if self._answer_body is not None:
-                assert self._request is not None
-                length = self._request.length
-                if len(self._received) < length:
+            if self._answer_body is None:
+                if not self._read_head():
                     return
-                body = bytes(self._received[:length])
-                del self._received[:length]
+            elif len(self._received) < self._request.length:
+                return
+            else:
+                body = bytes(self._received[: self._request.length])
+                del self._received[: self._request.length]
                 answer, self._answer_body = self._answer_body, None
-                self._cancel_deadline()
+                self._set_deadline(None)
                 self._take(answer(body))
 
     def _read_head(self) -> bool:
         """Whether there was one."""
         end = self._received.find(http1.END_OF_HEAD, 0, http1.MAX_HEAD_BYTES)
-        if end < 0:
-            if len(self._received) >= http1.MAX_HEAD_BYTES:
-                self._refuse("its head is too long")
-            elif self._received and not self._is_in_head:
+        if end < 0 and len(self._received) < http1.MAX_HEAD_BYTES:
+            if self._received and not self._is_in_head:
                 self._is_in_head = True
                 self._set_deadline(self._limits.head_seconds)
             return False
         try:
-            request = http1.parse_request(bytes(self._received[:end]))
+            self._request = http1.parse_request(bytes(self._received[: max(0, end)]))
         except http1.MalformedHead as error:
-            self._refuse(str(error))
+            self._connections.note_refused(str(error))
+            self._request.is_last = True
+            self._send(Response(400))
             return False
         del self._received[: end + len(http1.END_OF_HEAD)]
-        request.is_encrypted = self._is_encrypted
-        self._request, self._is_in_head = request, False
-        answer = self._connections.app(request)
-        if isinstance(answer, Response):
-            # The rest is not read: it may be a body that nobody wants.
-            answer.is_last = answer.is_last or request.length > 0
-            self._send(answer)
-        else:
-            self._answer_body = answer
-            if len(self._received) < request.length:
-                self._set_deadline(self._limits.body_seconds)
+        self._is_in_head = False
+        self._request.is_encrypted = self._is_encrypted
+        self._take(self._connections.app(self._request))
         return True
 
-    def _take(self, answer: Response | PendingResponse) -> None:
+    def _take(self, answer: Response | LongPoll | AnswerBody) -> None:
         if isinstance(answer, Response):
             self._send(answer)
-        else:
+        elif isinstance(answer, LongPoll):
             self._pending = answer
             answer.start(self._send)
+        else:
+            self._answer_body = answer
+            self._set_deadline(self._limits.body_seconds)
 
     def _send(self, response: Response) -> None:
-        assert self._request is not None
         assert self._transport is not None
         self._pending = None
         if response.is_authenticated:
             self._connections.unauthenticated.pop(self, None)
         response.is_last = response.is_last or self._request.is_last or self._is_last
         self._transport.write(response.encode(with_body=self._request.method != "HEAD"))
+        self._set_deadline(None if response.is_last else self._limits.idle_seconds)
         if response.is_last:
-            self._cancel_deadline()
             self._transport.close()
-            return
-        self._set_deadline(self._limits.idle_seconds)
-        if self._received:  # what was sent meanwhile
+        elif self._received:  # what was sent meanwhile
             self._loop.call_soon(self._read)
-
-    def _refuse(self, why: str) -> None:
-        """This is not HTTP."""
-        self._connections.note_refused(why)
-        self._request = Request("GET", "", "", {}, 0, True)
-        self._send(Response(400, is_last=True))
 
     def _is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
     # ---- deadlines
 
-    def _set_deadline(self, seconds: float) -> None:
-        self._cancel_deadline()
-        self._timer = self._loop.call_later(seconds, self._expire)
-
-    def _cancel_deadline(self) -> None:
+    def _set_deadline(self, seconds: float | None) -> None:
+        """seconds: from now; None: there is no deadline."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
         if self._answer_body is None:
@@ -226,7 +188,7 @@ class Connection(asyncio.Protocol):
 
 
 ACCEPT_BATCH = (
-    64  # connections: a whole queue at once could use up the process's files before the first are closed
+    64  # connections; a whole queue at once could use up the files before the first ones are closed
 )
 UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
 

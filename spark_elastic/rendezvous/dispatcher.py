@@ -39,23 +39,23 @@ class Dispatcher:
         """Looks at the head."""
         credentials = auth.parse_credentials(request.fields.get("authorization", ""))
         if credentials is None or request.method != "POST" or request.query:
-            return _refuse(401)
+            return Response(401, is_last=True)
         is_hello = request.path == auth.HELLO
         if credentials.count if is_hello else not self._sessions.is_known(credentials.session):
-            return _refuse(401)
+            return Response(401, is_last=True)
         if request.length > (0 if is_hello else MAX_BODY_BYTES):
-            return _refuse(413)
+            return Response(413, is_last=True)
         return partial(self._answer, request.path, credentials)
 
     def _answer(self, path: str, credentials: auth.Credentials, body: bytes) -> Response | LongPoll:
         if not auth.request_is_genuine(self._key, path, credentials, body):
-            return _refuse(401)
+            return Response(401, is_last=True)
         if path == auth.HELLO:
             # It may be a replay: the connection counts as unauthenticated until a request in that session.
             session = self._sessions.open(credentials.session)
             return self._sign(credentials, 200, _encode_text("session", session), is_authenticated=False)
         if not self._sessions.use(credentials):
-            return _refuse(401)
+            return Response(401, is_last=True)
         reply = self._respond(path, credentials, lambda: self._handle(path, body))
         assert reply is not None
         if isinstance(reply, LongPoll):
@@ -65,8 +65,7 @@ class Dispatcher:
     def _handle(self, path: str, body: bytes) -> object:
         """The reply to a genuine request, or the poll that waits for it."""
         envelope = codec.loads(body)
-        if (stale := self._find_stale_reason(envelope)) is not None:
-            raise StaleGeneration(stale)
+        self._check_envelope(envelope)
         if path not in self._handlers:
             raise codec.MalformedMessage("the driver knows no such request")
         cls, handler = self._handlers[path]
@@ -109,7 +108,7 @@ class Dispatcher:
             self._last_replies[type(reply)] = reply, text
         return text
 
-    def _find_stale_reason(self, envelope: dict[str, Any]) -> str | None:
+    def _check_envelope(self, envelope: dict[str, Any]) -> None:
         version, attempt = envelope.get("v"), envelope.get("attempt")
         if version != VERSION:
             raise codec.MalformedMessage(
@@ -117,15 +116,10 @@ class Dispatcher:
             )
         if type(attempt) is not int:
             raise codec.MalformedMessage("attempt must be int")
-        if attempt == self._attempt:
-            return None
-        return (
-            f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
-        )
-
-
-def _refuse(status: int) -> Response:
-    return Response(status, is_last=True)
+        if attempt != self._attempt:
+            raise StaleGeneration(
+                f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
+            )
 
 
 def _read_hold(envelope: dict[str, Any]) -> float:

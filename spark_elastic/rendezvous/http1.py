@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages as text, read strictly: what is not plainly well formed is refused. Pure.
+"""HTTP/1.1 messages as text, read strictly: what is not plainly well formed is refused.
 
 It speaks what the job's client, browsers and scrapers need: bodies have a content-length, so there is neither chunked
 transfer nor an upgrade, and nothing that two readers could understand differently.

@@ -90,18 +90,6 @@ class ConnectionTracker:
         return now
 
 
-def _admit_all(facts: dict[str, Any]) -> str | None:
-    return None
-
-
-def _ignore_report(report: Report) -> None:
-    """Drops it."""
-
-
-def _one_second(slots: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class ServerCallbacks:
     """What the server calls for events, output and decisions. No callable may block."""
@@ -110,10 +98,10 @@ class ServerCallbacks:
     post: Callable[[DriverEvent], None]
     on_logs: Callable[[LogLines], None]  # takes workers' output; called in a thread of its own
     # Given the facts of a slot's host: the sentence that refuses the slot, None to admit it.
-    admit: Callable[[dict[str, Any]], str | None] = _admit_all
-    on_report: Callable[[Report], None] = _ignore_report  # takes workers' progress
+    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None
+    on_report: Callable[[Report], None] = lambda report: None  # takes workers' progress
     # Given the number of slots: seconds between two heartbeats of each.
-    heartbeat_interval: Callable[[int], float] = _one_second
+    heartbeat_interval: Callable[[int], float] = lambda slots: 1.0
 
 
 class Routes:

@@ -68,10 +68,8 @@ class StatusApp:
 
     def handles(self, request: Request) -> bool:
         """Whether a request is for the status page."""
-        path = request.path
-        return request.method in ("GET", "HEAD") and (
-            path in (METRICS, ROOT.rstrip("/")) or path.startswith(ROOT)
-        )
+        is_page = request.path in (METRICS, ROOT.rstrip("/")) or request.path.startswith(ROOT)
+        return is_page and request.method in ("GET", "HEAD") and not request.length
 
     def answer(self, request: Request) -> Response:
         if request.path == ROOT.rstrip("/"):
