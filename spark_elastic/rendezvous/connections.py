@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
         self._received += data
         if self._pending is None:
             self._read()
-        elif len(self._received) > http1.MAX_HEAD_BYTES:
+        if self._pending is not None and len(self._received) > http1.MAX_HEAD_BYTES:
             self.abort()  # the job's clients send nothing before they have their answer
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from spark_elastic.rendezvous.http1 import Response
 
-Respond = Callable[[Callable[[], object | None]], Response | None]
-
 
 @dataclass(eq=False)
 class LongPoll:
@@ -17,16 +15,15 @@ class LongPoll:
 
     waiters: Waiters  # wake it
     topic: str  # of what it waits for
-    find_reply: Callable[[], object | None]  # the reply; None: it goes on waiting
+    find_reply: Callable[[], object]  # the reply; None: it goes on waiting
     get_last_reply: Callable[[], object]  # the reply at its deadline
     # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
     # a machine closes the connections of a process that died. None: the connection did not break.
     on_ended: Callable[[bool | None], None] = lambda reset: None
     # Set by the dispatcher:
     hold: float = 0.0  # seconds until its deadline
-    respond: Respond | None = (
-        None  # makes what is computed, or its error, the response; None: it goes on waiting
-    )
+    # Makes the reply that a call gives, or the error that it raises, a response; None, if it gives None.
+    respond: Callable[[Callable[[], object]], object] = lambda compute: None
 
     def start(self, send: Callable[[Response], None]) -> None:
         """Wait; `send` is called once, unless `cancel` is called before."""
@@ -53,10 +50,9 @@ class LongPoll:
         if not self._timer.cancelled():
             self._end_with(self.find_reply)
 
-    def _end_with(self, compute: Callable[[], object | None]) -> None:
-        assert self.respond is not None
+    def _end_with(self, compute: Callable[[], object]) -> None:
         response = self.respond(compute)
-        if response is not None:
+        if isinstance(response, Response):
             self.cancel(None)
             self._send(response)
 

@@ -280,7 +280,7 @@ class Routes:
         self,
         peer: Peer | None,
         topic: str,
-        find_reply: Callable[[], object | None],
+        find_reply: Callable[[], object],
         get_last_reply: Callable[[], object],
     ) -> object:
         """What `find_reply` gives, if it gives something; else the poll that waits for it.

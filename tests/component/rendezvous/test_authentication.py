@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import logging
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,13 +16,13 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import Unauthorized
 from spark_elastic.protocol.messages import Acknowledged, Heartbeat
-from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous import auth, http1
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.connections import ConnectionLimits
 from spark_elastic.rendezvous.dispatcher import Dispatcher
 from spark_elastic.rendezvous.http1 import Request, Response
 from spark_elastic.rendezvous.http_server import Bind, HttpServer, listen
-from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, REQUESTS, VERSION, path_of
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, REQUESTS, VERSION, WatchSlot, path_of
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, RawClient, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "state": ""}})
@@ -220,6 +221,48 @@ def test_a_request_without_its_body_is_closed_after_its_deadline(impatient_with_
     status, _ = raw_client.request(PATH, b"{", header, more={"content-length": "100"})
     assert status == 408
     assert raw_client.request("/", b"", None)[0] == 401
+
+
+def test_requests_in_pieces_and_in_one_piece_are_answered_in_order(driver: Driver) -> None:
+    raw_client = RawClient(driver.port)
+    session, texts = raw_client.session(), []
+    for _ in range(3):
+        body = BEAT.encode()
+        signed = [("authorization", raw_client.sign(PATH, body, session))]
+        texts.append(http1.encode_request(PATH, "x", signed, body))
+    end = b"GET / HTTP/1.0\r\n\r\n"
+    answers = raw_client.send(b"".join(texts) + end)
+    assert [part[:3] for part in answers.split(b"HTTP/1.1 ")] == [b"", b"200", b"200", b"200", b"401"]
+    signed = [("authorization", raw_client.sign(PATH, body, session))]
+    with socket.create_connection(("127.0.0.1", driver.port), timeout=PATIENCE) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in http1.encode_request(PATH, "x", signed, body):
+            connection.sendall(bytes([byte]))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_sends_on_while_its_answer_is_awaited_is_hung_up_on(driver: Driver) -> None:
+    body = json.dumps({"v": VERSION, "attempt": ATTEMPT, "hold": 20, "message": {"slot": "1-0"}}).encode()
+    path, raw_client = path_of(WatchSlot), RawClient(driver.port)
+    text = http1.encode_request(path, "x", [("authorization", raw_client.sign(path, body))], body)
+    assert raw_client.send(text + bytes(20_000)) == b""
+
+
+def test_a_server_that_can_open_no_more_files_serves_again_once_it_can(driver: Driver) -> None:
+    driver.client().ask(Heartbeat("1-0"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as connection:
+        connection.settimeout(PATIENCE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connection.fileno() + 1, hard))
+        try:
+            connection.connect(("127.0.0.1", driver.port))
+            with pytest.raises(OSError, match="Too many open files"):
+                socket.socket()
+            driver.call_in_loop(lambda: None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert parse(read_all(connection))[0] == 401
 
 
 THREE_STRANGERS = ConnectionLimits(head_seconds=600.0, unauthenticated=3)
