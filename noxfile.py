@@ -120,7 +120,7 @@ def petastorm(session: nox.Session) -> None:
     # petastorm wants an older setuptools than torch says it does; both work with it.
     session.install("torch==2.13.0")
     reader = "petastorm>=0.13,<0.14 pyarrow>=14,<15 numpy>=1.26,<2 setuptools<70 pandas>=2,<3"
-    others = "pyspark>=3.5,<3.6 fsspec cloudpickle starlette uvicorn httpx click"
+    others = "pyspark>=3.5,<3.6 fsspec cloudpickle click"
     session.install(*f"{reader} {others} pytest pytest-timeout psutil hypothesis".split())
     tests = "tests/component/data tests/component/torch/test_column_kinds.py"
     tests += " tests/spark/test_materialize.py tests/spark/test_row_order.py tests/spark/test_readers.py"

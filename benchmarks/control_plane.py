@@ -34,7 +34,7 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits, heartbeat_interval
-from spark_elastic.rendezvous.http_server import raise_file_limit
+from spark_elastic.rendezvous.file_limit import raise_file_limit
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 

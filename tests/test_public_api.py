@@ -74,8 +74,6 @@ HEAVY = (
     "pandas",
     "pyarrow",
     "numpy",
-    "uvicorn",
-    "httpx",
 )
 
 

@@ -23,7 +23,7 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, Phase, Position
-from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous import auth, codec, http1
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     VERSION,
@@ -40,47 +40,46 @@ BLOB = 120  # bytes that a rank hands in
 SHORT = 20  # requests of a process under way at once while everybody comes
 
 
-class KeepAliveConnection:
-    """A connection, made on first use; one request at a time."""
+class Line:
+    """A connection with its session, made on first use; one request at a time."""
 
     def __init__(self, address: str) -> None:
         self._host, _, self._port = address.rpartition(":")
         self._free = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._session = auth.create_id()
+        self._count = 0
 
-    async def post(self, path: str, body: bytes, credentials: auth.Credentials) -> dict[str, Any]:
+    async def post(self, path: str, body: bytes) -> dict[str, Any]:
         async with self._free:
             if self._streams is None:
                 self._streams = await asyncio.open_connection(self._host, int(self._port))
-            reader, writer = self._streams
-            head = f"POST {path} HTTP/1.1\r\nhost: driver\r\nauthorization: {credentials.header()}\r\n"
-            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            fields = dict(line.split(": ", 1) for line in lines if line)
-            reply = await reader.readexactly(int(fields["content-length"]))
-        code = int(status.split()[1])
-        assert auth.reply_is_genuine(KEY, credentials, code, reply, fields[auth.REPLY_HEADER]), status
+                self._session = (await self._exchange(auth.HELLO, b""))["session"]
+            return await self._exchange(path, body)
+
+    async def _exchange(self, path: str, body: bytes) -> dict[str, Any]:
+        assert self._streams is not None
+        reader, writer = self._streams
+        credentials = auth.sign_request(KEY, path, self._session, self._count, body)
+        self._count += 1
+        writer.write(http1.encode_request(path, "driver", [("authorization", credentials.header())], body))
+        head = await reader.readuntil(http1.END_OF_HEAD)
+        status, fields, length = http1.parse_response(head[:-4])
+        reply = await reader.readexactly(length)
+        assert auth.reply_is_genuine(KEY, credentials, status, reply, fields[auth.REPLY_HEADER]), status
         answer: dict[str, Any] = json.loads(codec.decompress(reply))
         return answer
 
 
 class Session:
-    """Two lines of one session: one for the long poll that is always open, one for everything else."""
+    """Two lines: one for the long poll that is always open, one for everything else."""
 
     def __init__(self, address: str) -> None:
-        self._lines = KeepAliveConnection(address), KeepAliveConnection(address)
-        self._name = ""
-        self._count = 0
-
-    async def send_hello(self) -> None:
-        credentials = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"")
-        self._name = (await self._lines[0].post(auth.HELLO, b"", credentials))["session"]
+        self._lines = Line(address), Line(address)
 
     async def ask(self, request: Request[Any], hold: float = 0.0, watching: bool = False) -> dict[str, Any]:
         body = codec.dumps({"v": VERSION, "attempt": 1, "hold": hold, "message": request})
-        self._count += 1
-        credentials = auth.sign_request(KEY, path_of(type(request)), self._name, self._count, body)
-        answer = await self._lines[watching].post(path_of(type(request)), body, credentials)
+        answer = await self._lines[watching].post(path_of(type(request)), body)
         if "reply" not in answer:
             raise RuntimeError(f"{type(request).__name__} was answered by {answer}")
         reply: dict[str, Any] = answer["reply"]
@@ -100,11 +99,8 @@ class Worker:
     async def join(self) -> None:
         """Register and announce the worker; then the two long polls that are always open."""
         worker, slot = self._names
-        await self._slot.send_hello()
-        await self._worker.send_hello()
         await self._slot.ask(RegisterSlot(slot, f"host-{self.job // 8}", self.job))
         await self._slot.ask(WorkerStarted(slot, worker))
-        # Its connection counts as unauthenticated until a request follows the hello, which a real worker sends at once.
         await self._worker.ask(SetValues("come", (worker,), (b"here",)))
         self._watches = [asyncio.create_task(watch()) for watch in (self._watch_slot, self._watch_worker)]
 

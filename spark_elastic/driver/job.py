@@ -42,7 +42,8 @@ from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.http_server import Bind, reserve_files
+from spark_elastic.rendezvous.file_limit import reserve_files
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp

@@ -21,12 +21,7 @@ from spark_elastic.monitoring.listener import AsyncNotifier
 log = logging.getLogger("spark_elastic")
 
 ANNOUNCED = {"announced": True}  # `extra` of records that the job's listener also gets as a message
-JOB_LOGGERS = (
-    "spark_elastic",
-    "uvicorn",
-    "asyncio",
-    "py4j",
-)  # a job's threads log to them and to loggers below them
+JOB_LOGGERS = ("spark_elastic", "asyncio", "py4j")  # a job's threads log to them and to loggers below them
 
 
 def format_as_spark(wall: float, level: int, text: str) -> str:

@@ -1,32 +1,29 @@
 """Mutual proof of the job's key, and the server's TLS certificate.
 
-A client opens a session with a hello under a random nonce; the server answers with a session id. Each later request
-carries the session, a counter that the client never uses twice, and an HMAC-SHA256 over purpose, method, path, session,
-counter and body. The server remembers, per session, which of the last WINDOW counters it has seen, so a recorded
-request is refused when it is replayed: no clocks are needed. A server that forgot a session refuses its requests, and
-the client opens a new one. A replayed hello only yields an unused session. Replies are signed over the request's
-session and counter and their own status and body, so that none can be exchanged for another.
+A client begins each connection with a hello under a random nonce; the server answers with a session id. Each later
+request carries the session, a counter that grows with each request, and an HMAC-SHA256 over purpose, method, path,
+session, counter and body. The server remembers the last counter of each session, so a recorded request is refused when
+it is replayed: no clocks are needed. A server that forgot a session refuses its requests, and the client dials again.
+Replies are signed over the request's session and counter and their own status and body, so that none can be exchanged
+for another. A session is not bound to the server's end of the connection: a proxy between may spread the requests.
 
 TLS clients accept exactly the certificate that came with the job's key: they check no authority, name or date.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
 import shutil
 import ssl
 import subprocess
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 
 HELLO = "/rendezvous/hello"
-WINDOW = 4096  # counts; requests of one client's threads may overtake each other by so many
 SCHEME = "Elastic "
 REPLY_HEADER = "x-elastic-signature"
 
@@ -36,7 +33,7 @@ class Credentials:
     """The authorization header of a request."""
 
     session: str  # the id that the server gave; in a hello, the client's nonce; 32 characters
-    count: int  # the client never uses one twice in a session; 0 in a hello alone
+    count: int  # grows with each request of a session; 0 in a hello alone
     signature: str  # HMAC-SHA256 in 64 hexadecimal digits
 
     def header(self) -> str:
@@ -78,74 +75,44 @@ def reply_is_genuine(key: bytes, credentials: Credentials, status: int, body: by
 
 
 def _compute_mac(key: bytes, head: str, body: bytes) -> str:
-    return hmac.new(key, b"spark-elastic/1\n" + head.encode() + body, hashlib.sha256).hexdigest()
+    return hmac.digest(key, b"spark-elastic/1\n" + head.encode() + body, "sha256").hex()
 
 
 def _is_same(a: str, b: str) -> bool:
     return hmac.compare_digest(a.encode(), b.encode("utf-8", "replace"))
 
 
-class Session:
-    """Which counts of one client were used: a sliding window of WINDOW bits below the highest."""
-
-    def __init__(self) -> None:
-        self._highest = 0
-        self._seen = 1  # bit i: count `highest - i` was used; 0 is never used by a client
-
-    def use(self, count: int) -> bool:
-        """Mark `count` as used; False if it was used before or is too old to know."""
-        ahead = count - self._highest
-        if ahead > 0:
-            self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
-            self._highest = count
-            return True
-        if -ahead >= WINDOW:
-            return False
-        bit = 1 << -ahead
-        if self._seen & bit:
-            return False
-        self._seen |= bit
-        return True
-
-
 class Sessions:
-    """The server's sessions, bounded: the oldest unused ones are dropped first, used ones by their last use.
+    """The server's sessions.
 
-    Replayed hellos can displace only unused sessions.
+    Their ids begin with the server's own random number, so that it need not remember a hello: whoever replays one
+    learns an id and makes the server keep nothing. It keeps the last count of each session in use, at most `max_used`
+    of them; then it takes another number, and all clients say hello again.
     """
 
-    def __init__(self, max_unused: int = 4096, max_used: int = 65536) -> None:
-        self._unused: OrderedDict[str, str] = OrderedDict()  # session -> nonce of the hello
-        self._by_nonce: dict[str, str] = {}
-        self._used: OrderedDict[str, Session] = OrderedDict()
-        self._most_unused, self._most_used = max_unused, max_used
+    def __init__(self, max_used: int = 1 << 18) -> None:
+        self._max_used = max_used
+        self._number = create_id()[:16]
+        self._counts: dict[str, int] = {}  # the last count of each session
 
     def open(self, nonce: str) -> str:
-        """A session for a genuine hello; the same one while it is unused, so that a replay makes no more."""
-        session = self._by_nonce.get(nonce)
-        if session is None:
-            session = self._by_nonce[nonce] = create_id()
-            self._unused[session] = nonce
-            if len(self._unused) > self._most_unused:
-                del self._by_nonce[self._unused.popitem(last=False)[1]]
-        return session
+        """The session of a genuine hello."""
+        return self._number + nonce[:16]
 
     def is_known(self, session: str) -> bool:
-        return session in self._used or session in self._unused
+        return session.startswith(self._number)
 
     def use(self, credentials: Credentials) -> bool:
         """Mark the count of a genuine request as used; False for an unknown session or a replay."""
-        session = self._used.get(credentials.session)
-        if session is None:
-            nonce = self._unused.pop(credentials.session, None)
-            if nonce is None:
-                return False
-            del self._by_nonce[nonce]
-            session = self._used[credentials.session] = Session()
-            if len(self._used) > self._most_used:
-                self._used.popitem(last=False)
-        self._used.move_to_end(credentials.session)
-        return session.use(credentials.count)
+        session, count = credentials.session, credentials.count
+        if not self.is_known(session) or count <= self._counts.get(session, 0):
+            return False
+        if session not in self._counts and len(self._counts) >= self._max_used:
+            self._number = create_id()[:16]
+            self._counts.clear()
+            return False
+        self._counts[session] = count
+        return True
 
 
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name

@@ -1,22 +1,19 @@
 """The client of slots and workers: sends requests to the driver, proves the job's key, and checks the proof of replies.
 
 Synchronous. Any number of threads may share a client; `close` releases the threads that wait. All requests are
-idempotent, so after a broken connection the client dials again until its time is over.
+idempotent, so after a broken connection the client dials again until its time is over. Proxies that the environment
+names are not used.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import ssl
 import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
-
-import httpx
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import (
@@ -28,8 +25,10 @@ from spark_elastic.errors import (
     Unauthorized,
 )
 from spark_elastic.protocol.messages import Request
-from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous import auth, codec, http1
+from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.messages import (
+    MAX_BODY_BYTES,
     MAX_POLL_SECONDS,
     VERSION,
     DriverClient,
@@ -39,158 +38,189 @@ from spark_elastic.rendezvous.messages import (
 )
 
 CONNECT_SECONDS = 5.0
-
-
-class TransportClosed(Exception):
-    """`close` was called."""
+ANSWER_SECONDS = 10.0  # how long one try waits for an answer, beyond the hold of a long poll
+MIN_TRY_SECONDS = 0.05  # a try that begins gets at least so long
+KEEP_SECONDS = 300.0  # for which an idle connection is used again
+RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
+POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
 
 
 class TransportError(Exception):
     """No answer: connecting failed, the connection broke, or the time was over."""
 
 
-class CertificateMismatch(Exception):
-    """The server showed another certificate than the expected one."""
+class Connection:
+    """A connection to the driver: one request at a time, each signed within the session that a hello has opened."""
+
+    def __init__(self, address: str, key: bytes, sock: socket.socket) -> None:
+        self.socket = sock
+        self.idle_since = 0.0
+        self._address = address
+        self._key = key
+        self._session = auth.create_id()  # at first the nonce of the hello
+        self._count = 0
+        self._is_last = False  # the driver closes it
+
+    def send_hello(self, seconds: float) -> None:
+        """Prove the key, and have the driver prove it; raises as `post` does."""
+        self._session = str(self.post(auth.HELLO, b"", seconds)["session"])
+
+    def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
+        """The driver's answer, proven to be its own. seconds: how long it may be silent.
+
+        Raises:
+            OSError, TransportError: there was none.
+            Unauthorized: one side does not prove the job's key.
+        """
+        credentials = auth.sign_request(self._key, path, self._session, self._count, body)
+        self._count += 1
+        self.socket.settimeout(seconds)
+        signed = (("authorization", credentials.header()),)
+        self.socket.sendall(http1.encode_request(path, self._address, signed, body))
+        status, fields, text = self._receive_answer()
+        signature = fields.get(auth.REPLY_HEADER)
+        if status == 401 and path == auth.HELLO:
+            raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")
+        if status not in (200, 400) and signature is None:
+            raise TransportError(f"HTTP status {status}")
+        if not auth.reply_is_genuine(self._key, credentials, status, text, signature or ""):
+            raise Unauthorized(f"Whatever answers at {self._address} does not hold this job's key.")
+        answer: dict[str, Any] = json.loads(codec.decompress(text))
+        return answer
+
+    def is_usable(self) -> bool:
+        """Nothing has come since the last answer, neither an end nor what nobody asked for."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return not self._is_last and not poll.poll(0)
+
+    def _receive_answer(self) -> tuple[int, http1.Fields, bytes]:
+        received = bytearray()
+        while (end := received.find(http1.END_OF_HEAD)) < 0:
+            if len(received) > http1.MAX_HEAD_BYTES:
+                raise TransportError("what came is not HTTP")
+            self._receive_into(received)
+        try:
+            status, fields, length = http1.parse_response(bytes(received[:end]))
+        except http1.MalformedHead as error:
+            raise TransportError(f"what came is not HTTP: {error}") from None
+        del received[: end + len(http1.END_OF_HEAD)]
+        while len(received) < length:
+            self._receive_into(received)
+        self._is_last = fields.get("connection") == "close"
+        return status, fields, bytes(received)
+
+    def _receive_into(self, received: bytearray) -> None:
+        part = self.socket.recv(65536)
+        if not part:
+            raise TransportError("the connection was closed before the answer")
+        received += part
 
 
-class HttpTransport:
-    """HTTP/1.1 POSTs to one address. Any number of threads may share it and its connections, and `close` ends them all.
+class ConnectionPool:
+    """Connections to one address, kept for later requests. Any number of threads may share it."""
 
-    It uses httpx's transport without its client, which would read proxies from the environment and log each request.
-    """
-
-    def __init__(self, address: str, certificate: str | None = None) -> None:
+    def __init__(self, address: str, key: bytes, clock: Clock, certificate: str | None = None) -> None:
         """
         Args:
             address: "host:port".
             certificate: the only one to accept, PEM; None: plain HTTP.
         """
-        self._url = httpx.URL(f"{'https' if certificate else 'http'}://{address}")
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._active = 0  # requests under way; the last one to end after `close` frees the connections
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._transport = httpx.HTTPTransport(
-            trust_env=False,
-            verify=auth.create_pinned_context(certificate) if certificate else False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=300),
-        )
+        self._address = address
+        self._key = key
+        self._clock = clock
+        self._context = auth.create_pinned_context(certificate) if certificate else None
+        self._lock = threading.Lock()  # guards the three below
+        self._closed = False
+        self._idle: list[Connection] = []
+        self._sockets: set[socket.socket] = set()  # of all connections
 
-    def post(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> httpx.Response:
-        """The response, read whole. seconds: how long the server may be silent.
+    def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
+        """The driver's answer, proven to be its own. seconds: how long it may be silent.
 
         Raises:
             TransportError: there was none.
-            CertificateMismatch: another certificate was shown.
-            TransportClosed: `close` was called before or meanwhile.
+            ConnectionClosed: `close` was called before or meanwhile.
+            Unauthorized: one side does not prove the job's key, or another certificate was shown.
         """
-        timeout = {
-            "connect": min(seconds, CONNECT_SECONDS),
-            "read": seconds,
-            "write": seconds,
-            "pool": seconds,
-        }
-        request = httpx.Request(
-            "POST",
-            self._url.copy_with(path=path),
-            headers=headers,
-            content=body,
-            extensions={"timeout": timeout, "trace": self._trace},
-        )
-        with self._count_request():
+        deadline = self._clock.now() + seconds
+        try:
+            connection = self._take_idle() or self._dial(seconds)
             try:
-                response = self._transport.handle_request(request)
-                response.read()
-                return response
-            except (httpx.HTTPError, OSError) as error:
-                if self._closed.is_set():
-                    raise TransportClosed from None
-                if _is_certificate_mismatch(error):
-                    raise CertificateMismatch from error
-                raise TransportError(str(error) or type(error).__name__) from error
+                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
+            except BaseException:
+                self._drop(connection.socket)
+                raise
+        except ssl.SSLCertVerificationError:
+            message = f"Whatever answers at {self._address} does not show this job's certificate."
+            raise Unauthorized(message) from None
+        except (OSError, TransportError) as error:
+            if self._closed:
+                raise _closed() from None
+            raise TransportError(str(error) or type(error).__name__) from error
+        connection.idle_since = self._clock.now()
+        with self._lock:
+            self._idle.append(connection)
+        if self._closed:
+            self.close()  # which did not see this one
+        return answer
 
     def close(self) -> None:
         """Free every thread that waits in `post`, at once; any thread, any number of times."""
         with self._lock:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            for connection in self._sockets:
-                _shut_down(connection)
-            idle = self._active == 0
-        if idle:
-            self._transport.close()
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for sock in self._sockets:
+                with suppress(OSError):  # the peer was first
+                    # Closing a descriptor would not wake who reads it, and an SSLSocket's own shutdown forgets its TLS
+                    # while another thread reads through it.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        for connection in idle:
+            self._drop(connection.socket)
 
-    @contextmanager
-    def _count_request(self) -> Iterator[None]:
-        with self._lock:
-            if self._closed.is_set():
-                raise TransportClosed
-            self._active += 1
-        try:
-            yield
-        finally:
+    def _take_idle(self) -> Connection | None:
+        while True:
             with self._lock:
-                self._active -= 1
-                last = self._closed.is_set() and self._active == 0
-            if last:
-                self._transport.close()
+                if self._closed:
+                    raise _closed()
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if self._clock.now() < connection.idle_since + KEEP_SECONDS and connection.is_usable():
+                return connection
+            self._drop(connection.socket)
 
-    def _trace(self, name: str, info: dict[str, Any]) -> None:
-        """Learn of each new connection: closing a descriptor does not wake who reads it, a shutdown does."""
-        if name not in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            return
-        connection = info["return_value"].get_extra_info("socket")
+    def _dial(self, seconds: float) -> Connection:
+        host, port = split_address(self._address)
+        sock = socket.create_connection((host, port), min(seconds, CONNECT_SECONDS))
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            with self._lock:
+                if self._closed:
+                    raise _closed()
+                self._sockets.add(sock)
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
+            connection = Connection(self._address, self._key, sock)
+            connection.send_hello(min(seconds, ANSWER_SECONDS))
+        except BaseException:
+            self._drop(sock)
+            raise
+        return connection
+
+    def _drop(self, sock: socket.socket) -> None:
         with self._lock:
-            self._sockets.add(connection)
-            if self._closed.is_set():
-                _shut_down(connection)
+            self._sockets.discard(sock)
+        sock.close()
 
 
-def _is_certificate_mismatch(error: BaseException | None) -> bool:
-    """What OpenSSL said lies below the errors of two libraries."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _shut_down(connection: socket.socket) -> None:
-    try:
-        # Not an SSLSocket's own shutdown: that forgets its TLS while another thread reads through it.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer or another thread was first
+def _closed() -> ConnectionClosed:
+    return ConnectionClosed("The connection to the driver was closed on this side.")
 
 
 R = TypeVar("R")
-
-POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
-MIN_TRY_SECONDS = 0.05  # a try that begins gets at least so long
-ANSWER_SECONDS = 10.0  # how long one try waits for an answer, beyond the hold of a long poll
-RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
-
-
-class _Session:
-    """Counts the requests of one session; each count is used once."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._count = 0
-
-    def next(self) -> int:
-        with self._lock:
-            self._count += 1
-            return self._count
-
-
-@dataclass
-class _Retries:
-    """The attempts of one request."""
-
-    deadline: float  # on the client's clock
-    tries: int = 0  # those that failed so far
-    renewed: bool = False  # a new session was opened since the request began
 
 
 class RendezvousClient:
@@ -206,14 +236,11 @@ class RendezvousClient:
         certificate: str | None = None,
     ) -> None:
         self._address = address
-        self._key = key
         self._attempt = attempt
         self._clock = clock
         self._timeout = timeout
-        self._transport = HttpTransport(address, certificate)
+        self._pool = ConnectionPool(address, key, clock, certificate)
         self._closing = threading.Event()
-        self._session_lock = threading.Lock()
-        self._session: _Session | None = None
         self._last_answered = float("-inf")
 
     def ask(
@@ -240,46 +267,30 @@ class RendezvousClient:
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
-        path = path_of(type(request))
         hold = min(hold, MAX_POLL_SECONDS, self._timeout * POLL_SHARE)
-        retries = _Retries(self._clock.now() + (self._timeout + hold if within is None else within))
+        deadline = self._clock.now() + (self._timeout + hold if within is None else within)
+        tries = 0  # those that failed so far
         while True:
             sent = self._clock.now()
-            left = retries.deadline - sent
+            left = deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
             hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
             body = self._build_envelope(request, hold_seconds)
+            seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
             try:
-                session = self._session or self._open_session(retries)
-                credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
-                patient = min(ANSWER_SECONDS, patience * 2**retries.tries)
-                response = self._post(path, credentials, body, min(hold_seconds + patient, left))
-            except TransportClosed:
-                raise ConnectionClosed("The connection to the driver was closed on this side.") from None
-            except CertificateMismatch:
-                raise Unauthorized(
-                    f"Whatever answers at {self._address} does not show this job's certificate."
-                ) from None
+                answer = self._pool.post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
             except TransportError as error:
-                self._pause(retries, error)
+                self._pause(tries, deadline, error)
+                tries += 1
                 continue
-            if response.status_code == 401 and not retries.renewed:
-                # The server forgot the session (a new one in its place): prove the key anew, once.
-                retries.renewed = True
-                self._drop_session(session)
-            elif response.status_code in (200, 400) or auth.REPLY_HEADER in response.headers:
-                reply = self._reply(request, credentials, response)
-                self._last_answered = max(self._last_answered, sent)
-                return reply
-            elif response.status_code in (401, 413):
-                self._raise_refusal(response.status_code, len(body))
-            else:
-                self._pause(retries, TransportError(f"HTTP status {response.status_code}"))
+            reply = _read_reply(request, answer)
+            self._last_answered = max(self._last_answered, sent)
+            return reply
 
     def close(self) -> None:
         """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
         self._closing.set()
-        self._transport.close()
+        self._pool.close()
 
     def __enter__(self) -> RendezvousClient:
         return self
@@ -296,64 +307,29 @@ class RendezvousClient:
         return self._last_answered
 
     def _build_envelope(self, request: Request[Any], hold: float) -> bytes:
-        return codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})
+        body = codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})
+        if len(body) > MAX_BODY_BYTES:  # the driver would hang up while it is still being sent
+            raise InvalidInput(f"The driver refuses a request of {len(body)} bytes as too large.")
+        return body
 
-    def _open_session(self, retries: _Retries) -> _Session:
-        """The session of this client, opened by one of its threads."""
-        with self._session_lock:
-            if self._session is not None:
-                return self._session
-            credentials = auth.sign_request(self._key, auth.HELLO, auth.create_id(), 0, b"")
-            left = retries.deadline - self._clock.now()
-            response = self._post(auth.HELLO, credentials, b"", min(ANSWER_SECONDS, left))
-            if response.status_code == 401:
-                self._raise_refusal(401, 0)
-            if response.status_code != 200:
-                raise TransportError(f"HTTP status {response.status_code}")
-            self._session = _Session(str(self._verify(credentials, response)["session"]))
-            return self._session
-
-    def _post(self, path: str, credentials: auth.Credentials, body: bytes, seconds: float) -> httpx.Response:
-        headers = {"authorization": credentials.header()}
-        return self._transport.post(path, headers, body, max(MIN_TRY_SECONDS, seconds))
-
-    def _drop_session(self, session: _Session) -> None:
-        with self._session_lock:
-            if self._session is session:
-                self._session = None
-
-    def _pause(self, retries: _Retries, error: TransportError) -> None:
+    def _pause(self, tries: int, deadline: float, error: TransportError) -> None:
         """Before the next try; raises when there is no time for one."""
-        pause = RETRY_DELAYS[min(retries.tries, len(RETRY_DELAYS) - 1)]
-        retries.tries += 1
-        if self._clock.now() + pause > retries.deadline:
+        pause = RETRY_DELAYS[min(tries, len(RETRY_DELAYS) - 1)]
+        if self._clock.now() + pause > deadline:
             raise DriverUnreachable(
                 f"The driver's rendezvous server at {self._address} does not answer ({error}): let executors reach "
                 "that host and port, or set advertise_address and driver_port to what they reach."
             ) from error
         if self._closing.wait(pause):
-            raise ConnectionClosed("The connection to the driver was closed on this side.")
+            raise _closed()
 
-    def _reply(self, request: Request[R], credentials: auth.Credentials, response: httpx.Response) -> R:
-        answer = self._verify(credentials, response)
-        if "stale" in answer:
-            raise StaleGeneration(str(answer["stale"]))
-        if "error" in answer:
-            raise InvalidInput(str(answer["error"]))
-        return codec.read(reply_of(type(request)), answer.get("reply"))
 
-    def _verify(self, credentials: auth.Credentials, response: httpx.Response) -> dict[str, Any]:
-        signature = response.headers.get(auth.REPLY_HEADER, "")
-        status, body = response.status_code, response.content
-        if not auth.reply_is_genuine(self._key, credentials, status, body, signature):
-            raise Unauthorized(f"Whatever answers at {self._address} does not hold this job's key.")
-        answer: dict[str, Any] = json.loads(codec.decompress(body))
-        return answer
-
-    def _raise_refusal(self, status: int, size: int) -> NoReturn:
-        if status == 413:
-            raise InvalidInput(f"The driver refuses a request of {size} bytes as too large.")
-        raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")
+def _read_reply(request: Request[R], answer: dict[str, Any]) -> R:
+    if "stale" in answer:
+        raise StaleGeneration(str(answer["stale"]))
+    if "error" in answer:
+        raise InvalidInput(str(answer["error"]))
+    return codec.read(reply_of(type(request)), answer.get("reply"))
 
 
 def exchange_blobs(driver: DriverClient, request: ExchangeAddresses, timeout: float) -> tuple[bytes, ...]:

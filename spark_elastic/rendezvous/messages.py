@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from spark_elastic.protocol.messages import Acknowledged, DriverMessage, Request, SlotRequest, WorkerRequest
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
-VERSION = 5  # of the wire format; client and server must have the same
+VERSION = 6  # of the wire format; client and server must have the same
 # Begins a log line that a slot itself writes; the driver always logs such lines.
 SLOT_LINE_PREFIX = "spark_elastic: "
 MAX_BODY_BYTES = 8 << 20  # of a request

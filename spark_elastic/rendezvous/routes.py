@@ -1,18 +1,17 @@
 """The handlers of all requests: what they post to the driver, and what they answer from the server's state.
 
-Runs in the server's event loop thread. Handlers never block: a long poll waits for a change of the state, for the end
-of its connection and for its deadline at the same time.
+Runs in the server's event loop thread. Handlers never block: what must wait is returned as a long poll, which waits for
+a change of the state, for the end of its connection and for its deadline at the same time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import StaleGeneration
@@ -28,7 +27,8 @@ from spark_elastic.protocol.messages import (
 )
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.auth_middleware import Call, Handler, PeerDisconnected
+from spark_elastic.rendezvous.dispatcher import Handler
+from spark_elastic.rendezvous.long_polls import LongPoll
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
     Blobs,
@@ -70,19 +70,14 @@ class ConnectionTracker:
             self._lost.discard(peer)
             self._post(events.ConnectionBack(self._clock.now(), *peer))
 
-    @contextmanager
-    def track_poll(self, peer: Peer) -> Iterator[None]:
+    def open_poll(self, peer: Peer) -> None:
         self._count(peer, 1)
-        lost: PeerDisconnected | None = None
-        try:
-            yield
-        except PeerDisconnected as error:
-            lost = error
-            raise
-        finally:
-            if not self._count(peer, -1) and lost is not None:
-                self._lost.add(peer)
-                self._post(events.ConnectionLost(self._clock.now(), *peer, reset=lost.reset))
+
+    def close_poll(self, peer: Peer, reset: bool | None) -> None:
+        """reset: None unless its connection broke; then, whether the network reset it."""
+        if not self._count(peer, -1) and reset is not None:
+            self._lost.add(peer)
+            self._post(events.ConnectionLost(self._clock.now(), *peer, reset=reset))
 
     def _count(self, peer: Peer, change: int) -> int:
         """Change how many long polls the peer has open; returns the new number."""
@@ -95,21 +90,6 @@ class ConnectionTracker:
         return now
 
 
-R = TypeVar("R")
-
-
-def _admit_all(facts: dict[str, Any]) -> str | None:
-    return None
-
-
-def _ignore_report(report: Report) -> None:
-    """Drops it."""
-
-
-def _one_second(slots: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class ServerCallbacks:
     """What the server calls for events, output and decisions. No callable may block."""
@@ -118,10 +98,10 @@ class ServerCallbacks:
     post: Callable[[DriverEvent], None]
     on_logs: Callable[[LogLines], None]  # takes workers' output; called in a thread of its own
     # Given the facts of a slot's host: the sentence that refuses the slot, None to admit it.
-    admit: Callable[[dict[str, Any]], str | None] = _admit_all
-    on_report: Callable[[Report], None] = _ignore_report  # takes workers' progress
+    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None
+    on_report: Callable[[Report], None] = lambda report: None  # takes workers' progress
     # Given the number of slots: seconds between two heartbeats of each.
-    heartbeat_interval: Callable[[int], float] = _one_second
+    heartbeat_interval: Callable[[int], float] = lambda slots: 1.0
 
 
 class Routes:
@@ -154,16 +134,14 @@ class Routes:
 
     # ---- messages for the driver machine
 
-    async def _acknowledge(self, call: Call) -> Acknowledged:
+    def _acknowledge(self, message: DriverMessage) -> Acknowledged:
         """Posts the message and answers at once."""
-        message: DriverMessage = call.message
         if isinstance(message, messages.WorldFormed):
             self._refuse_stale(message.fence)
         self._receive(message)
         return Acknowledged(self._stop_reason(message))
 
-    async def _register(self, call: Call) -> messages.Admission:
-        message: messages.RegisterSlot = call.message
+    def _register(self, message: messages.RegisterSlot) -> messages.Admission:
         unfit = message.unfit or self._callbacks.admit(message.facts) or ""
         self._receive(dataclasses.replace(message, unfit=unfit))
         refusal = self._state.ended or unfit
@@ -171,8 +149,8 @@ class Routes:
             not refusal, refusal, self._callbacks.heartbeat_interval(self._connections.slot_count)
         )
 
-    async def _heartbeat(self, call: Call) -> messages.HeartbeatReply:
-        self._receive(call.message)
+    def _heartbeat(self, message: messages.Heartbeat) -> messages.HeartbeatReply:
+        self._receive(message)
         reply = messages.HeartbeatReply(
             self._callbacks.heartbeat_interval(self._connections.slot_count), self._state.ended
         )
@@ -180,9 +158,8 @@ class Routes:
             self._heartbeat_reply = reply
         return self._heartbeat_reply  # one object, so that it is encoded once
 
-    async def _next_world(self, call: Call) -> NextWorld:
+    def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
-        message: messages.RequestNextWorld | messages.WorkerDone = call.message
 
         def find_answer() -> NextWorld | None:
             stop = self._state.get_stop_reason(message.worker)
@@ -194,8 +171,8 @@ class Routes:
         reply = find_answer()
         if reply is None:
             self._receive(message)
-            reply = await self._poll(call, _sender(message), message.worker, find_answer)
-        return reply or NextWorld()
+            return self._poll(_sender(message), message.worker, find_answer, NextWorld)
+        return reply
 
     def _receive(self, message: DriverMessage) -> None:
         self._connections.mark_connected(_sender(message))
@@ -209,23 +186,23 @@ class Routes:
 
     # ---- messages that the server answers by itself
 
-    async def _logs(self, call: Call) -> Acknowledged:
-        self._callbacks.on_logs(call.message)
+    def _logs(self, message: LogLines) -> Acknowledged:
+        self._callbacks.on_logs(message)
         return Acknowledged(self._state.ended)
 
-    async def _watch_slot(self, call: Call) -> SlotCommands:
-        message: WatchSlot = call.message
+    def _watch_slot(self, message: WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
 
+        def get_commands() -> SlotCommands:
+            return self._state.get_commands(message.slot, message.seen)
+
         def find_commands() -> SlotCommands | None:
-            now = self._state.get_commands(message.slot, message.seen)
+            now = get_commands()
             return now if now.workers_to_stop or now.release is not None else None
 
-        reply = await self._poll(call, _sender(message), message.slot, find_commands)
-        return reply or self._state.get_commands(message.slot, message.seen)
+        return self._poll(_sender(message), message.slot, find_commands, get_commands)
 
-    async def _watch_worker(self, call: Call) -> WorkerUpdate:
-        message: WatchWorker = call.message
+    def _watch_worker(self, message: WatchWorker) -> object:
         self._connections.mark_connected(_sender(message))
 
         def find_update() -> WorkerUpdate | None:
@@ -235,16 +212,15 @@ class Routes:
             )
             return None if is_known else now
 
-        reply = await self._poll(call, _sender(message), message.worker, find_update)
-        return reply or self._state.get_update(message.worker)
+        return self._poll(
+            _sender(message), message.worker, find_update, partial(self._state.get_update, message.worker)
+        )
 
-    async def _report(self, call: Call) -> Acknowledged:
-        message: Report = call.message
+    def _report(self, message: Report) -> Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
         return Acknowledged(self._stop_reason(message))
 
-    async def _exchange(self, call: Call) -> Blobs:
-        message: ExchangeAddresses = call.message
+    def _exchange(self, message: ExchangeAddresses) -> object:
         self._connections.mark_connected(_sender(message))
         self._refuse_stale(message.fence)
         world = self._state.find_world(message.fence)
@@ -260,11 +236,11 @@ class Routes:
             self._refuse_stale(message.fence)
             return self._state.get_blobs(message.name)
 
-        reply = await self._poll(call, _sender(message), scope, find_blobs)
-        if reply is not None:
-            return reply
-        absent = self._state.find_missing_ranks(scope, message.name)
-        return Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
+        def name_missing() -> Blobs:
+            absent = self._state.find_missing_ranks(scope, message.name)
+            return Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
+
+        return self._poll(_sender(message), scope, find_blobs, name_missing)
 
     def _refuse_stale(self, fence: Fence) -> None:
         reason = self._state.get_end_reason(fence)
@@ -273,71 +249,54 @@ class Routes:
 
     # ---- the key-value store
 
-    async def _set(self, call: Call) -> Values:
-        message: SetValues = call.message
+    def _set(self, message: SetValues) -> Values:
         for key, value in zip(message.keys, message.values, strict=False):
             self._state.values.set(message.scope, key, value)
         self._state.waiters.wake(message.scope)
         return Values()
 
-    async def _get(self, call: Call) -> Values:
-        message: GetValues = call.message
+    def _get(self, message: GetValues) -> object:
 
         def find_values() -> Values | None:
             values = self._state.values.get(message.scope, message.keys)
             return None if message.wait and None in values else Values(values)
 
-        reply = await self._poll(call, None, message.scope, find_values)
-        return reply or Values(self._state.values.get(message.scope, message.keys))
+        def get_values() -> Values:
+            return Values(self._state.values.get(message.scope, message.keys))
 
-    async def _list_keys(self, call: Call) -> Keys:
-        message: ListKeys = call.message
+        return self._poll(None, message.scope, find_values, get_values)
+
+    def _list_keys(self, message: ListKeys) -> Keys:
         return Keys(self._state.values.list_keys(message.scope, message.prefix))
 
-    async def _compare_and_set(self, call: Call) -> Comparison:
-        message: CompareAndSet = call.message
+    def _compare_and_set(self, message: CompareAndSet) -> Comparison:
         reply = self._state.values.compare_and_set(message)
         self._state.waiters.wake(message.scope)
         return reply
 
     # ---- waiting
 
-    async def _poll(
-        self, call: Call, peer: Peer | None, topic: str, ready: Callable[[], R | None]
-    ) -> R | None:
-        """What `ready` gives as soon as it gives something; None after its hold.
+    def _poll(
+        self,
+        peer: Peer | None,
+        topic: str,
+        find_reply: Callable[[], object],
+        get_last_reply: Callable[[], object],
+    ) -> object:
+        """What `find_reply` gives, if it gives something; else the poll that waits for it.
 
-        Raises:
-            PeerDisconnected: the connection broke meanwhile (the peer, if any, is then lost).
+        Args:
+            peer: lost if the connection breaks meanwhile; None: nobody is.
+            get_last_reply: gives the reply once the poll was held as long as its sender allows.
         """
-        reply = ready()
+        reply = find_reply()
         if reply is not None:
             return reply
         if peer is None:
-            return await self._wait_until_ready(call, topic, ready)
-        with self._connections.track_poll(peer):
-            return await self._wait_until_ready(call, topic, ready)
-
-    async def _wait_until_ready(self, call: Call, topic: str, ready: Callable[[], R | None]) -> R | None:
-        deadline = self._clock.now() + call.hold
-        disconnected = asyncio.ensure_future(call.wait_disconnected())
-        try:
-            while (left := deadline - self._clock.now()) > 0:
-                wake = self._state.waiters.add(topic)
-                try:
-                    await asyncio.wait(
-                        {wake, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                    )
-                finally:
-                    self._state.waiters.remove(topic, wake)
-                if disconnected.done():
-                    raise call.get_disconnect_error()
-                reply = ready()
-                if reply is not None:
-                    return reply
-            return None
-        finally:
-            disconnected.cancel()
+            return LongPoll(self._state.waiters, topic, find_reply, get_last_reply)
+        self._connections.open_poll(peer)
+        on_ended = partial(self._connections.close_poll, peer)
+        return LongPoll(self._state.waiters, topic, find_reply, get_last_reply, on_ended)
 
 
 def _sender(message: SlotRequest[Any] | WorkerRequest[Any]) -> Peer:

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, WorkerId, World
-from spark_elastic.rendezvous.auth_middleware import AuthMiddleware
+from spark_elastic.rendezvous.connections import AnswerBody
+from spark_elastic.rendezvous.dispatcher import Dispatcher
+from spark_elastic.rendezvous.http1 import Request, Response
 from spark_elastic.rendezvous.http_server import Bind, HttpServer, format_address, listen, listen_on_loopback
 from spark_elastic.rendezvous.messages import LogLines
 from spark_elastic.rendezvous.routes import Routes, ServerCallbacks
 from spark_elastic.rendezvous.server_state import ServerState
-from spark_elastic.rendezvous.status_app import App, StatusApp
+from spark_elastic.rendezvous.status_app import StatusApp
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -135,8 +137,8 @@ class RendezvousServer:
         self._logs = LogForwarder(callbacks.on_logs)
         # Workers' output leaves the event loop's thread through `_logs`.
         routes = Routes(self._state, dataclasses.replace(callbacks, on_logs=self._logs.put), clock)
-        self._has_status_page = status_app is not None
-        self._app = App(AuthMiddleware(key, attempt, routes.handlers()), status_app)
+        self._status_app = status_app
+        self._dispatcher = Dispatcher(key, attempt, routes.handlers())
         self._http_server: HttpServer | None = None
         self._address = ""
 
@@ -150,8 +152,8 @@ class RendezvousServer:
         self._address = format_address(self._bind, listener)
         certificate = self._bind.certificate
         tls = certificate.context if certificate else None
-        loopback = listen_on_loopback(listener) if self._has_status_page else None
-        self._http_server = HttpServer(self._app, listener, tls=tls, loopback=loopback)
+        loopback = listen_on_loopback(listener) if self._status_app is not None else None
+        self._http_server = HttpServer(self._answer, listener, tls=tls, loopback=loopback)
         self._http_server.start()
         self._logs.start()
 
@@ -207,6 +209,11 @@ class RendezvousServer:
     def end(self, reason: str) -> None:
         """The job is over: every open and later request is answered with the end."""
         self._submit(lambda: self._state.end(reason))
+
+    def _answer(self, request: Request) -> Response | AnswerBody:
+        if self._status_app is not None and self._status_app.handles(request):
+            return self._status_app.answer(request)
+        return self._dispatcher(request)
 
     def _submit(self, call: Callable[[], None]) -> None:
         if self._http_server is None:

@@ -5,7 +5,6 @@ Owned by the server's event loop thread, to which the driver's calls are passed.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
+from spark_elastic.rendezvous.long_polls import Waiters
 from spark_elastic.rendezvous.messages import (
     Blobs,
     CompareAndSet,
@@ -123,34 +123,6 @@ class KeyValueStore:
                     raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
                 self._scopes[name] = entries
         return entries
-
-
-class Waiters:
-    """Futures of long polls by topic (a worker, a slot, a scope)."""
-
-    def __init__(self) -> None:
-        self._by_topic: dict[str, set[asyncio.Future[None]]] = {}
-
-    def add(self, topic: str) -> asyncio.Future[None]:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._by_topic.setdefault(topic, set()).add(future)
-        return future
-
-    def remove(self, topic: str, future: asyncio.Future[None]) -> None:
-        entries = self._by_topic.get(topic)
-        if entries is not None:
-            entries.discard(future)
-            if not entries:
-                del self._by_topic[topic]
-
-    def wake(self, topic: str) -> None:
-        for future in self._by_topic.get(topic, ()):
-            if not future.done():
-                future.set_result(None)
-
-    def wake_all(self) -> None:
-        for topic in self._by_topic:
-            self.wake(topic)
 
 
 class ServerState:

@@ -1,7 +1,7 @@
-"""ASGI application for the status page: read-only pages for holders of its own token.
+"""The status page: read-only pages for holders of its own token.
 
 The address in the job's log carries the token. The first visit sets a cookie, and the page removes the token from the
-address. Where an iframe blocks cookies, the page's script sends the token as a header. The application accepts no POST,
+address. Where an iframe blocks cookies, the page's script sends the token as a header. It accepts no POST,
 reads no body, limits the rate of requests and renders each page at most twice a second. Runs in the server's event
 loop thread.
 """
@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.http_server import mark_authenticated
+from spark_elastic.rendezvous.http1 import Request, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -28,10 +26,16 @@ METRICS = "/metrics"  # also where scrapers look by habit
 RATE = 10.0  # requests a second
 BURST = 40.0
 PAGE_TTL = 0.5  # seconds for which a page is answered again as it is
-TOKEN_HEADER = b"x-status-token"
+TOKEN_HEADER = "x-status-token"
 UNAUTHORIZED_TEXT = b"Open the address that the job's log shows: it carries the token of this page.\n"
 
-Headers = list[tuple[bytes, bytes]]
+Fields = tuple[tuple[str, str], ...]
+TEXT: Fields = (("content-type", "text/plain; charset=utf-8"),)
+ALWAYS: Fields = (
+    ("cache-control", "no-store"),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,11 @@ class StatusApp:
 
     def __init__(self, pages: Mapping[str, Page], clock: Clock) -> None:
         self.token = secrets.token_urlsafe(24)
-        self._token = self.token.encode()
         self._pages = {ROOT + name: page for name, page in pages.items()}
         if ROOT + "metrics" in self._pages:
             self._pages[METRICS] = self._pages[ROOT + "metrics"]
         self._clock = clock
-        self._visitor_cookie = secrets.token_urlsafe(24).encode()
+        self._visitor_cookie = secrets.token_urlsafe(24)
         # Cookies know no ports: several jobs on one host must not take each other's.
         self._cookie = f"spark_elastic_{secrets.token_hex(4)}"
         self._rendered: dict[str, tuple[float, bytes]] = {}
@@ -63,70 +66,53 @@ class StatusApp:
         """What people open. server: its url."""
         return f"{server}{ROOT}?token={self.token}"
 
-    def handles(self, scope: Scope) -> bool:
+    def handles(self, request: Request) -> bool:
         """Whether a request is for the status page."""
-        path: str = scope.get("path", "")
-        return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and (
-            path in (METRICS, ROOT.rstrip("/")) or path.startswith(ROOT)
-        )  # fmt: skip
+        is_page = request.path in (METRICS, ROOT.rstrip("/")) or request.path.startswith(ROOT)
+        return is_page and request.method in ("GET", "HEAD") and not request.length
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, body, headers = self._answer(scope)
-        plain = (
-            (b"content-length", str(len(body)).encode()),
-            (b"cache-control", b"no-store"),
-            (b"x-content-type-options", b"nosniff"),
-            (b"referrer-policy", b"no-referrer"),
-        )
-        await send({"type": "http.response.start", "status": status, "headers": [*plain, *headers]})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+    def answer(self, request: Request) -> Response:
+        if request.path == ROOT.rstrip("/"):
+            target = "status/" + (f"?{request.query}" if request.query else "")
+            return Response(307, b"", (("location", target), *ALWAYS))
+        by_address = self._is_token(parse_qs(request.query).get("token", [""])[0])
+        if not by_address and not self._is_known(request.fields):
+            return Response(401, UNAUTHORIZED_TEXT, TEXT + ALWAYS, is_last=True)
+        status, body, fields = self._answer_visitor(request, by_address)
+        return Response(status, body, fields + ALWAYS, is_authenticated=True)
 
-    def _answer(self, scope: Scope) -> tuple[int, bytes, Headers]:
-        text: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
-        headers = dict(scope["headers"])
-        query: bytes = scope["query_string"]
-        path: str = scope["path"]
-        if path == ROOT.rstrip("/"):
-            return 307, b"", [(b"location", b"status/" + (b"?" + query if query else b""))]
-        by_address = self._is_token(parse_qs(query.decode("latin-1")).get("token", [""])[0].encode())
-        if not by_address and not self._is_known(headers):
-            return 401, UNAUTHORIZED_TEXT, [*text, (b"connection", b"close")]
-        mark_authenticated(scope)
+    def _answer_visitor(self, request: Request, by_address: bool) -> tuple[int, bytes, Fields]:
+        """Status, body and fields for a holder of the token."""
         if not self._within_rate():
-            return 429, b"Too many requests.\n", [*text, (b"retry-after", b"1")]
-        page = self._pages.get(path)
+            return 429, b"Too many requests.\n", (*TEXT, ("retry-after", "1"))
+        page = self._pages.get(request.path)
         if page is None:
-            return 404, b"There is no such page.\n", text
+            return 404, b"There is no such page.\n", TEXT
         try:
-            body = self._render_page(path, page)
+            body = self._render_page(request.path, page)
         except Exception:  # a page that fails must not hurt the job
-            log.exception("the status page %s failed", path)
-            return 500, b"The page could not be made; the driver's log says why.\n", text
-        kind: Headers = [
-            (b"content-type", page.kind.encode()),
-            (b"content-security-policy", page.policy.encode()),
-        ]
+            log.exception("the status page %s failed", request.path)
+            return 500, b"The page could not be made; the driver's log says why.\n", TEXT
+        fields: Fields = (("content-type", page.kind), ("content-security-policy", page.policy))
         if by_address:
-            cookie = f"{self._cookie}={self._visitor_cookie.decode()}; HttpOnly; SameSite=Lax"
-            if scope.get("scheme") == "https":
-                cookie += "; Secure"
-            kind.append((b"set-cookie", cookie.encode()))
-        return 200, body, kind
+            cookie = f"{self._cookie}={self._visitor_cookie}; HttpOnly; SameSite=Lax"
+            fields += (("set-cookie", cookie + "; Secure" * request.is_encrypted),)
+        return 200, body, fields
 
-    def _is_token(self, given: bytes) -> bool:
-        return hmac.compare_digest(given, self._token)
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())
 
-    def _is_known(self, headers: Mapping[bytes, bytes]) -> bool:
-        bearer = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if self._is_token(headers.get(TOKEN_HEADER, b"")) or self._is_token(bearer):
+    def _is_known(self, fields: Mapping[str, str]) -> bool:
+        bearer = fields.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(fields.get(TOKEN_HEADER, "")) or self._is_token(bearer):
             return True
         try:
-            cookies = http.cookies.SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
+            cookies = http.cookies.SimpleCookie(fields.get("cookie", ""))
         except http.cookies.CookieError:
             return False
         morsel = cookies.get(self._cookie)
         return morsel is not None and hmac.compare_digest(
-            morsel.value.encode("latin-1"), self._visitor_cookie
+            morsel.value.encode(), self._visitor_cookie.encode()
         )
 
     def _within_rate(self) -> bool:
@@ -146,17 +132,3 @@ class StatusApp:
             body = page.render()
             self._rendered[path] = now, body
         return body
-
-
-class App:
-    """Passes requests for the status page to `status_app`, all others to the authenticating application."""
-
-    def __init__(self, auth: ASGIApp, status_app: StatusApp | None) -> None:
-        self._auth = auth
-        self._status_app = status_app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._status_app is not None and self._status_app.handles(scope):
-            await self._status_app(scope, receive, send)
-        else:
-            await self._auth(scope, receive, send)

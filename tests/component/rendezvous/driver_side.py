@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import ssl
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -143,6 +146,38 @@ def start_driver_with_pages() -> Driver:
     made = start_driver(status_app=StatusApp(build_status_pages(JobHistory(clock), "job"), clock))
     made.server.publish(world(1, "0-0.1"))
     return made
+
+
+@dataclass(frozen=True)
+class Page:
+    """An answer to a GET."""
+
+    status: int
+    url: str  # where it came from in the end
+    headers: Mapping[str, str]
+    text: str
+
+
+class Visitor:
+    """Fetches pages as a browser does: it follows redirects and keeps cookies."""
+
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+        handlers = [urllib.request.HTTPSHandler(context=context)] if context else []
+        self._opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(), *handlers)
+
+    def get(self, url: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Page:
+        request = urllib.request.Request(url, headers=dict(headers or {}), method=method)
+        try:
+            with self._opener.open(request, timeout=PATIENCE) as answer:
+                return Page(answer.status, answer.url, answer.headers, answer.read().decode())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Page(error.code, error.url or url, error.headers, error.read().decode())
+
+
+def get(url: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Page:
+    """By a visitor that comes for the first time."""
+    return Visitor().get(url, headers, method)
 
 
 def read_all(connection: socket.socket) -> bytes:

@@ -16,10 +16,11 @@ from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWo
 from spark_elastic.protocol.messages import RegisterSlot, RequestNextWorld, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
+from spark_elastic.rendezvous.long_polls import Waiters
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, ExchangeAddresses
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.rendezvous.server_state import ServerState, Waiters
+from spark_elastic.rendezvous.server_state import ServerState
 
 WORKERS = 200
 ROUNDS = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -14,7 +15,7 @@ from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, LogLines, WatchSlot
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
@@ -102,16 +103,42 @@ def test_a_driver_that_never_answers_is_named_by_host_and_port(deaf: socket.sock
     _assert_unreachable(f"127.0.0.1:{deaf.getsockname()[1]}")
 
 
+def test_what_speaks_no_http_is_named_by_host_and_port(deaf: socket.socket) -> None:
+    """A wrong port, for instance."""
+
+    def greet() -> None:
+        with suppress(OSError):
+            while True:
+                accepted, _ = deaf.accept()
+                with accepted:
+                    accepted.sendall(b"SSH-2.0-OpenSSH\r\n\r\n")
+                    accepted.recv(65536)
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    try:
+        _assert_unreachable(f"127.0.0.1:{deaf.getsockname()[1]}", "what came is not HTTP")
+    finally:
+        deaf.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE)
+
+
+def test_a_request_beyond_the_limit_is_refused_before_it_is_sent() -> None:
+    with RendezvousClient("127.0.0.1:1", KEY, ATTEMPT, SystemClock()) as client:
+        with pytest.raises(InvalidInput, match=r"refuses a request of 8388\d{3} bytes as too large"):
+            client.ask(LogLines("1-0", None, None, ("x" * MAX_BODY_BYTES,)))
+
+
 def test_a_host_that_has_no_address_is_named() -> None:
     _assert_unreachable("no-such-host.invalid:5")
 
 
-def _assert_unreachable(address: str) -> None:
+def _assert_unreachable(address: str, why: str = "") -> None:
     clock = SystemClock()
     client = RendezvousClient(address, KEY, ATTEMPT, clock)
     began = clock.now()
     try:
-        with pytest.raises(DriverUnreachable, match=f"{address} does not answer"):
+        with pytest.raises(DriverUnreachable, match=rf"{address} does not answer \({why}"):
             client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS, within=0.6)
     finally:
         client.close()

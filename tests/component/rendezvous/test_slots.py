@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
-import httpx
 import pytest
 
 from spark_elastic.clock import SystemClock
@@ -110,15 +109,15 @@ def test_r12_a_request_whose_answer_never_comes_is_sent_again_after_its_patience
 ) -> None:
     client = driver.client()
     client.ask(Heartbeat("1-0"))
-    limits, post = [], client._transport.post
+    limits, post = [], client._pool.post
 
-    def swallow(path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> httpx.Response:
+    def swallow(path: str, body: bytes, seconds: float) -> dict[str, Any]:
         limits.append(seconds)
         if len(limits) < 4:
             raise TransportError("timed out")
-        return post(path, headers, body, seconds)
+        return post(path, body, seconds)
 
-    monkeypatch.setattr(client._transport, "post", swallow)
+    monkeypatch.setattr(client._pool, "post", swallow)
     client.ask(Heartbeat("1-0"), patience=0.5)
     assert limits == pytest.approx([0.5, 1.0, 2.0, 4.0])
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from spark_elastic.clock import SystemClock
@@ -23,7 +22,7 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.status_app import StatusApp
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, read_all, start_driver
+from tests.component.rendezvous.driver_side import PATIENCE, Driver, Visitor, read_all, start_driver
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +91,8 @@ def test_the_status_page_uses_tls(
 ) -> None:
     url = status_app.url(driver.server.url)
     assert url.startswith("https://")
-    with httpx.Client(verify=auth.create_pinned_context(certificate.public)) as browser:
-        answer = browser.get(url)
-    assert answer.status_code == 200
+    answer = Visitor(auth.create_pinned_context(certificate.public)).get(url)
+    assert answer.status == 200
     assert answer.headers["set-cookie"].endswith("; Secure")
 
 

@@ -17,8 +17,7 @@ import pytest
 
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.auth_middleware import RequestLimits
-from spark_elastic.rendezvous.messages import VERSION, WatchSlot, path_of
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, VERSION, WatchSlot, path_of
 from tests.component.rendezvous.driver_side import RawClient
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
@@ -119,7 +118,7 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
             genuine=insider.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             replayed=thief.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             oversized=insider.request(
-                path_of(WorkerExited), b"", large, more={"content-length": str(RequestLimits().body + 1)}
+                path_of(WorkerExited), b"", large, more={"content-length": str(MAX_BODY_BYTES + 1)}
             )[0],
         )
 

@@ -1,15 +1,14 @@
-"""Who may read the status page, and what it answers; over ASGI, without a socket."""
+"""Who may read the status page, and what it answers; without a socket."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from spark_elastic.rendezvous.status_app import BURST, PAGE_TTL, App, Page, StatusApp
+from spark_elastic.rendezvous.http1 import Request
+from spark_elastic.rendezvous.status_app import BURST, PAGE_TTL, Page, StatusApp
 from spark_elastic.testing import FakeClock
 
 
@@ -40,30 +39,13 @@ class StatusClient:
     def ask(
         self, path: str, query: str = "", headers: Sequence[tuple[str, str]] = (), method: str = "GET"
     ) -> Answer:
-        answer = Answer()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-            else:
-                answer.body += message["body"]
-
-        async def receive() -> Any:
-            raise AssertionError("no body is ever read")
-
-        async def answer_499(scope: Any, receive: Any, send: Any) -> None:
-            answer.status = 499
-
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "query_string": query.encode(),
-            "headers": [(name.encode(), value.encode()) for name, value in headers],
-        }
-        asyncio.run(App(answer_499, self.status_app)(scope, receive, send))
-        return answer
+        request = Request(method, path, query, dict(headers), 0, False)
+        if not self.status_app.handles(request):
+            return Answer(499)
+        response = self.status_app.answer(request)
+        head, _, body = response.encode(with_body=method != "HEAD").partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")[1:]
+        return Answer(response.status, dict(line.split(": ", 1) for line in lines), body)
 
     def enter(self, path: str = "/status/") -> Answer:
         return self.ask(path, f"token={self.status_app.token}")

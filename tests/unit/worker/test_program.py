@@ -13,7 +13,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, add_note
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, START
-from spark_elastic.rendezvous.auth_middleware import RequestLimits
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.worker import program as raised_module
 from spark_elastic.worker.program import (
     LINE_AT_MOST,
@@ -171,7 +171,7 @@ def test_a_result_that_cannot_be_handed_back_is_refused_with_a_sentence(value: o
 
 
 def test_a_result_larger_than_the_servers_limit_is_refused_with_a_sentence() -> None:
-    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < RequestLimits().body
+    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < MAX_BODY_BYTES
     check_result_size("x" * (7 << 20))
     with pytest.raises(InvalidInput, match=r"takes 8\.6 MiB in a message, and at most 8 MiB"):
         check_result_size('"' * 4_500_000)

@@ -1,0 +1,295 @@
+"""The server's connections: one request of HTTP/1.1 at a time, with deadlines and bounds. Event loop thread.
+
+What they serve is one function. It sees the head of a request before any byte of the body is read, and answers, or
+gives the function that answers once the body is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from spark_elastic.rendezvous import http1
+from spark_elastic.rendezvous.http1 import Request, Response
+from spark_elastic.rendezvous.long_polls import LongPoll
+
+log = logging.getLogger("spark_elastic.rendezvous")
+
+
+AnswerBody = Callable[[bytes], Response | LongPoll]
+App = Callable[[Request], Response | AnswerBody]
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What one connection, and all that have not authenticated themselves, may take."""
+
+    head_seconds: float = 10.0  # for the head of a request, from its first byte or from the connect
+    body_seconds: float = 10.0  # for the body to arrive
+    handshake_seconds: float = 10.0  # for TLS to be agreed on
+    idle_seconds: float = 600.0  # for which a connection is kept without a request
+    unauthenticated: int | None = None  # connections; None: as `max_unauthenticated`
+
+
+def max_unauthenticated() -> int:
+    """Most connections that have not authenticated themselves: a quarter of the files that this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2048 if soft == resource.RLIM_INFINITY else max(16, min(2048, soft // 4))
+
+
+class Connection(asyncio.Protocol):
+    """A connection: one request at a time, each with deadlines for its head and its body."""
+
+    def __init__(self, connections: Connections, accepted: socket.socket) -> None:
+        self._connections = connections
+        self._limits = connections.limits
+        self._socket = accepted
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
+        self._received = bytearray()  # not read yet
+        self._request = Request("GET", "", "", {}, 0, True)  # the newest one that was read
+        self._answer_body: AnswerBody | None = None  # of that request, while its body is awaited
+        self._pending: LongPoll | None = None  # of that request, while its answer is awaited
+        self._is_in_head = True  # the deadline is that of a head
+        self._is_last = False  # it closes behind the next response
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._is_encrypted = transport.get_extra_info("sslcontext") is not None
+        self._set_deadline(self._limits.head_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_closing():
+            return
+        self._received += data
+        if self._pending is None:
+            self._read()
+        if self._pending is not None and len(self._received) > http1.MAX_HEAD_BYTES:
+            self.abort()  # the job's clients send nothing before they have their answer
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_deadline(None)
+        self._connections.forget(self)
+        if self._pending is not None:
+            self._pending.cancel(exc is not None)
+            self._pending = None
+
+    # ---- called by the server
+
+    def finish(self) -> None:
+        """Close it behind the answer that is awaited, or now."""
+        self._is_last = True
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self._transport.close()
+        elif self._pending is None:
+            self.abort()
+
+    def abandon(self) -> None:
+        """End it on this side, answered or not."""
+        if self._pending is not None:
+            self._pending.cancel(None)
+            self._pending = None
+        self.abort()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            return
+        with suppress(OSError):  # it has hung up itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    # ---- requests
+
+    def _read(self) -> None:
+        """Answer what has come whole; up to the first answer that is awaited."""
+        while self._pending is None and not self._is_closing():
+            if self._answer_body is None:
+                if not self._read_head():
+                    return
+            elif len(self._received) < self._request.length:
+                return
+            else:
+                body = bytes(self._received[: self._request.length])
+                del self._received[: self._request.length]
+                answer, self._answer_body = self._answer_body, None
+                self._set_deadline(None)
+                self._take(answer(body))
+
+    def _read_head(self) -> bool:
+        """Whether there was one."""
+        end = self._received.find(http1.END_OF_HEAD, 0, http1.MAX_HEAD_BYTES)
+        if end < 0 and len(self._received) < http1.MAX_HEAD_BYTES:
+            if self._received and not self._is_in_head:
+                self._is_in_head = True
+                self._set_deadline(self._limits.head_seconds)
+            return False
+        try:
+            self._request = http1.parse_request(bytes(self._received[: max(0, end)]))
+        except http1.MalformedHead as error:
+            self._connections.note_refused(str(error))
+            self._request.is_last = True
+            self._send(Response(400))
+            return False
+        del self._received[: end + len(http1.END_OF_HEAD)]
+        self._is_in_head = False
+        self._request.is_encrypted = self._is_encrypted
+        self._take(self._connections.app(self._request))
+        return True
+
+    def _take(self, answer: Response | LongPoll | AnswerBody) -> None:
+        if isinstance(answer, Response):
+            self._send(answer)
+        elif isinstance(answer, LongPoll):
+            self._pending = answer
+            answer.start(self._send)
+        else:
+            self._answer_body = answer
+            self._set_deadline(self._limits.body_seconds)
+
+    def _send(self, response: Response) -> None:
+        assert self._transport is not None
+        self._pending = None
+        if response.is_authenticated:
+            self._connections.unauthenticated.pop(self, None)
+        response.is_last = response.is_last or self._request.is_last or self._is_last
+        self._transport.write(response.encode(with_body=self._request.method != "HEAD"))
+        self._set_deadline(None if response.is_last else self._limits.idle_seconds)
+        if response.is_last:
+            self._transport.close()
+        elif self._received:  # what was sent meanwhile
+            self._loop.call_soon(self._read)
+
+    def _is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    # ---- deadlines
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        """seconds: from now; None: there is no deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        if self._answer_body is None:
+            self.abort()
+        else:
+            self._send(Response(408, is_last=True))
+
+
+ACCEPT_BATCH = (
+    64  # connections; a whole queue at once could use up the files before the first ones are closed
+)
+UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
+
+
+class Connections:
+    """All connections of one event loop, from the moment at which they are accepted."""
+
+    def __init__(
+        self, app: App, limits: ConnectionLimits, tls: ssl.SSLContext | None, on_empty: Callable[[], None]
+    ) -> None:
+        """on_empty: called when the last connection is gone."""
+        self.app = app
+        self.limits = limits
+        # Those that have not authenticated themselves, in the order in which they came; also before a TLS handshake.
+        self.unauthenticated: dict[Connection, None] = {}
+        self._tls = tls
+        self._on_empty = on_empty
+        self._loop = asyncio.get_running_loop()
+        self._all: set[Connection] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._refused = 0  # requests since the last line of the log
+        self._next_line = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take what waits at `listener`.
+
+        Raises:
+            OSError: nothing can be accepted: no file can be opened, or it listens no longer.
+        """
+        for _ in range(ACCEPT_BATCH):
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            accepted.setblocking(False)
+            enable_keepalive(accepted)
+            connection = Connection(self, accepted)
+            self._all.add(connection)
+            self.unauthenticated[connection] = None
+            if len(self.unauthenticated) > (self.limits.unauthenticated or max_unauthenticated()):
+                first = next(iter(self.unauthenticated))
+                del self.unauthenticated[first]
+                first.abort()
+            task = self._loop.create_task(self._open(connection, accepted))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+        seconds = self.limits.handshake_seconds if self._tls is not None else None
+        with suppress(OSError):  # it hung up, or does not speak TLS
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+            return
+        self.forget(connection)  # no `connection_lost` follows
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self.unauthenticated.pop(connection, None)
+        self._all.discard(connection)
+        if not self._all:
+            self._on_empty()
+
+    def note_refused(self, why: str) -> None:
+        """Count a request that is no HTTP; their number is logged once per `UNSERVED_LOG_INTERVAL`."""
+        self._refused += 1
+        now = self._loop.time()
+        if now >= self._next_line:
+            self._next_line = now + UNSERVED_LOG_INTERVAL
+            count, self._refused = self._refused, 0
+            log.warning(
+                "The driver's server refused %d request%s (the last one: Invalid HTTP, %s). A program outside of the "
+                "job connects to its port, which does not affect the job. The next such line follows in %g s or later.",
+                count, "" if count == 1 else "s", why, UNSERVED_LOG_INTERVAL,
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """Close each behind its answer."""
+        for connection in tuple(self._all):
+            connection.finish()
+
+    async def abandon(self) -> None:
+        """End all of them now."""
+        for connection in tuple(self._all):
+            connection.abandon()
+        for task in self._handshakes:
+            task.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await asyncio.sleep(0)  # their transports close
+
+
+# Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+def enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel probe a silent peer, as far as the system can."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
