@@ -18,8 +18,7 @@ from spark_elastic.data.row_handle import RowHandle
 
 
 class RowDataset(Dataset[dict[str, Any]]):
-    """A row is a dict of tensors by column, whose lengths differ where the column is ragged; bytes and strings stay what
-    they are, dates and times are numpy's.
+    """A row is a dict of tensors by column; bytes and strings stay what they are, dates and times are numpy's.
 
     A `DataLoader` with a batch sampler of its own order reads any row at once, through the row groups that the process
     keeps decoded. `ElasticDataLoader`, and trainers over it, take rows in an order that needs few of these at a time.
