@@ -45,10 +45,11 @@ class Ragged:
     truncated: int = 0  # rows that `max_length` has cut
 
     @classmethod
-    def of(cls, rows: Any, max_length: int | None = None) -> Ragged:
+    def of(cls, rows: Any, max_length: int | None = None, dtype: str | None = None) -> Ragged:
         """From a batch's ragged column, which is an object array of 1-D arrays, or from any sequence of 1-D arrays.
 
-        max_length: longer rows lose what is behind it; `truncated` counts them.
+        max_length: longer rows lose what is behind it; `truncated` counts them. dtype: of the values; None: as in the
+        rows.
         """
         parts = [np.asarray(row) for row in rows]
         if any(part.ndim != 1 for part in parts):
