@@ -59,6 +59,7 @@ class Ragged:
         truncated = sum(len(part) > kept for part, kept in zip(parts, lengths, strict=True))
         # An empty row, of which numpy makes float64, does not decide on the dtype.
         found = np.concatenate([part for part in cut if len(part)] or cut or [np.zeros(0)])
+        found = found if dtype is None else found.astype(dtype, copy=False)
         return cls(
             found, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64), truncated
         )
@@ -95,8 +96,15 @@ class Ragged:
             part = self.values[int(offsets[first]) : int(offsets[past])]
             return replace(self, values=part, offsets=self.offsets[first : past + 1] - self.offsets[first])
         chosen = np.arange(len(self))[rows]
-        found = Ragged.of([np.asarray(self[row]) for row in chosen.tolist()])
-        found = replace(found, values=found.values.astype(self._arrays[0].dtype, copy=False))
+        return self._like([self[row] for row in chosen.tolist()])
+
+    def truncate(self, max_length: int) -> Ragged:
+        """Rows of at most that many values; `truncated` counts those that were longer."""
+        return self._like(list(self), max_length)
+
+    def _like(self, rows: Sequence[Any], max_length: int | None = None) -> Ragged:
+        """Rows of the same dtype and the same kind of arrays."""
+        found = Ragged.of(rows, max_length, str(self._arrays[0].dtype))
         return found.tensors() if self._is_torch else found
 
     @property
