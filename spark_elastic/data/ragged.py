@@ -154,4 +154,5 @@ class Ragged:
 def _to_tensor(array: Array) -> Any:
     import torch
 
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    # In torch's memory, whose alignment is always the same: numpy's may differ from worker to worker, and sums with it.
+    return torch.tensor(array)
