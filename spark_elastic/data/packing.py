@@ -53,6 +53,11 @@ class Packing:
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", COUNT("length", self.length))
         make_choice("refuse", "split", "truncate")("overlong", self.overlong)
+        for name in (DOCUMENT_IDS, POSITION_IDS):
+            if name in self.sources:
+                raise InvalidInput(
+                    f"Packing makes a column {name!r} of its own: rename the one that it is to pack."
+                )
 
     @property
     def sources(self) -> dict[str, Any]:

@@ -45,10 +45,11 @@ class Ragged:
     truncated: int = 0  # rows that `max_length` has cut
 
     @classmethod
-    def of(cls, rows: Any, max_length: int | None = None) -> Ragged:
+    def of(cls, rows: Any, max_length: int | None = None, dtype: str | None = None) -> Ragged:
         """From a batch's ragged column, which is an object array of 1-D arrays, or from any sequence of 1-D arrays.
 
-        max_length: longer rows lose what is behind it; `truncated` counts them.
+        max_length: longer rows lose what is behind it; `truncated` counts them. dtype: of the values; None: as in the
+        rows.
         """
         parts = [np.asarray(row) for row in rows]
         if any(part.ndim != 1 for part in parts):
@@ -58,6 +59,7 @@ class Ragged:
         truncated = sum(len(part) > kept for part, kept in zip(parts, lengths, strict=True))
         # An empty row, of which numpy makes float64, does not decide on the dtype.
         found = np.concatenate([part for part in cut if len(part)] or cut or [np.zeros(0)])
+        found = found if dtype is None else found.astype(dtype, copy=False)
         return cls(
             found, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64), truncated
         )
@@ -94,8 +96,15 @@ class Ragged:
             part = self.values[int(offsets[first]) : int(offsets[past])]
             return replace(self, values=part, offsets=self.offsets[first : past + 1] - self.offsets[first])
         chosen = np.arange(len(self))[rows]
-        found = Ragged.of([np.asarray(self[row]) for row in chosen.tolist()])
-        found = replace(found, values=found.values.astype(self._arrays[0].dtype, copy=False))
+        return self._like([self[row] for row in chosen.tolist()])
+
+    def truncate(self, max_length: int) -> Ragged:
+        """Rows of at most that many values; `truncated` counts those that were longer."""
+        return self._like(list(self), max_length)
+
+    def _like(self, rows: Sequence[Any], max_length: int | None = None) -> Ragged:
+        """Rows of the same dtype and the same kind of arrays."""
+        found = Ragged.of(rows, max_length, str(self._arrays[0].dtype))
         return found.tensors() if self._is_torch else found
 
     @property
@@ -145,4 +154,5 @@ class Ragged:
 def _to_tensor(array: Array) -> Any:
     import torch
 
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    # In torch's memory, whose alignment is always the same: numpy's may differ from worker to worker, and sums with it.
+    return torch.tensor(array)

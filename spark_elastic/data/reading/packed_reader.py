@@ -143,6 +143,7 @@ class PackedReader(GroupReader):
                     f"The rows of column {name!r} are not as long as those of {packing.column!r}, with which they are "
                     "packed: leave the column out of along, or mend them."
                 )
+        check_lengths(tokens.lengths, packing)  # a column of lengths may be wrong, and tokens would be lost
         window = pack_window(tokens.lengths, packing)
         if window.count != entry.stored_rows:
             raise StoreError(

@@ -169,6 +169,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, list[lis
         "labels": pa.array([[-token for token in row] for row in rows], pa.list_(pa.int64())),
         "size": lengths,
         "wrong": lengths // 2,
+        "at_most_32": np.minimum(32, lengths),
         "text": [str(row) for row in range(len(rows))],
     }
     pq.write_table(pa.table(table).slice(0, 3500), folder / "a.parquet", row_group_size=400)
@@ -258,7 +259,7 @@ def test_some_of_the_sequences_are_read_as_they_are_among_all(
 
 def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]]]) -> None:
     store, _ = documents
-    source = describe_parquet(store, ["input_ids", "wrong", "text", "size"], transformed=True)
+    source = describe_parquet(store, ["input_ids", "wrong", "at_most_32", "text", "size"], transformed=True)
     for packing, says in (
         (Packing(length=LENGTH, column="text"), "column 'text' has no arrays of numbers"),
         (Packing(length=LENGTH, column="tokens"), "has no column 'tokens'"),
@@ -272,6 +273,11 @@ def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]
     manifest = pack_rows(store, source, Packing(length=LENGTH, length_column="wrong"))
     with pytest.raises(StoreError, match="have other lengths than 'wrong' said"):
         read(store, manifest)
+    manifest = pack_rows(store, source, Packing(length=32, length_column="at_most_32"))
+    with pytest.raises(InvalidInput, match="documents of more than 32 tokens"):
+        read(store, manifest)
+    with pytest.raises(InvalidInput, match="makes a column 'position_ids' of its own"):
+        Packing(along={"position_ids": 0})
 
 
 def test_rows_to_validate_with_are_ragged_as_those_to_train_on(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_max_length_cuts_rows_and_counts_them() -> None:
     cut = Ragged.of(ROWS, max_length=1)
     assert (as_lists(cut), cut.truncated) == ([[1], [], [4], [5]], 2)
     assert Ragged.concatenate([cut, cut]).truncated == 4
+    again = Ragged.of(ROWS).tensors().truncate(1)
+    assert (as_lists(again), again.truncated, again.values.dtype) == (as_lists(cut), 2, torch.int32)
     assert Ragged.of(ROWS, max_length=3).truncated == 0
 
 
@@ -55,6 +57,7 @@ def test_a_batch_without_values_has_rows() -> None:
     empty = Ragged.of([np.array([], np.int64)] * 2)
     assert (empty.pad(0).shape, empty.values.dtype) == ((2, 0), np.int64)
     assert Ragged.of([]).pad(0, to=3).shape == (0, 3)
+    assert Ragged.of([], dtype="int16").values.dtype == np.int16
     assert as_lists(Ragged.of(np.arange(4).reshape(2, 2))) == [[0, 1], [2, 3]]  # of one length, as decoded
     with pytest.raises(InvalidInput, match="1-D arrays"):
         Ragged.of([np.zeros((2, 2))])
