@@ -23,7 +23,7 @@ PYTEST = [PYTHON, "-m", "pytest", "-o", "faulthandler_timeout=720", "-o", "fault
 CHOSEN = "not faults or ci"
 SHARED, OWN = f"({CHOSEN}) and not own_session", f"({CHOSEN}) and own_session"
 PLAIN = ["tests/unit", "tests/simulation", "tests/component/collectives"]
-PROCESSES = ["tests/component/keras", "tests/component/tensorflow", "tests/component/worker"]
+PROCESSES = ["tests/component/tensorflow", "tests/component/worker"]
 OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *PROCESSES)]
 # Each stream: what its pytests, one after the other, are to run.
 STREAMS = {

@@ -1,8 +1,8 @@
-"""On PYTHONPATH, this keeps a Python process from importing torch's compiler before it compiles something.
+"""On PYTHONPATH, this keeps a Python process from importing what its libraries have no use for yet, or at all.
 
-torch imports it with the first optimizer of a process, to mark functions that it should leave alone, which takes as
-long as torch itself: half of what a worker of a small job computes. For every Python process below; whatever else is
-asked of the compiler loads it.
+torch imports its compiler with the first optimizer of a process, to mark functions that it should leave alone: half of
+what the start of a worker computes. It comes once something else is asked of it. Other libraries import what they find
+installed: Keras for its wrappers and plots, a quarter of its start; httpx for its command.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
+# Module -> the library that gets along without it.
+OPTIONAL = {"matplotlib": "keras", "sklearn": "keras", "pygments": "httpx", "rich": "httpx"}
 
 
 class UnusedCompiler(ModuleType):
@@ -43,10 +45,12 @@ def load_compiler() -> ModuleType:
     return importlib.import_module(COMPILER)
 
 
-class CompilerFinder(MetaPathFinder, Loader):
+class LightFinder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name in OPTIONAL and is_importing(OPTIONAL[name]):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return ModuleSpec(name, self) if name == COMPILER else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -56,5 +60,10 @@ class CompilerFinder(MetaPathFinder, Loader):
         """There is nothing to run."""
 
 
-FINDER = CompilerFinder()
+def is_importing(name: str) -> bool:
+    """Whether that module is being imported, and is not complete."""
+    return name in sys.modules and getattr(sys.modules[name].__spec__, "_initializing", False)
+
+
+FINDER = LightFinder()
 sys.meta_path.insert(0, FINDER)

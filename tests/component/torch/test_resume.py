@@ -48,6 +48,7 @@ def data(tmp_path: Path) -> tuple[Store, Manifest]:
     return make_data(tmp_path)
 
 
+@pytest.mark.faults  # test_training_hooks.py loses all of them, too; here checkpoints come in mid-epoch
 @pytest.mark.scenario("G5", "S7")
 def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
