@@ -53,9 +53,6 @@ CASES = {
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
     "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
-    "stragglers": Case(
-        "stragglers:measure", {"seconds": 10.0, "settle": 12.0}, {"seconds": 2.0, "settle": 1.0, **ONE_ROUND}
-    ),
     "torch_distributed": Case(
         "torch_distributed:measure", small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND}
     ),
