@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -70,8 +71,14 @@ def test_wheel_requires_ranges_and_no_framework(wheel: Path) -> None:
 
 
 def test_source_archive_holds_no_environment_and_no_built_module(tmp_path: Path) -> None:
+    """Of a copy, whose folders of builds and environments have one file each: all of them would be looked through."""
+    tree, left_out = tmp_path / "tree", ("build", ".venv", ".git", ".*_cache", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*left_out))
+    for name in ("build/spark.log", ".venv/bin/python", "python/elastic_collectives/_engine.so"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
     build = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
-    _run(sys.executable, "-c", f"import os; os.chdir({str(ROOT)!r}); {build}")
+    _run(sys.executable, "-c", f"import os; os.chdir({str(tree)!r}); {build}")
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         held = {name.split("/", 1)[1] for name in opened.getnames()}
