@@ -20,7 +20,6 @@ from tests.sources import ROOT, names
 
 pytestmark = [pytest.mark.slow, pytest.mark.native, pytest.mark.own_session, pytest.mark.timeout(600)]
 
-STACK = ("pyspark==3.5.*", "numpy==1.26.*", "pandas==2.*", "pyarrow==14.*")
 # What Databricks Runtime 15.4 LTS ships, the oldest versions that the wheel accepts.
 OLDEST = ("numpy==1.23.5", "pandas==1.5.3", "pyarrow==14.0.1")
 FRAMEWORKS = ("torch", "tensorflow", "petastorm")
@@ -118,27 +117,3 @@ def test_wheel_runs_beside_the_newest_spark(wheel: Path, tmp_path: Path) -> None
     environment = Environment.borrow(tmp_path / "venv")
     assert environment.install(wheel).keys() == {"spark-elastic"}
     assert environment.check("fit")["fit"].startswith("worlds of [3, 2")
-
-
-@pytest.mark.faults
-def test_wheel_moves_no_version_of_an_older_stack(wheel: Path, tmp_path: Path) -> None:
-    _run(sys.executable, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
-    _run(*pip, *STACK)
-    before = _versions(python)
-    _run(*pip, wheel)
-    after = _versions(python)
-    assert {name: after.get(name) for name in before} == before
-    assert not set(FRAMEWORKS) & set(after)
-    _run(
-        python, "-W", "error", "-c", "import spark_elastic, elastic_collectives, elastic_collectives._engine"
-    )
-    runner = tmp_path / "venv" / "bin" / "spark-elastic-run"
-    ranks = _run(runner, "-np", "2", "-H", "localhost:2", python, ROOT / "tests" / "sum_of_ranks.py")
-    assert ranks.count("sum 2000.0") == 2
-
-
-def _versions(python: Path) -> dict[str, str]:
-    lines = _run(python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check").splitlines()
-    return dict(line.split("==") for line in lines if "==" in line)
