@@ -1,8 +1,8 @@
 """Runs benchmarks by the name of their record: `python -m benchmarks.run NAME ...`.
 
-    python -m benchmarks.run reader row_order --record    writes the records in benchmarks/results
-    python -m benchmarks.run commit --set rounds=3        with another setting: a parameter of the benchmark's `measure`
-    python -m benchmarks.run commit --small               its smallest size, which shows that it runs
+    python -m benchmarks.run memory row_order --record    writes the records in benchmarks/results
+    python -m benchmarks.run allreduce --set rounds=3    with another setting: a parameter of the benchmark's `measure`
+    python -m benchmarks.run allreduce --small    its smallest size, which shows that it runs
     python -m benchmarks.run torch_distributed --set "what=('commits',)" --record --keep    renews some rows of a record
 
 What a benchmark asks, and of what, is in the docstring of its module. The head to head has a record of its own form,
@@ -44,7 +44,6 @@ CASES = {
         {"layers": 4, "width": 32, "rows": (8,), **ONE_ROUND},
     ),
     "bulk_recovery": Case("gpu:compare_recoveries", {"device": "simnccl"}, {"kills": 1}),
-    "commit": Case("commit:measure", small={"steps": 2, **ONE_ROUND}),
     "compiled_cpu": Case("gpu:measure", {"device": "cpu", "cases": (4, 5)}, {"cases": (4,), **ONE_ROUND}),
     "control_plane": Case("control_plane:measure", {"sizes": (2, 8, 32, 128, 2000)}, {"sizes": (2,)}),
     "data_loader": Case("data_loader:measure", small={"rows": 2048, **ONE_ROUND}),
@@ -52,18 +51,11 @@ CASES = {
     "frozen": Case("frozen:measure", small={"megabytes": (1,), "kills": 1, "rounds": 2}),
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
-    "images": Case("images:measure", small={"rows": 1024, **ONE_ROUND}),
-    "many_files": Case("many_files:measure", small={"files": 100}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
-    "mixing": Case("mixing:measure", {"rows": 2_000_000}, {"rows": 700_000, "mixed": 10_000, **ONE_ROUND}),
     "packing": Case("packing:measure", small={"documents": 6000, **ONE_ROUND}),
-    "reader": Case("reader:measure", small={"rows": 40_000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
     "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
     "step_loss": Case("step_loss:measure", small={"rows": 4, "passes": (2,), **ONE_ROUND}),
-    "stragglers": Case(
-        "stragglers:measure", {"seconds": 10.0, "settle": 12.0}, {"seconds": 2.0, "settle": 1.0, **ONE_ROUND}
-    ),
     "torch_distributed": Case(
         "torch_distributed:measure", small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND}
     ),
@@ -72,7 +64,6 @@ CASES = {
         "training_step:measure", {"framework": "tensorflow"}, {"layers": 4, "width": 32, **ONE_ROUND}
     ),
     "transform": Case("transform:measure", {"rounds": 3}, {"rows": 2000, **ONE_ROUND}),
-    "two_hosts": Case("two_hosts:measure", small={"per_host": (1,), **ONE_ROUND}),
 }
 
 

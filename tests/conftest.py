@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -14,6 +15,7 @@ from hypothesis import settings
 from tests import scenarios
 from tests.devices import initialize_cuda, use_device
 from tests.leaks import SETTLE_SECONDS, SessionOwned, find_marked, leaked, take
+from tests.sources import LIGHT_START
 
 # The same examples in each run, and no deadline: a busy machine is no failure.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -21,6 +23,9 @@ settings.load_profile("house")
 
 # Workers are killed in their first seconds here, which a spare is made for later elsewhere.
 os.environ.setdefault("SPARK_ELASTIC_SPARE_AFTER", "0")
+
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(LIGHT_START)]))
+sys.path.append(str(LIGHT_START))  # which a slot's process gets
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

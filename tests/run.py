@@ -22,18 +22,18 @@ ON_S3 = os.environ | {"PYTHONPATH": f"{BUILD}/s3:{os.environ.get('PYTHONPATH', '
 PYTEST = [PYTHON, "-m", "pytest", "-o", "faulthandler_timeout=720", "-o", "faulthandler_exit_on_timeout=true"]
 CHOSEN = "not faults or ci"
 SHARED, OWN = f"({CHOSEN}) and not own_session", f"({CHOSEN}) and own_session"
-PLAIN = ["tests/unit", "tests/simulation", "tests/component/collectives"]
-PROCESSES = ["tests/component/keras", "tests/component/tensorflow", "tests/component/worker"]
-OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *PROCESSES)]
+PLAIN = ["tests/unit", "tests/component/collectives"]
+FILLING = ["tests/component/tensorflow", "tests/component/worker", "tests/simulation"]
+OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *FILLING)]
 # Each stream: what its pytests, one after the other, are to run.
 STREAMS = {
     "the tests on Spark that share a session, and the plain ones": [
         ["-m", SHARED, "tests/spark", "tests/faults"],
         ["-m", CHOSEN, *PLAIN],
     ],
-    "the tests on Spark with sessions of their own, some of processes, and those on S3": [
+    "the tests on Spark with sessions of their own, some without, and those on S3": [
         ["-m", OWN, "tests/spark", "tests/test_wheel.py"],
-        ["-m", SHARED, *PROCESSES],
+        ["-m", SHARED, *FILLING],
         ["-m", CHOSEN, "tests/component/s3"],
     ],
     "the tests without Spark": [["-m", SHARED, *OTHERS]],

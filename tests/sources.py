@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"spark_elastic": ROOT, "elastic_collectives": ROOT / "python"}
+# Processes that tests start, and those below, load torch's compiler when they use it, and not before.
+LIGHT_START = ROOT / "tests" / "light_start"
+PYTHONPATH = os.pathsep.join(map(str, [*PACKAGES.values(), LIGHT_START]))
 
 
 @dataclass(frozen=True)

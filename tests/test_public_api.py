@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import spark_elastic
-from tests.sources import PACKAGES, names
+from tests.sources import PYTHONPATH, names
 
 # The public names and where they are defined. Add a name here and in spark_elastic/__init__.py in one commit.
 PUBLIC = {
@@ -78,7 +78,7 @@ HEAVY = (
 
 
 def _python(program: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30, env=environment)
 

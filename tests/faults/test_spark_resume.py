@@ -23,8 +23,9 @@ from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.component.torch import hand_written
 from tests.component.torch.hand_written import assert_exact
 from tests.scenarios import Fault
+from tests.sources import ROOT
 from tests.spark import estimators
-from tests.spark.cluster import LOOPBACK, REPOSITORY, cluster_environment
+from tests.spark.cluster import LOOPBACK, cluster_environment
 from tests.spark.fits import GatedNet
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(800)]
@@ -98,7 +99,7 @@ def _start_driver(program: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, program, str(folder)],
         env=environment,
-        cwd=REPOSITORY,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
     )

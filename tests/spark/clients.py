@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.spark.cluster import REPOSITORY, cluster_environment
+from tests.sources import ROOT
+from tests.spark.cluster import cluster_environment
 
 
 def client(script: str, master: str, folder: Path, seconds: float = 400) -> Any:
@@ -18,7 +19,7 @@ def client(script: str, master: str, folder: Path, seconds: float = 400) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", script, master, str(folder)],
         env=os.environ | cluster_environment(folder) | ephemeral,
-        cwd=REPOSITORY,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=seconds,

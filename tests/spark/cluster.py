@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from tests.sources import PYTHONPATH, ROOT
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 # Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
 # The classes that Spark loads, as class_archive.py writes them: a JVM maps them instead of reading them from jars.
-CLASS_ARCHIVE = REPOSITORY / "build" / "spark-classes.jsa"
+CLASS_ARCHIVE = ROOT / "build" / "spark-classes.jsa"
 START_SECONDS = 180.0
 
 _LIBC = ctypes.CDLL(None)
@@ -41,12 +42,11 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
 
     scratch: where they put what a killed JVM cannot remove; default is the system's folder.
     """
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "python")])
     found = {
         "JDK_JAVA_OPTIONS": JAVA_OPTIONS,
         "SPARK_LOCAL_IP": LOOPBACK,
         "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": path,
+        "PYTHONPATH": PYTHONPATH,
     }
     if CLASS_ARCHIVE.exists():
         # A JVM that cannot use it, because its jars are others, does without and says nothing.

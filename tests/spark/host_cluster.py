@@ -24,7 +24,7 @@ import psutil
 import pyspark
 
 from tests.hosts import Hosts
-from tests.sources import ROOT
+from tests.sources import LIGHT_START, ROOT
 from tests.spark.cluster import await_true, cluster_environment
 
 S3 = ROOT / "build" / "s3"  # what S3 needs beside .venv
@@ -224,7 +224,7 @@ class HostCluster:
 
     def _environment(self, node: int, driver: bool = False) -> dict[str, str]:
         """What a host's image has: Python with the dependencies, and for a driver also the package and the tests."""
-        packages = [str(S3), str(Path(np.__file__).parents[1])]
+        packages = [str(S3), str(Path(np.__file__).parents[1]), str(LIGHT_START)]
         own = [str(ROOT), str(ROOT / "python")] if driver else []
         environment = os.environ | cluster_environment()
         del environment["SPARK_LOCAL_IP"]

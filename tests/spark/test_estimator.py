@@ -120,31 +120,29 @@ def test_p2_rows_train_an_estimator_as_their_dataframe_does_and_a_loop_in_the_sa
             wrong()
 
 
-def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(
+def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    df = table(spark)
+    """Weights of rows, clipping, shapes, a factory and other epochs reach the workers."""
+    df, run_id = table(spark), "m[i]n*: {é}%20#?"
     est = estimator(
-        tmp_path,
+        tmp_path / "store[1]*",
+        feature_cols="v",
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         sample_weight_col="w",
         gradient_clip_norm=0.25,
         input_shapes=[(1, 2)],
+        keep_data=True,
+        ledger=True,
+        run_id=run_id,
     )
-    model = est.fit(df)
-    assert is_close(model, train_plain(df, 4, weighted_mse, clip=0.25))
-    assert not is_close(model, train_plain(df, 4, weighted_mse))
-    assert not is_close(model, train_plain(df, 4, compute_mse, clip=0.25))
-
-
-def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    df, run_id = table(spark), "m[i]n*: {é}%20#?"
-    est = estimator(tmp_path / "store[1]*", feature_cols="v", keep_data=True, ledger=True, run_id=run_id)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="v")
     fitted = Pipeline(stages=[assembler, est]).fit(df, {est.epochs: 2})
-    assert len(fitted.stages[-1].history) == 2
+    model = fitted.stages[-1]
+    assert len(model.history) == 2
+    assert is_close(model, train_plain(df, 2, weighted_mse, clip=0.25))
+    assert not is_close(model, train_plain(df, 2, weighted_mse))
+    assert not is_close(model, train_plain(df, 2, compute_mse, clip=0.25))
     fitted.write().save(str(tmp_path / "saved"))
     back = PipelineModel.load(str(tmp_path / "saved"))
     assert back.transform(df).orderBy("id").collect() == fitted.transform(df).orderBy("id").collect()
@@ -165,7 +163,7 @@ def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession
             raise RuntimeError("the loss is out of order")
         return ((output - label) ** 2).mean()
 
-    est = estimator(tmp_path, loss=raise_in_loss)
+    est = estimator(tmp_path, loss=raise_in_loss, num_workers=1)
     with pytest.raises(WorkerFailed, match="the loss is out of order") as caught:
         est.fit(table(spark))
     assert "in raise_in_loss" in str(caught.value)

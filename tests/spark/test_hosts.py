@@ -37,23 +37,27 @@ def cluster(tmp_path: Path) -> Iterator[HostCluster]:
         yield made
 
 
-def test_p1_p2_three_kills_and_a_cut_change_no_weight_and_lose_no_row(
-    cluster: HostCluster, fault: Fault
+# Executors and training processes are killed on one machine, too.
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_p1_p2_losses_of_every_kind_change_no_weight_and_lose_no_row(
+    cluster: HostCluster, fault: Fault, kills: bool
 ) -> None:
-    """An executor is killed, a host loses its power and boots, a training process is killed, a host is cut off."""
+    """A host loses its power and boots, and one is cut off; before each an executor or a training process is killed."""
     job = cluster.submit(JOB, str(WORKERS), "undisturbed")
     job.await_message(world=WORKERS)
-    fault(cluster.kill_executor, 1)
-    job.await_message(world=WORKERS - 1)
-    job.await_message(world=WORKERS)
+    if kills:
+        fault(cluster.kill_executor, 1)
+        job.await_message(world=WORKERS - 1)
+        job.await_message(world=WORKERS)
     fault(cluster.hosts.kill, 2)
     job.await_message(world=WORKERS - 1)
     cluster.hosts.boot(2)
     cluster.start_worker(2)
     job.await_message(world=WORKERS)
-    fault(cluster.kill_training, 3)
-    job.await_message(world=WORKERS - 1)
-    job.await_message(world=WORKERS)
+    if kills:
+        fault(cluster.kill_training, 3)
+        job.await_message(world=WORKERS - 1)
+        job.await_message(world=WORKERS)
     fault(cluster.hosts.disconnect, 4)
     job.await_message(world=WORKERS - 1)
     cluster.hosts.heal(4)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.spark.cluster import REPOSITORY, cluster_environment
+from tests.sources import ROOT
+from tests.spark.cluster import cluster_environment
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
@@ -22,7 +23,7 @@ def test_spark_shows_its_progress_bar_before_and_after_a_job_of_ours_but_not_dur
     with subprocess.Popen(
         [sys.executable, "-m", "tests.spark.progress_bar_job", "local[2]"],
         env=os.environ | cluster_environment(tmp_path),
-        cwd=REPOSITORY,
+        cwd=ROOT,
         stdin=program_side,
         stdout=program_side,
         stderr=program_side,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
-EPOCHS = 120  # of one step each
+EPOCHS = 80  # of one step each
 
 
 @pytest.mark.scenario("G18")

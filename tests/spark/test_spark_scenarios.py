@@ -170,8 +170,8 @@ def test_failing_slots_never_return_until_no_capacity_is_left_and_the_job_ends_w
         (5, 3, lambda: fault((tmp_path / "order.0").touch)),
         (10, 2, lambda: fault((tmp_path / "order.1").touch)),
     )
-    limits = Limits(3, 2, 3, start_timeout=20.0, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
-    with pytest.raises(NotEnoughWorkers, match="1 workers came within 20 s and 2 are needed"):
+    limits = Limits(3, 2, 3, start_timeout=12.0, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
+    with pytest.raises(NotEnoughWorkers, match="1 workers came within 12 s and 2 are needed"):
         ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
     assert story.sizes == [3, 2]
 

@@ -114,7 +114,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
     assert [epoch["val_rows"] for epoch in history] == [ROWS] * job.epochs
 
 
-@pytest.mark.faults  # many processes import TensorFlow; each build has P7 in tests/component/torch/test_resume.py
+@pytest.mark.faults  # many processes import TensorFlow; tests/component/torch/test_training_hooks.py is in each build
 @pytest.mark.scenario("G5")
 def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
     tmp_path: Path, fault: Fault

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import PACKAGES
+from tests.sources import PYTHONPATH
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -24,7 +24,7 @@ GPUS = [f"GPU-{os.getpid()}-{number}" for number in range(2)]  # which no other 
 def _run(folder: Path, gpus: list[str], *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     settings = {
-        "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
+        "PYTHONPATH": PYTHONPATH,
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "SPARK_ELASTIC_FAILURE_BUDGET": "0",
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import PACKAGES
+from tests.sources import PYTHONPATH
 
 SCRIPT = "import os, sys\nprint('rank', os.environ['RANK'], 'runs in', sys.prefix, sys.argv[1:])\n"
 
@@ -26,14 +26,12 @@ def _create_environment(folder: Path, *paths: str) -> str:
 
 
 def _run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     runner = [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", "-H", "localhost:2"]
-    path = {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
     return subprocess.run(
         [*runner, *command],
         capture_output=True,
         text=True,
-        env=environment | path,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         cwd=folder,
         timeout=120,
         check=False,

@@ -16,6 +16,7 @@ import pytest
 from tests.hosts import PRIVATE, SSHD, Hosts, find_obstacle
 from tests.leaks import SessionOwned
 from tests.patience import until
+from tests.sources import PYTHONPATH, ROOT
 
 MISSING = find_obstacle() or (
     "" if shutil.which(SSHD) else f"{SSHD} is not installed (package openssh-server)"
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
-ROOT = Path(__file__).parents[3]
 LOOP = Path(__file__).with_name("sum_loop.py")
 MARK = "marked-41c7"
 TMP = PRIVATE[0]  # of each host its own
@@ -62,9 +62,8 @@ class Job:
 
     def __init__(self, hosts: Hosts, *options: str, **variables: str) -> None:
         self._hosts = hosts
-        path = os.pathsep.join((str(ROOT), str(ROOT / "python")))
         search = f"{TMP}/bin:{os.environ['PATH']}"
-        ours = {"PYTHONPATH": path, "PATH": search, "MARK": MARK, **variables}
+        ours = {"PYTHONPATH": PYTHONPATH, "PATH": search, "MARK": MARK, **variables}
         enter = ("--ssh-port", "2222", "-i", "/run/ssh/key", "--elastic-timeout", "60")
         command = (sys.executable, "-m", "spark_elastic.clusters.cli", *enter, *options, "python", str(LOOP))
         for name in ("stop", "output", "errors"):

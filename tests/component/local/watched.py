@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.scenarios import Fault
+from tests.sources import PYTHONPATH
 
 T = TypeVar("T")
 LOOP = Path(__file__).with_name("loop.py")
@@ -28,11 +29,12 @@ class ObservedJob:
         self._fault = fault
         launcher = [sys.executable, "-m", "spark_elastic.clusters.cli", "--start-timeout", str(WAIT)]
         command = [*launcher, *options, "python", str(LOOP), str(folder)]
-        root = Path(__file__).parents[3]
-        path = os.pathsep.join([str(root), str(root / "python")])
         self._stderr = (folder / "stderr").open("w+")
         self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=self._stderr, env={**os.environ, "PYTHONPATH": path}
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )
 
     def lines(self) -> list[dict[str, Any]]:

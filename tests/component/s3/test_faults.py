@@ -140,7 +140,8 @@ def test_each_fault_is_survived_by_reads_and_writes(
 ) -> None:
     content = np.random.default_rng(5).bytes(100_000)
     server.rates = {fault: 0.3}
-    for number in range(3):
+    rounds = 1 if fault in (SLOW, SILENT) else 3  # each of these costs two seconds
+    for number in range(rounds):
         faulty.write_bytes(f"x/{number}", content)
         assert faulty.read_bytes(f"x/{number}") == content
         assert faulty.read_tail(f"x/{number}", 10) == content[-10:]
@@ -148,8 +149,8 @@ def test_each_fault_is_survived_by_reads_and_writes(
         with faulty.open_read(f"x/{number}") as file:
             file.seek(-20, 2)
             assert file.read(10) == content[-20:-10]
-    assert len(faulty.list("x")) == 3
-    assert server.injected[fault] > 1
+    assert len(faulty.list("x")) == rounds
+    assert server.injected[fault] > 0
 
 
 @pytest.mark.faults

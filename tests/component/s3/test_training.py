@@ -25,7 +25,7 @@ from tests.patience import until
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.faults  # in every build tests/spark/test_hosts.py trains from a bucket, and test_resume.py loses all
+@pytest.mark.faults  # in every build tests/spark/test_hosts.py trains from a bucket; test_training_hooks.py loses all
 def test_p7_all_workers_are_lost_and_training_continues_from_the_bucket(store: Store, tmp_path: Path) -> None:
     here, manifest = make_data(tmp_path)
     for name in ("rows/part.parquet", "manifest.json"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.sources import PACKAGES, ROOT
+from tests.sources import PYTHONPATH, ROOT
 
 # In every build test_hand_written.py loses a worker.
 pytestmark = [pytest.mark.native, pytest.mark.faults, pytest.mark.timeout(400)]
@@ -37,7 +37,7 @@ def test_a_script_survives_a_lost_worker_and_ends_at_its_last_batch(tmp_path: Pa
     environment = (
         os.environ
         | {
-            "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
+            "PYTHONPATH": PYTHONPATH,
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "SPARK_ELASTIC_SPARE_AFTER": "600",  # tests/component/local has spares; here each would import TensorFlow
         }

@@ -19,6 +19,7 @@ import torch
 
 from elastic_collectives import CollectiveTimeout
 from spark_elastic.integrations.torch_distributed.work import EngineWork, PendingWorks
+from tests import simulated_nccl
 from tests.component.torch import distributed_calls, distributed_programs
 from tests.component.torch.distributed_calls import (
     MOVED,
@@ -182,7 +183,8 @@ def test_outside_of_a_job_there_is_no_elastic_backend() -> None:
     assert "the backend 'elastic' works inside of a job only: start the program with" in done.stderr
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+# Over NCCL, trainings lose workers in test_bulk_plane.py, too.
+@pytest.mark.parametrize("carrier", ["engine", pytest.param(simulated_nccl.NAME, marks=pytest.mark.faults)])
 def test_ddp_continues_at_the_step_in_flight_after_a_kill(carrier: str) -> None:
     check_ddp(*run_over(carrier, train_ddp, 3))
 

@@ -70,6 +70,7 @@ def test_a_shard_of_which_a_bit_flipped_comes_from_its_copy(tmp_path: Path, alon
     assert re.search(r"shard 1 of commit \d+ is damaged in this worker's memory", run.lines.getvalue())
 
 
+@pytest.mark.faults  # the name is a unit's test, and the loss of both is the test below
 def test_a_shard_that_is_lost_with_its_copy_ends_the_job_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(
         WorkerFailed,

@@ -18,7 +18,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
-from tests.component.injected_faults import inject_faults, kill
+from tests.component.injected_faults import inject_faults
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -46,34 +46,6 @@ SEEDS = [None, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(
 @pytest.fixture
 def data(tmp_path: Path) -> tuple[Store, Manifest]:
     return make_data(tmp_path)
-
-
-@pytest.mark.scenario("G5", "S7")
-def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
-    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
-) -> None:
-    job, (store, manifest) = make_job(), data
-    make = LauncherFactory()
-    killed: list[int] = []
-
-    def inject_fault() -> None:
-        until(lambda: is_epoch_durable(store, 1))
-        for slot in make.made.slots():
-            killed.append(slot)
-            fault(kill, make.made, slot)
-
-    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
-    with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
-        ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
-    again = [world for world in result.worlds if "continues from checkpoint" in world.reason]
-    assert len(killed) == 3
-    assert len(again) == 1, "nobody began from a checkpoint"
-    assert "00001-0-" in again[0].reason, "not from the epoch in which all were lost"
-    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
-    check_every_row_once(ledger, job.epochs)
-    kept = CheckpointStore(store, RUN).read_published()
-    assert len(kept) == 3
-    assert kept[0].fence.generation == len(result.worlds)
 
 
 def is_epoch_durable(store: Store, epoch: int) -> bool:

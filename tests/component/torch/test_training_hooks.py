@@ -25,6 +25,7 @@ from tests.component.torch.job import (
     Job,
     LauncherFactory,
     SlowNet,
+    check_every_row_once,
     difference,
     launcher,
     make_data,
@@ -37,10 +38,16 @@ from tests.scenarios import Fault
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("lost", [pytest.param("one", marks=pytest.mark.faults), "all"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param("one", marks=pytest.mark.faults),
+        pytest.param("all", marks=pytest.mark.scenario("G5", "S7")),
+    ],
+)
 def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path: Path, fault: Fault) -> None:
     """One worker is lost in training and one in validation; or all, and training continues from a checkpoint."""
-    (store, manifest), job = make_data(tmp_path), make_job()
+    (store, manifest), job, ledger = make_data(tmp_path), make_job(), tmp_path / "ledger"
     make = LauncherFactory()
 
     def inject_fault() -> None:
@@ -50,9 +57,12 @@ def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path
     run = OwnedRun.acquire(store, RUN)
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
     with inject_faults(tmp_path / "faults", dict.fromkeys(places, inject_fault)):
-        ours, result = train_elastic(job, store, manifest, None, Follower(), make, run=run)
+        ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     theirs, history = train_hooked_plain(job, store, manifest)
     assert len(result.worlds) > 1, "nobody was lost"
+    resumed = ["continues from checkpoint" in world.reason for world in result.worlds]
+    assert sum(resumed) == (lost == "all")
+    check_every_row_once(ledger, job.epochs)
     assert difference(ours, theirs) < 1e-9
     check_history(result, history)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.sources import PACKAGES
+from tests.sources import PYTHONPATH
 
 PROGRAM = """
 import sys
@@ -50,7 +50,7 @@ sys.exit("spark_elastic.tensorflow" in sys.modules)
 @pytest.mark.timeout(150)
 def test_keras_on_torch_uses_the_torch_half() -> None:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
+        "PYTHONPATH": PYTHONPATH,
         "KERAS_BACKEND": "torch",
     }
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]

@@ -60,14 +60,16 @@ class Bench:
         return self.commands
 
     def wait(self, seconds: float, heartbeats_of: Sequence[int] = ()) -> None:
-        """Let time pass in ticks; the slots of these launches send heartbeats."""
-        end = self.now + seconds
+        """Let time pass in ticks; the slots of these launches send heartbeats every half a second."""
+        end, beat = self.now + seconds, self.now
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)
-            for job in heartbeats_of:
-                slot = self.state.slots.get(f"{job}-0")
-                if slot is not None:
-                    self.on(Heartbeat(slot.slot, slot.worker, "S"))
+            if self.now > beat:
+                beat = self.now + 0.45
+                for job in heartbeats_of:
+                    slot = self.state.slots.get(f"{job}-0")
+                    if slot is not None:
+                        self.on(Heartbeat(slot.slot, slot.worker, "S"))
             self.on(on.Tick(0))
 
     def find_commands(self, kind: type[C]) -> list[C]:

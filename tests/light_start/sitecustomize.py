@@ -1,0 +1,69 @@
+"""On PYTHONPATH, this keeps a Python process from importing what its libraries have no use for yet, or at all.
+
+torch imports its compiler with the first optimizer of a process, to mark functions that it should leave alone: half of
+what the start of a worker computes. It comes once something else is asked of it. Other libraries import what they find
+installed: Keras for its wrappers and plots, a quarter of its start; httpx for its command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+# Module -> the library that gets along without it.
+OPTIONAL = {"matplotlib": "keras", "sklearn": "keras", "pygments": "httpx", "rich": "httpx"}
+
+
+class UnusedCompiler(ModuleType):
+    """Stands in `sys.modules` for the compiler, which has nothing to leave alone as long as it is not loaded."""
+
+    def __getattr__(self, name: str) -> Any:
+        if COMPILER not in sys.modules or (name.startswith("__") and name != "__path__"):
+            raise AttributeError(name)  # what an import looks at
+        return getattr(load_compiler(), name)
+
+    @staticmethod
+    def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+        return function
+
+    @staticmethod
+    def graph_break(*_: object) -> None:
+        """Outside of what is compiled it does nothing."""
+
+
+def load_compiler() -> ModuleType:
+    """The compiler itself, which takes the place of `UnusedCompiler`."""
+    if FINDER in sys.meta_path:
+        sys.meta_path.remove(FINDER)
+        sys.modules.pop(COMPILER)
+    return importlib.import_module(COMPILER)
+
+
+class LightFinder(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in OPTIONAL and is_importing(OPTIONAL[name]):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return ModuleSpec(name, self) if name == COMPILER else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return UnusedCompiler(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def is_importing(name: str) -> bool:
+    """Whether that module is being imported, and is not complete."""
+    return name in sys.modules and getattr(sys.modules[name].__spec__, "_initializing", False)
+
+
+FINDER = LightFinder()
+sys.meta_path.insert(0, FINDER)
