@@ -246,7 +246,7 @@ class ElasticTrainer(_OwnLoss):
             )
 
 
-def elastic_trainer(kind: type[Any]) -> type[Any]:
+def elastic_trainer(kind: Any) -> type[Any]:
     """Return the elastic subclass of a Trainer's class, such as TRL's `SFTTrainer`: it takes that class's arguments and
     those of `ElasticTrainer`.
 
@@ -262,7 +262,7 @@ def elastic_trainer(kind: type[Any]) -> type[Any]:
 
 
 @cache
-def _make_elastic(kind: type[Any]) -> type[Any]:
+def _make_elastic(kind: Any) -> type[Any]:
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return new_class(
         f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body)

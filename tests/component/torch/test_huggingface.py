@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -651,6 +652,19 @@ def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch:
     assert first != second
     assert (take(2, 1), take(2, 2)) == (first, second)
     assert take(2, 2, stop=3) == second[3:]
+
+
+def test_p1_a_batch_sampler_that_gives_each_rank_other_batches_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from spark_elastic.integrations import huggingface_loader
+
+    other = SimpleNamespace(size=2, allgather=lambda digest: torch.tensor([digest[0], digest[0] + 1]))
+    session = SimpleNamespace(group=other, wait_until_idle=lambda: None)
+    monkeypatch.setattr(huggingface_loader, "get_session", lambda: session)
+    theirs = torch.utils.data.DataLoader(range(4), batch_sampler=Pairs(4, 2, again=True))
+    with pytest.raises(InvalidInput, match="Pairs gives each rank other batches"):
+        iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
 
 
 @pytest.mark.parametrize("name", ["train", "_inner_training_loop", "_run_epoch"])
