@@ -245,10 +245,9 @@ def _check_loop(kind: type[Any]) -> None:
     Raises:
         InvalidInput: a class does that.
     """
-    for each in kind.__mro__:
-        for name in (
-            () if each in (*ElasticTrainer.__mro__,) else ("train", "_inner_training_loop", "_run_epoch")
-        ):
+    known = ElasticTrainer.__mro__
+    for each in (each for each in kind.__mro__ if each not in known):
+        for name in ("train", "_inner_training_loop", "_run_epoch"):
             code = getattr(inspect.unwrap(vars(each).get(name, kind)), "__code__", None)
             if code is not None and "__class__" not in code.co_freevars:  # which super() needs
                 raise InvalidInput(
