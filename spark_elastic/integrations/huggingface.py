@@ -1,4 +1,4 @@
-"""Elastic training by Hugging Face's libraries: `ElasticTrainer` for transformers, `create_accelerator` for accelerate.
+"""Elastic training by transformers: `ElasticTrainer`, and `elastic_trainer` for any class of Trainers.
 
 In each world the Trainer's own `train` runs from the newest commit: this module gives it the process groups of that
 world, the rows that the epoch has still to take, and the progress that the state has kept. What the Trainer does in
@@ -13,47 +13,17 @@ from functools import cache, partial
 from types import new_class
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import GradientState
 from transformers import Trainer
 
 from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.rows import Rows
-from spark_elastic.gradients.devices import CPU
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.integrations.accelerators import check_distributed
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
 from spark_elastic.integrations.huggingface_loader import make_elastic_loader
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
-from spark_elastic.worker.context import get_context
-
-
-def create_accelerator(**options: Any) -> Accelerator:
-    """Create an `Accelerator` in the current world; call it at the beginning of an elastic loop.
-
-    Args:
-        options: those of `accelerate.Accelerator`.
-
-    Raises:
-        InvalidInput: Accelerate would train on each worker alone.
-    """
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(**options)
-    _check_distributed(accelerator)
-    return accelerator
-
-
-def _check_distributed(accelerator: Accelerator) -> None:
-    if accelerator.device.type == "cpu":
-        accelerator.state.device = CPU  # moving a module to Accelerate's "cpu:1" copies all of it
-    worker = get_context()
-    world = None if worker is None else worker.world
-    if world is not None and accelerator.num_processes != world.size:
-        raise InvalidInput(
-            f"Accelerate takes each of the {world.size} workers for a training of its own, on {accelerator.device}: "
-            "set device='cpu' or device='cuda' of the job, or ACCELERATE_USE_CPU=true on its workers."
-        )
 
 
 class _OwnLoss(Trainer):  # type: ignore[misc]
@@ -148,7 +118,7 @@ class ElasticTrainer(_OwnLoss):
             _ = self.args.device
             GradientState._reset_state()
             self.create_accelerator_and_postprocess()
-            _check_distributed(self.accelerator)
+            check_distributed(self.accelerator)
             # An int until the first step, which a worker that joins after the last one never takes; the Trainer gathers
             # these numbers, so all ranks need one dtype.
             self.current_flos = float(self.current_flos)
@@ -250,7 +220,7 @@ class ElasticTrainer(_OwnLoss):
             )
 
 
-def elastic_trainer(kind: type[Any]) -> type[Any]:
+def elastic_trainer(kind: Any) -> type[Any]:
     """Return the elastic subclass of a Trainer's class, such as TRL's `SFTTrainer`: it takes that class's arguments and
     those of `ElasticTrainer`.
 
@@ -266,7 +236,7 @@ def elastic_trainer(kind: type[Any]) -> type[Any]:
 
 
 @cache
-def _make_elastic(kind: type[Any]) -> type[Any]:
+def _make_elastic(kind: Any) -> type[Any]:
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return new_class(
         f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body)
@@ -279,10 +249,9 @@ def _check_loop(kind: type[Any]) -> None:
     Raises:
         InvalidInput: a class does that.
     """
-    for each in kind.__mro__:
-        for name in (
-            () if each in (*ElasticTrainer.__mro__,) else ("train", "_inner_training_loop", "_run_epoch")
-        ):
+    known = ElasticTrainer.__mro__
+    for each in (each for each in kind.__mro__ if each not in known):
+        for name in ("train", "_inner_training_loop", "_run_epoch"):
             code = getattr(inspect.unwrap(vars(each).get(name, kind)), "__code__", None)
             if code is not None and "__class__" not in code.co_freevars:  # which super() needs
                 raise InvalidInput(

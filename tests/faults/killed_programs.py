@@ -195,7 +195,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
 
 def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.huggingface import create_accelerator
+    from spark_elastic.integrations.accelerators import create_accelerator
 
     net = Net().to(find_device())
     optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
@@ -219,14 +219,34 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
 
 
 def train_by_trainer(folder: str) -> dict[str, list[float]]:
-    """Hugging Face's."""
+    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise."""
     import transformers
 
-    from spark_elastic.integrations.huggingface import ElasticTrainer
+    from spark_elastic.integrations.huggingface import elastic_trainer
 
     class TrainerNet(Net):
-        def forward(self, row: Any, x: Any, y: Any) -> Any:  # type: ignore[override]
-            return {"loss": super().forward(row, x, y, trainer.get_train_dataloader().global_rows)}
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Parameter(torch.full((1 << 16,), float(os.getpid())), requires_grad=False)
+
+    class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = make_optimizer(self.model)
+            return self.optimizer
+
+        def create_scheduler(self, *_: Any, **__: Any) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+            return self.lr_scheduler
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs, rows=trainer.get_train_dataloader().global_rows)
+
+        def get_train_dataloader(self) -> Any:
+            dataset = open_rows(folder).dataset()
+            return torch.utils.data.DataLoader(dataset, self.args.train_batch_size, shuffle=True)
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return {name: part.to(self.args.device) for name, part in inputs.items()}
 
     args = transformers.TrainingArguments(
         folder,
@@ -236,22 +256,15 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
         report_to="none",
         use_cpu=find_device() == "cpu",
         disable_tqdm=True,
-        remove_unused_columns=False,
         seed=SEED,
     )
     net = TrainerNet().to(args.device)
-    optimizer = make_optimizer(net)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = ElasticTrainer(
-        net,
-        args,
-        train_dataset=open_rows(folder).dataset(),
-        global_batch_size=BATCH,
-        optimizers=(optimizer, schedule),
-    )
+    trainer = elastic_trainer(Own)(net, args, global_batch_size=BATCH)
     hold_after_commits(trainer._adapter, folder)
     trainer.train()
-    return read_weights(net)
+    base = net.base
+    del net.base
+    return {**read_weights(net), "base": base.unique().tolist()}
 
 
 def train_by_lightning(folder: str) -> dict[str, list[float]]:

@@ -97,6 +97,7 @@ def assert_exact(results: list[dict[str, Any]], killer: Killer) -> None:
     assert killer.count_kills() == KILLS
     assert killer.count_worlds() > KILLS
     expected = torch.tensor(train_plain(str(killer.folder))["weights"], dtype=torch.float64)
+    assert len({str(result.get("base")) for result in results}) == 1, "a frozen base differs"
     for result in results:
         got = torch.tensor(result["weights"], dtype=torch.float64)
         assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9

@@ -29,9 +29,8 @@ class FrozenCopies:
         # By the parameter's id: itself, its memory and version, elements of it, and the copy.
         self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, Kept]] = {}
         self._moving: set[int] = set()
-        self._is_first = (
-            True  # nothing was trained yet: what is frozen now, the program makes in each process
-        )
+        # Whether nothing was trained yet: what is frozen then, the program makes in each process.
+        self._is_first = True
 
     def take(self, frozen: Mapping[str, torch.Tensor]) -> dict[int, Kept]:
         """The copies of these parameters, by id; without those that change."""
@@ -42,7 +41,7 @@ class FrozenCopies:
             if known is None or known[0] is not tensor:
                 known = tensor, place, sample, _copy(name, tensor, self._is_first)
             elif known[1] != place or not torch.equal(known[2], sample):
-                if _compute_key(name, tensor) != known[3].key:
+                if _make_key(name, view_bytes(tensor)[0]) != known[3].key:
                     self._moving.add(id(tensor))
                     continue
                 known = tensor, place, sample, known[3]  # it has gone to another device
@@ -70,11 +69,10 @@ class FrozenCopies:
 
 def _copy(name: str, tensor: torch.Tensor, is_made: bool) -> Kept:
     memory, shared = view_bytes(tensor)
-    return Kept(_compute_key(name, tensor), memory.copy() if shared else memory, is_made)
+    return Kept(_make_key(name, memory), memory.copy() if shared else memory, is_made)
 
 
-def _compute_key(name: str, tensor: torch.Tensor) -> tuple[str, int, int]:
-    memory, _ = view_bytes(tensor)
+def _make_key(name: str, memory: Bytes) -> tuple[str, int, int]:
     return name, memory.nbytes, zlib.crc32(memory.data)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -459,7 +460,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
 def train_by_accelerate(steps: int) -> list[float]:
     """A loop of Accelerate's documentation, which prepares model and optimizer again in each world."""
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.huggingface import create_accelerator
+    from spark_elastic.integrations.accelerators import create_accelerator
 
     hvd.init()
     torch.manual_seed(7)
@@ -499,18 +500,18 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 ) -> None:
     import transformers
 
-    from spark_elastic.integrations import huggingface, trainer_adapter
+    from spark_elastic.integrations import accelerators, huggingface, trainer_adapter
 
     members = tuple(
         Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
         for rank in (0, 1)
     )
     world = World(Fence(1, 1), members, None, "start")
-    monkeypatch.setattr(huggingface, "get_context", lambda: WorkerContext(members[0].worker, world))
+    monkeypatch.setattr(accelerators, "get_context", lambda: WorkerContext(members[0].worker, world))
     with pytest.raises(
         InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
     ):
-        huggingface.create_accelerator()
+        accelerators.create_accelerator()
     monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     args = transformers.TrainingArguments(str(tmp_path), report_to="none")
     trainer = huggingface.ElasticTrainer(
@@ -524,7 +525,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 
 def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.huggingface import create_accelerator
+    from spark_elastic.integrations.accelerators import create_accelerator
 
     model = torch.nn.Linear(2, 1)
     prepared, optimizer = create_accelerator(cpu=True).prepare(
@@ -668,6 +669,19 @@ def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch:
     assert first != second
     assert (take(2, 1), take(2, 2)) == (first, second)
     assert take(2, 2, stop=3) == second[3:]
+
+
+def test_p1_a_batch_sampler_that_gives_each_rank_other_batches_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from spark_elastic.integrations import huggingface_loader
+
+    other = SimpleNamespace(size=2, allgather=lambda digest: torch.tensor([digest[0], digest[0] + 1]))
+    session = SimpleNamespace(group=other, wait_until_idle=lambda: None)
+    monkeypatch.setattr(huggingface_loader, "get_session", lambda: session)
+    theirs = torch.utils.data.DataLoader(range(4), batch_sampler=Pairs(4, 2, again=True))
+    with pytest.raises(InvalidInput, match="Pairs gives each rank other batches"):
+        iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
 
 
 @pytest.mark.parametrize("name", ["train", "_inner_training_loop", "_run_epoch"])
