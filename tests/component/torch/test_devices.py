@@ -33,6 +33,7 @@ from spark_elastic.worker.context import WaitRecorder
 from tests.checkpoints import reload_from_checkpoint
 from tests.component.threads import make_world, run_task
 from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
+from tests.component.torch.elastic_jobs import compare_rows
 from tests.component.torch.hooked_job import check_history, make_job, train_hooked_plain
 from tests.component.torch.job import CLASSES, WIDTH, Job, difference, make_data, train_plain
 from tests.devices import DEVICES, use_device
@@ -126,8 +127,9 @@ def check_reports(told: list[Any], history: list[Any]) -> None:
         Job(net(), adam, torch.nn.CrossEntropyLoss(), gradient_clip_norm=0.05, batch_size=8, workers=2),
         Job(net(), sgd, torch.nn.CrossEntropyLoss(ignore_index=1), batch_size=24, workers=1),
         Job(net(), sgd, torch.nn.CrossEntropyLoss(), weight="w", batch_size=8, workers=2),
+        Job(net(), adam, compare_rows, batch_size=12, workers=2, epochs=1, loss_scope="step"),
     ],
-    ids=["clipped", "ignored class, one worker", "row weights"],
+    ids=["clipped", "ignored class, one worker", "row weights", "rows compared"],
 )
 def test_p2_weights_equal_a_plain_loop_of_the_cpu(
     device: torch.device, data: tuple[Store, Manifest], job: Job
