@@ -606,16 +606,20 @@ def make_scratch_folder() -> Iterator[Path]:
 def remove_stale_folders() -> None:
     """Remove the scratch folders of dead processes of this machine."""
     prefix = _build_owner_prefix()
-    try:
-        found = list(Path(tempfile.gettempdir()).glob(f"{prefix}-*-*-*"))
-    except OSError:
-        return  # there is no folder for temporary files
-    for folder in found:
+    for folder in find_scratch_folders():
         pid, started, _ = folder.name.removeprefix(f"{prefix}-").split("-", 2)
         if pid.isdigit() and _process_start(int(pid)) != started:
             shutil.rmtree(
                 folder, ignore_errors=True
             )  # another process may remove it as well, or another user owns it
+
+
+def find_scratch_folders() -> list[Path]:
+    """The scratch folders of all processes of this machine that this process can see."""
+    try:
+        return list(Path(tempfile.gettempdir()).glob(f"{_build_owner_prefix()}-*-*-*"))
+    except OSError:
+        return []  # there is no folder for temporary files
 
 
 def _build_owner_prefix() -> str:
