@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import shutil
+import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -37,6 +39,7 @@ from spark_elastic.data.store import Store, find_scratch_folders, make_scratch_f
 from spark_elastic.errors import StoreError
 
 _STREAMED = 1 << 20  # bytes of a column that are read at a time
+_END = struct.Struct("<q")  # a number behind the parts of a split row group
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -283,7 +286,9 @@ class SplitGroupCache:
     def _find_shared(self, key: str) -> SplitRowGroup | None:
         """What another worker has split. None if it is still at it: it may have stopped."""
         for folder in find_scratch_folders():
-            with suppress(OSError, pa.ArrowInvalid):  # it is not there, not complete yet, or never will be
+            with suppress(
+                OSError, ValueError, struct.error
+            ):  # it is not there, not complete yet, or never will be
                 with open(folder / key, "rb") as file:
                     if os.fstat(file.fileno()).st_uid == os.getuid():
                         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -324,17 +329,33 @@ class SplitRowGroup:
     deleted it."""
 
     def __init__(self, path: str, owned: bool = False) -> None:
-        """owned: whether `close` deletes the file."""
+        """
+        Args:
+            owned: whether `close` deletes the file.
+
+        Raises:
+            ValueError: the file is not complete.
+        """
         self._path = path if owned else None
-        self._file = pa.OSFile(path)
-        self.bytes: int = self._file.size()
-        self._reader = pa.ipc.open_file(self._file)
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        self.bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            self._ends = self._read_ends()
+        except BaseException:
+            self._file.close()
+            raise
 
     def read(self, number: int) -> pa.RecordBatch:
-        """A part, in memory of its own."""
-        # Without columns, all that are needed are constants, and there are no parts.
-        empty = not self._reader.num_record_batches
-        return pa.RecordBatch.from_arrays([], names=[]) if empty else self._reader.get_batch(number)
+        """A part, mapped until nobody uses its arrays: its pages count as this process's memory, as a copy would."""
+        if len(self._ends) == 1:  # all columns that are needed are constants, and there are no parts
+            return pa.RecordBatch.from_arrays([], names=[])
+        begin, end = self._ends[number], self._ends[number + 1]
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            self._file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=begin - before
+        )
+        mapped.madvise(mmap.MADV_WILLNEED)  # rows are taken in any order
+        return pa.ipc.open_stream(pa.py_buffer(mapped).slice(before)).read_next_batch()
 
     def close(self) -> None:
         """Close the parts; they are deleted once the others that read them close them, too."""
@@ -342,37 +363,51 @@ class SplitRowGroup:
         if self._path is not None:
             os.unlink(self._path)
 
+    def _read_ends(self) -> list[int]:
+        self._file.seek(max(0, self.bytes - _END.size))
+        (count,) = _END.unpack(self._file.read())
+        begin = self.bytes - (count + 1) * _END.size
+        self._file.seek(max(0, begin))
+        *ends, _ = struct.unpack(f"<{max(0, count) + 1}q", self._file.read())
+        if not ends or ends[-1] != begin:
+            raise ValueError(f"{self._file.name} is not complete")
+        return ends
+
 
 def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
-    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file of Arrow.
+    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
+    each, then where they end, from 0, and how many numbers these are.
 
     Args:
         source: an open Parquet file, which is read once and stays open.
     """
     file = open_parquet(source, buffer_size=_STREAMED)
     batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
-    writer: pa.ipc.RecordBatchFileWriter | None = None
     waiting: list[pa.RecordBatch] = []
-    with pa.OSFile(path, "wb") as target, ExitStack() as resources:
+    ends = [0]
+    with pa.OSFile(path, "wb") as target:
+
+        def write(part: pa.RecordBatch) -> None:
+            with pa.ipc.new_stream(target, part.schema) as writer:
+                writer.write_batch(part)
+            ends.append(target.tell())
+
         for batch in map(_make_plain, batches if columns else ()):
-            if writer is None:
-                writer = resources.enter_context(pa.ipc.new_file(target, batch.schema))
             waiting.append(batch)
             if sum(each.num_rows for each in waiting) >= rows:
-                waiting = _write_full(writer, waiting, rows)
-        if writer is None:
-            resources.enter_context(pa.ipc.new_file(target, pa.schema([])))
-        elif waiting:
-            writer.write_batch(_concatenate(waiting))
+                waiting = _write_full(write, waiting, rows)
+        if waiting:
+            write(_concatenate(waiting))
+        target.write(struct.pack(f"<{len(ends) + 1}q", *ends, len(ends)))
 
 
 def _write_full(
-    writer: pa.ipc.RecordBatchFileWriter, waiting: list[pa.RecordBatch], rows: int
+    write: Callable[[pa.RecordBatch], None], waiting: list[pa.RecordBatch], rows: int
 ) -> list[pa.RecordBatch]:
     """Write parts of exactly `rows` rows, since Arrow's batches may be shorter. Returns the remaining rows."""
     joined = _concatenate(waiting)
     while joined.num_rows >= rows:
-        writer.write_batch(joined.slice(0, rows))
+        write(joined.slice(0, rows))
         joined = joined.slice(rows)
     return [joined] if joined.num_rows else []
 
