@@ -88,17 +88,18 @@ def _sync_folder(path: str) -> None:
             os.close(descriptor)
 
 
-def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
+def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool, durable: bool = True) -> None:
     """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename.
 
     Only a local file is replaced at once: elsewhere a process that is killed may leave neither the old nor the new.
+    durable: whether a local file is there after a power cut.
     """
     temporary = _name_temporary(path.rpartition("/")[0])
     try:
         with filesystem.open(temporary, "wb") as file:
             file.write(data)
             file.flush()
-            if local:
+            if local and durable:
                 os.fsync(file.fileno())
         _rename(filesystem, temporary, path, data, local=local)
     except BaseException:
@@ -363,10 +364,19 @@ class Store:
                 return cast("BinaryIO", io.BufferedReader(RemoteFile.open(client, path), FILE_BUFFER))
             return cast("BinaryIO", self.filesystem.open(path, "rb"))
 
-    def write_bytes(self, name: str, data: bytes) -> None:
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """The bytes `begin ... end` of an object."""
+        with self._translate_errors("read", name):
+            path, client = self.path(name), self.client
+            if client is not None:
+                return client.run(client.read_ranges(path, [(begin, end)]))[0]
+            return cast("bytes", self.filesystem.cat_file(path, start=begin, end=end))
+
+    def write_bytes(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """Write an object, or replace it; readers never see a part of it.
 
         On HDFS and the like an object is gone for a moment while it is replaced, and stays so if the writer is killed.
+        durable: whether a local file must be there after a power cut.
         """
         with self._translate_errors("write", name):
             path = self.path(name)
@@ -374,16 +384,16 @@ class Store:
                 self._call("pipe_file", path, data, size=len(data))
                 return
             try:
-                self._write_file(path, data)
+                self._write_file(path, data, durable)
             except FileNotFoundError:  # another job has removed the folder, which was empty
-                self._write_file(path, data)
+                self._write_file(path, data, durable)
 
-    def _write_file(self, path: str, data: bytes) -> None:
+    def _write_file(self, path: str, data: bytes, durable: bool) -> None:
         if self.is_local:
             make_folder(os.path.dirname(path))
         else:
             self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-        replace_file(self.filesystem, path, data, local=self.is_local)
+        replace_file(self.filesystem, path, data, local=self.is_local, durable=durable)
 
     def write_verified(self, name: str, data: bytes) -> None:
         """Write an object and, unless the store is local, read it back: the driver learns only of objects that exist,
@@ -606,16 +616,20 @@ def make_scratch_folder() -> Iterator[Path]:
 def remove_stale_folders() -> None:
     """Remove the scratch folders of dead processes of this machine."""
     prefix = _build_owner_prefix()
-    try:
-        found = list(Path(tempfile.gettempdir()).glob(f"{prefix}-*-*-*"))
-    except OSError:
-        return  # there is no folder for temporary files
-    for folder in found:
+    for folder in find_scratch_folders():
         pid, started, _ = folder.name.removeprefix(f"{prefix}-").split("-", 2)
         if pid.isdigit() and _process_start(int(pid)) != started:
             shutil.rmtree(
                 folder, ignore_errors=True
             )  # another process may remove it as well, or another user owns it
+
+
+def find_scratch_folders() -> list[Path]:
+    """The scratch folders of all processes of this machine that this process can see."""
+    try:
+        return list(Path(tempfile.gettempdir()).glob(f"{_build_owner_prefix()}-*-*-*"))
+    except OSError:
+        return []  # there is no folder for temporary files
 
 
 def _build_owner_prefix() -> str:

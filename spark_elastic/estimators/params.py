@@ -376,8 +376,8 @@ class EstimatorParams(ColumnParams):
     seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
     shuffle: Param[bool] = declare("whether each epoch has its own order")
     row_order: Param[str] = declare(
-        "order in which fit writes the table's rows: hash, the same on every cluster (rows are written twice and "
-        "shuffled); or table, as Spark has them, which its partitions decide; None: hash, or table with shuffle=False"
+        "order in which fit writes the table's rows: hash, the same on every cluster (rows are sorted on the "
+        "way); or table, as Spark has them, which its partitions decide; None: hash, or table with shuffle=False"
     )
     lanes: Param[int] = declare(
         "row groups that the rows of a step come from, at most; more mix a sorted table better, and read large row "

@@ -15,10 +15,9 @@ from pyspark.sql import functions as F
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes import row_order
 from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, materialize
-from spark_elastic.estimators.dataframes.row_order import add_hashes, find_partition_keys
+from spark_elastic.estimators.dataframes.row_order import add_hashes
 from spark_elastic.estimators.dataframes.scan import MissingValues, TableScan
 from spark_elastic.estimators.dataframes.schema import ColumnType
 from tests.spark.estimators import estimator, table
@@ -109,7 +108,7 @@ def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in
 
 
 @pytest.mark.usefixtures("small_files")
-def test_p2_the_driver_sorts_a_small_table_as_spark_sorts_a_large_one(
+def test_p2_the_driver_merges_a_small_table_as_tasks_merge_a_large_one(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = ValidationSplit(0.2, seed=3)
@@ -118,7 +117,6 @@ def test_p2_the_driver_sorts_a_small_table_as_spark_sorts_a_large_one(
     assert len(manifests[0].files) > 2
     monkeypatch.setattr(row_order, "SMALL_BYTES", 0)
     others, found = write(df, [*COLUMNS, "at"], tmp_path / "large", split, rows_per_group=50)
-    assert "-c000" in others[0].files[0], "Spark has not written it"
     assert [each.hash for each in others] == [each.hash for each in manifests]
     assert all(map(equal, found, rows))
 
@@ -164,14 +162,6 @@ def test_copies_of_a_row_are_spread_over_all_row_groups(spark: SparkSession, tmp
     assert equal(found, rows)
 
 
-def test_a_key_goes_to_the_partition_for_which_it_was_found(spark: SparkSession) -> None:
-    for count in (2, 37):
-        keys = spark.createDataFrame([(key,) for key in find_partition_keys(count)], "key int")
-        found = keys.select("key", F.expr(f"pmod(hash(key), {count})").alias("number")).collect()
-        assert sorted(row.number for row in found) == list(range(count))
-        assert [row.number for row in found] == list(range(count))
-
-
 def test_rows_that_are_to_be_sorted_are_hashed_in_one_projection(spark: SparkSession) -> None:
     """Of a thousand columns each projection costs as much as half of their writing."""
     types = {"a": ColumnType("float32", 0), "b": ColumnType("float32", 0)}
@@ -179,17 +169,6 @@ def test_rows_that_are_to_be_sorted_are_hashed_in_one_projection(spark: SparkSes
     scanned: Any = TableScan(types, nans=True, placed=False).observe(add_hashes(rows, types))
     plan = scanned._jdf.queryExecution().optimizedPlan().toString()
     assert (plan.count("Project ["), plan.count("isnan")) == (1, 0)
-
-
-def test_fit_refuses_a_spark_that_partitions_otherwise(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_order, "SMALL_BYTES", 0)
-    keys = find_partition_keys(2)
-    monkeypatch.setattr(row_order, "find_partition_keys", lambda count: keys[::-1])
-    with pytest.raises(InvalidInput, match=r"put 100 rows into other partitions than .* row_order='table'"):
-        write(spark.range(100), ["id"], tmp_path, ValidationSplit(0.2))
-    assert not list(tmp_path.rglob("*.parquet"))
 
 
 def test_p2_weights_do_not_depend_on_the_partitions_of_the_table(spark: SparkSession, tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
 """Reads row groups of Parquet files as numpy arrays, by Arrow; `GroupReader` is the base of all readers.
 
-A row group that is too large for memory is split once, into parts in an unnamed file on this machine's disk, which ends
-with the process. Any thread may fetch; one decodes at a time.
+A row group that is too large for memory is split once on a machine, by the first worker that needs it, into parts in a
+file of that worker's scratch folder, which the others open. Any thread may fetch; one decodes at a time.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
+import mmap
 import os
 import shutil
+import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -30,10 +35,11 @@ from spark_elastic.data.reading.decoding import (
 )
 from spark_elastic.data.reading.remote_groups import RemoteGroups
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
 
 _STREAMED = 1 << 20  # bytes of a column that are read at a time
+_END = struct.Struct("<q")  # a number behind the parts of a split row group
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -151,7 +157,9 @@ class ArrowReader(GroupReader):
         try:
             rows = self._read_part(group, entry) if entry.parent_rows else self._read_whole(group, entry)
             self._check_state(entry.file)
-            names = self._names[entry.file]  # none: all columns are constants, of which nothing is read
+            wanted, there = self._find_names(entry.file), set(rows.schema.names)
+            # None: all columns are constants, of which nothing is read.
+            names = {stored: own for stored, own in wanted.items() if stored in there}
             if names and rows.num_rows != entry.stored_rows:
                 raise ValueError(
                     f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
@@ -184,12 +192,16 @@ class ArrowReader(GroupReader):
 
     def _read_part(self, group: int, entry: RowGroup) -> pa.RecordBatch:
         """One part of a split row group. All parts but the last are equally long."""
-        split = self._split_groups.get((entry.file, entry.index), lambda: self._split(group, entry))
+        # Other files, and other content of these, have another digest.
+        known = self._store.url, self._manifest.content, entry.file, entry.index, entry.part_rows
+        names = sorted(self._find_names(entry.file))
+        key = hashlib.sha256(repr((known, names)).encode()).hexdigest()
+        split = self._split_groups.get(key, lambda path: self._split(group, entry, path))
         return split.read(entry.first_row // entry.part_rows)
 
-    def _split(self, group: int, entry: RowGroup) -> SplitRowGroup:
+    def _split(self, group: int, entry: RowGroup, path: str) -> None:
         with self._open(group, entry) as (_, source):
-            return SplitRowGroup(source, entry.index, list(self._names[entry.file]), entry.part_rows)
+            split_row_group(source, entry.index, list(self._names[entry.file]), entry.part_rows, path)
 
     @contextmanager
     def _open(self, group: int, entry: RowGroup) -> Iterator[tuple[pq.ParquetFile, Any]]:
@@ -247,13 +259,20 @@ class SplitGroupCache:
     as much free space as the rest takes, since other workers use the disk, too."""
 
     def __init__(self) -> None:
-        self._groups_by_key: OrderedDict[Hashable, SplitRowGroup] = OrderedDict()
+        self._groups_by_key: OrderedDict[str, SplitRowGroup] = OrderedDict()
+        self._resources = ExitStack()
+        self._folder: Path | None = None  # this process's own
 
-    def get(self, key: Hashable, split: Callable[[], SplitRowGroup]) -> SplitRowGroup:
-        """split: splits the row group if it is not there."""
+    def get(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
+        """A split row group: its own, another worker's of this machine, or one that is split now.
+
+        Args:
+            key: names the row group and its parts, a name of a file.
+            split: splits it into a new file of that path.
+        """
         if key not in self._groups_by_key:
             self._make_room()
-            self._groups_by_key[key] = split()
+            self._groups_by_key[key] = self._find_shared(key) or self._create(key, split)
         self._groups_by_key.move_to_end(key)
         return self._groups_by_key[key]
 
@@ -261,6 +280,38 @@ class SplitGroupCache:
         """Drop all split row groups."""
         while self._groups_by_key:
             self._drop_oldest()
+        self._resources.close()
+        self._folder = None
+
+    def _find_shared(self, key: str) -> SplitRowGroup | None:
+        """What another worker has split. None if it is still at it: it may have stopped."""
+        for folder in find_scratch_folders():
+            with suppress(
+                OSError, ValueError, struct.error
+            ):  # it is not there, not complete yet, or never will be
+                with open(folder / key, "rb") as file:
+                    if os.fstat(file.fileno()).st_uid == os.getuid():
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        return SplitRowGroup(f"/proc/self/fd/{file.fileno()}")
+        return None
+
+    def _create(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
+        if self._folder is None:
+            self._folder = self._resources.enter_context(make_scratch_folder())
+        path = self._folder / key
+        try:
+            with open(path, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                split(str(path))
+            return SplitRowGroup(str(path), owned=True)
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise StoreError(
+                    f"A row group too large for memory could not be cut in {tempfile.gettempdir()} "
+                    f"({os.strerror(error.errno)}): set TMPDIR to a folder with more room, or write smaller row groups."
+                ) from error
+            raise
 
     def _make_room(self) -> None:
         while self._groups_by_key and self._bytes() > shutil.disk_usage(tempfile.gettempdir()).free:
@@ -274,69 +325,91 @@ class SplitGroupCache:
 
 
 class SplitRowGroup:
-    """The rows of one row group on disk, in parts of `rows` rows (the last may have fewer)."""
+    """The rows of one row group on disk, as `split_row_group` wrote them. Readable even after whoever has the file has
+    deleted it."""
 
-    def __init__(self, source: Any, index: int, columns: Sequence[str], rows: int) -> None:
+    def __init__(self, path: str, owned: bool = False) -> None:
         """
         Args:
-            source: an open Parquet file, which is read once and stays open.
+            owned: whether `close` deletes the file.
 
         Raises:
-            StoreError: the disk is full.
+            ValueError: the file is not complete.
         """
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._path = path if owned else None
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        self.bytes = os.fstat(self._file.fileno()).st_size
         try:
-            if columns:
-                self._cut(source, index, list(columns), rows)
-            self.bytes = self._file.seek(0, os.SEEK_END)
-            # None: all columns that are needed are constants, of which nothing is read.
-            self._reader = pa.ipc.open_file(self._file) if columns else None
-        except BaseException as error:
-            with suppress(OSError):  # closing writes the buffered rest, for which there is no room either
-                self._file.close()
-            if isinstance(error, OSError) and error.errno in _FULL:
-                raise StoreError(
-                    f"A row group too large for memory could not be cut in {tempfile.gettempdir()} "
-                    f"({error.strerror}): set TMPDIR to a folder with more room, or write smaller row groups."
-                ) from error
+            self._ends = self._read_ends()
+        except BaseException:
+            self._file.close()
             raise
 
     def read(self, number: int) -> pa.RecordBatch:
-        """A part, in memory of its own."""
-        if self._reader is None:
+        """A part, mapped until nobody uses its arrays: its pages count as this process's memory, as a copy would."""
+        if len(self._ends) == 1:  # all columns that are needed are constants, and there are no parts
             return pa.RecordBatch.from_arrays([], names=[])
-        return self._reader.get_batch(number)
+        begin, end = self._ends[number], self._ends[number + 1]
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            self._file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=begin - before
+        )
+        mapped.madvise(mmap.MADV_WILLNEED)  # rows are taken in any order
+        return pa.ipc.open_stream(pa.py_buffer(mapped).slice(before)).read_next_batch()
 
     def close(self) -> None:
-        """Delete the parts."""
+        """Close the parts; they are deleted once the others that read them close them, too."""
         self._file.close()
+        if self._path is not None:
+            os.unlink(self._path)
 
-    def _cut(self, source: Any, index: int, columns: list[str], rows: int) -> None:
-        file = open_parquet(source, buffer_size=_STREAMED)
-        writer: pa.ipc.RecordBatchFileWriter | None = None
-        waiting: list[pa.RecordBatch] = []
-        batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
-        for batch in map(_make_plain, batches):
-            if writer is None:
-                writer = pa.ipc.new_file(self._file, batch.schema)
+    def _read_ends(self) -> list[int]:
+        self._file.seek(max(0, self.bytes - _END.size))
+        (count,) = _END.unpack(self._file.read())
+        begin = self.bytes - (count + 1) * _END.size
+        self._file.seek(max(0, begin))
+        *ends, _ = struct.unpack(f"<{max(0, count) + 1}q", self._file.read())
+        if not ends or ends[-1] != begin:
+            raise ValueError(f"{self._file.name} is not complete")
+        return ends
+
+
+def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
+    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
+    each, then where they end, from 0, and how many numbers these are.
+
+    Args:
+        source: an open Parquet file, which is read once and stays open.
+    """
+    file = open_parquet(source, buffer_size=_STREAMED)
+    batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
+    waiting: list[pa.RecordBatch] = []
+    ends = [0]
+    with pa.OSFile(path, "wb") as target:
+
+        def write(part: pa.RecordBatch) -> None:
+            with pa.ipc.new_stream(target, part.schema) as writer:
+                writer.write_batch(part)
+            ends.append(target.tell())
+
+        for batch in map(_make_plain, batches if columns else ()):
             waiting.append(batch)
             if sum(each.num_rows for each in waiting) >= rows:
-                waiting = self._write_full(writer, waiting, rows)
-        if writer is not None:
-            if waiting:
-                writer.write_batch(_concatenate(waiting))
-            writer.close()
+                waiting = _write_full(write, waiting, rows)
+        if waiting:
+            write(_concatenate(waiting))
+        target.write(struct.pack(f"<{len(ends) + 1}q", *ends, len(ends)))
 
-    @staticmethod
-    def _write_full(
-        writer: pa.ipc.RecordBatchFileWriter, waiting: list[pa.RecordBatch], rows: int
-    ) -> list[pa.RecordBatch]:
-        """Write parts of exactly `rows` rows, since Arrow's batches may be shorter. Returns the remaining rows."""
-        joined = _concatenate(waiting)
-        while joined.num_rows >= rows:
-            writer.write_batch(joined.slice(0, rows))
-            joined = joined.slice(rows)
-        return [joined] if joined.num_rows else []
+
+def _write_full(
+    write: Callable[[pa.RecordBatch], None], waiting: list[pa.RecordBatch], rows: int
+) -> list[pa.RecordBatch]:
+    """Write parts of exactly `rows` rows, since Arrow's batches may be shorter. Returns the remaining rows."""
+    joined = _concatenate(waiting)
+    while joined.num_rows >= rows:
+        write(joined.slice(0, rows))
+        joined = joined.slice(rows)
+    return [joined] if joined.num_rows else []
 
 
 def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -2,8 +2,8 @@
 
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
 manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
-error. Rows in the order of their hash are written twice: as they come, so that the DataFrame is computed once, and
-counted; then sorted, by the driver if they are few, into files and row groups whose sizes follow from these counts.
+error. Rows in the order of their hash are written by tasks of our own (`row_order`), into files and row groups whose
+sizes follow from these counts.
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
 of the files that the plan reads. Where that state cannot be seen (other databases, subqueries in expressions, Spark
@@ -20,7 +20,7 @@ import logging
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,12 +28,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.clusters.spark.host_facts import describe_jobs
+from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store, StoreFull, lacks_room
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.dataframes.row_order import HashOrder, add_hashes
+from spark_elastic.estimators.dataframes.row_order import SortedChunks, add_hashes
 from spark_elastic.estimators.dataframes.scan import (
     MissingValues,
     RowFilter,
@@ -187,11 +187,6 @@ def materialize(
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
-        if options.row_order == "hash" and ":" in store.root:
-            raise InvalidInput(
-                f"The store {store.url} has a colon in its path, which Hadoop writes and does not read: choose a path "
-                "without one, or row_order='table'."
-            )
         check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
         manifests = list(_write_and_publish(df, types, target, split, published))
@@ -227,10 +222,6 @@ class _Target:
         """What `write` wrote."""
         return spark.read.schema(schema).parquet(escape_pattern(self._url))
 
-    def open(self, folder: str) -> _Target:
-        """A folder in this one."""
-        return replace(self, folder=f"{self.folder}/{folder}")
-
     def list_files(self, folder: str = "") -> list[str]:
         """The files with rows directly in the folder, or in one in it."""
         return [name for name in self.store.list(self.folder + folder) if name.endswith(".parquet")]
@@ -256,15 +247,15 @@ def _write_and_publish(
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
             manifest.save(target.store, name)
     except BaseException:
-        _remove_folder(target)
+        _remove_folder(target.store, target.folder)
         raise
     return manifests
 
 
-def _remove_folder(target: _Target) -> None:
+def _remove_folder(store: Store, folder: str) -> None:
     """Remove what was written there; a store that fails leaves it."""
     try:
-        target.store.remove_tree(target.folder)
+        store.remove_tree(folder)
     except StoreError as error:
         log.warning("%s Remove it by hand.", error)
 
@@ -279,16 +270,29 @@ def _write(
     rows = row_filter.apply(select_columns(df, types, split))
     rows = scan.observe(add_hashes(rows, types) if sorts else rows)
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
-    first = target.open("unordered") if sorts else target
-    first.write(rows, compute_row_bytes(types.values()), None if sorts or split is None else _SPLIT)
+    chunks: SortedChunks | None = None
+    if sorts:
+        folder, column = f"{target.folder}/unordered", None if split is None else _SPLIT
+        chunks = SortedChunks.write(rows, types, target.store, folder, column)
+    else:
+        target.write(rows, compute_row_bytes(types.values()), None if split is None else _SPLIT)
     row_filter.log_dropped_rows()
     counts = _check_counts(scan, split)
-    columns = scan.describe_columns(lambda: first.read(df.sparkSession, rows.schema))
-    files: Sequence[Sequence[str]] = [first.list_files(folder) for folder in ([""] if sorts else folders)]
+    columns = scan.describe_columns(
+        chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
+    )
+    files = (
+        [target.list_files(folder) for folder in folders] if chunks is None else list(chunks.names.values())
+    )
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
-    if sorts:
-        files = _sort(first, first.read(df.sparkSession, rows.schema), types, columns, target, scan)
+    if chunks is not None:
+        row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes(columns) // sum(
+            counts.values()
+        )
+        number = target.options.count_group_rows(row_bytes)
+        files = chunks.merge(f"{target.folder}/ordered", counts, scan.count_distinct(), number, row_bytes)
+        _remove_folder(target.store, chunks.folder)
     manifests = tuple(
         Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
         for folder, names in zip(folders, files, strict=True)
@@ -314,39 +318,6 @@ def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, 
             f"No row of {total} is left to {purpose}: change the validation fraction or column."
         )
     return counts
-
-
-def _sort(
-    first: _Target,
-    rows: DataFrame,
-    types: Mapping[str, ColumnType],
-    columns: Sequence[Column],
-    target: _Target,
-    scan: TableScan,
-) -> Sequence[Sequence[str]]:
-    """Write the rows again, in the order of their hash; the files of each data set.
-
-    Args:
-        first: where they were written as they came.
-        rows: what was written there.
-        scan: what was counted of them.
-    """
-    counts = scan.count_rows()
-    row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes(columns) // sum(
-        counts.values()
-    )
-    number = target.options.count_group_rows(row_bytes)
-    order = HashOrder(types, counts, scan.count_distinct(), number)
-    last = replace(target.open("ordered"), options=replace(target.options, rows_per_group=number))
-    split = _SPLIT if True in counts else None
-    # A client of Spark Connect may be far from the store.
-    if order.is_small(row_bytes) and has_context(rows.sparkSession):
-        files = order.sort_small_table(target.store, first.list_files(), last.folder, split)
-    else:
-        last.write(order.apply(rows, split), row_bytes)
-        files = order.group_files(last.list_files())
-    _remove_folder(first)
-    return files
 
 
 def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:

@@ -1,45 +1,47 @@
 """The order of rows by their hash: it depends on the rows alone, not on partitions, cores or lost executors.
 
-The hash of a row says which file it is in and where. How many files there are follows from the number of rows, and each
-is written by one task, so that files and row groups are the same on every cluster. `sort_small_table` writes the same
-files in the driver: for a small table a second job of Spark takes longer. Runs in the caller's thread.
+The hash of a row says which file it is in and where. How many files there are follows from the number of rows, which is
+known once they were all computed. So tasks sort what they compute and write it as Arrow has it, which costs little
+beside Parquet; then others, or the driver for a small table, merge these chunks, each into a file of its own
+(`sorted_rows`). Files and row groups are the same on every cluster. Runs in the caller's thread.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import LongType, StructField, StructType
 
-from spark_elastic.data.reading.decoding import CHECKSUMS, open_parquet
-from spark_elastic.data.store import Store
+from spark_elastic.clusters.spark.host_facts import has_context
+from spark_elastic.data.store import Store, StoreFull, lacks_room
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.scan import (
+    EXACT_COLUMN,
     HASH_COLUMN,
-    count_where,
     get_column,
     hash_columns,
     hash_row,
     quote,
 )
-from spark_elastic.estimators.dataframes.schema import ColumnType
+from spark_elastic.estimators.dataframes.schema import ColumnType, compute_row_bytes
+from spark_elastic.estimators.dataframes.sorted_rows import ROW, MergeTask, ReadTask, SortTask
 
 GROUPS_PER_FILE = 16
-# A table of at most so many bytes is small: the driver holds it twice while it sorts it.
-SMALL_BYTES = 64 << 20
+# A table of at most so many bytes is small: the driver merges it.
+SMALL_BYTES = 8 << 20
 # With a smaller share of distinct rows, copies of a row are spread over the table; else they lie side by side.
 _DISTINCT = 0.9
 _COPIES_PER_ARRAY = 1 << 16
-_FILE, _PARTITION = "__spark_elastic_file", "__spark_elastic_partition"
-_HASH, _EXACT_HASH, _COPY = HASH_COLUMN, "__spark_elastic_exact", "__spark_elastic_copy"
-_WORD = (1 << 32) - 1
+_COPY = "__spark_elastic_copy"
+_HASHES = (HASH_COLUMN, EXACT_COLUMN)
+_BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
+_BATCH_BYTES = 4 << 20
+_UNKNOWN_BATCH = 128  # rows of a batch, if their size is not known
 
 
 def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType], *salts: str) -> DataFrame:
@@ -49,168 +51,123 @@ def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType], *salts: str) ->
     that are equal in it. Rows that differ only in the sign of a zero are equal in both.
     """
     exact = hash_columns("1", *salts, *map(quote, types))
-    return rows.withColumns({_HASH: hash_row(types, *salts), _EXACT_HASH: exact})
+    return rows.withColumns({HASH_COLUMN: hash_row(types, *salts), EXACT_COLUMN: exact})
 
 
-class HashOrder:
-    """Puts the rows of a table, which have the columns of `add_hashes`, in order for one write, and knows in which
-    files they then are."""
+@dataclass(frozen=True)
+class SortedChunks:
+    """The rows of a table, which have the columns of `add_hashes`, in chunks in the store."""
 
-    def __init__(
-        self, types: Mapping[str, ColumnType], counts: Mapping[bool, int], distinct: int, rows_per_group: int
-    ) -> None:
-        """
-        Args:
-            types: the columns.
-            counts: how many rows there are to train on (False) and, with a split, to validate with (True).
-            distinct: about how many of all rows are different.
-            rows_per_group: rows of a row group.
-        """
-        self._types = types
-        self._rows_per_group = rows_per_group
-        self._rows = sum(counts.values())
-        rows_per_file = rows_per_group * GROUPS_PER_FILE
-        self._files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
-        self._spreads_copies = distinct < _DISTINCT * self._rows
-        self._observation = Observation()
+    spark: SparkSession
+    store: Store
+    folder: str  # in the store; nothing else is written there
+    types: Mapping[str, ColumnType]
+    schema: StructType
+    split: str | None  # the column that says which rows validate, if some do
+    names: Mapping[bool, list[str]]  # whether rows validate -> chunks
 
-    def apply(self, rows: DataFrame, split: str | None) -> DataFrame:
-        """The columns of `types`, with the rows of each file sorted in one partition.
+    @classmethod
+    def write(
+        cls, rows: DataFrame, types: Mapping[str, ColumnType], store: Store, folder: str, split: str | None
+    ) -> SortedChunks:
+        """Compute the rows, once. types: of the columns that are trained on."""
+        task, spark = SortTask(store, folder, HASH_COLUMN, split), rows.sparkSession
+        with _limit_batches(spark, compute_row_bytes(types.values())), _translate_errors(store):
+            found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for chunk in found:
+            names[chunk.validates].append(chunk.name)
+        return cls(spark, store, folder, types, rows.schema, split, names)
 
-        split: the column that says which rows validate, if some do.
-        """
-        if self._spreads_copies:
-            numbered = _number_copies(rows.drop(_HASH, _EXACT_HASH))
-            rows = add_hashes(numbered, self._types, quote(_COPY))
-        rows = rows.withColumn(_FILE, self._number_file(split))
-        total = sum(self._files.values())
-        if total == 1:
-            rows = rows.coalesce(1)
-        else:
-            keys = F.element_at(F.lit(find_partition_keys(total)), get_column(_FILE) + 1)
-            rows = rows.repartition(total, keys)
-        rows = rows.sortWithinPartitions(_HASH, _EXACT_HASH).withColumn(_PARTITION, F.spark_partition_id())
-        misplaced = count_where(get_column(_FILE) != get_column(_PARTITION)).alias("misplaced")
-        return rows.observe(self._observation, misplaced).selectExpr(*map(quote, self._types))
+    @property
+    def files(self) -> list[str]:
+        """The names of all chunks."""
+        return [*self.names[False], *self.names[True]]
 
-    def is_small(self, row_bytes: int) -> bool:
-        """Whether `sort_small_table` is to write the rows, of so many bytes each on average."""
-        return not self._spreads_copies and self._rows * row_bytes <= SMALL_BYTES
+    def read(self, copies: str | None = None) -> DataFrame:
+        """The rows. copies: each row of a chunk once, and a column of that name for the number of its copies there."""
+        fields = [*self.schema.fields, *([] if copies is None else [StructField(copies, LongType())])]
+        task = ReadTask(self.store, self.files, _HASHES, copies)
+        row = StructType([StructField(ROW, StructType(fields))])
+        numbers = self.spark.range(0, len(self.files), 1, len(self.files))
+        return numbers.mapInArrow(task, row).select(f"{ROW}.*")
 
-    def sort_small_table(
-        self, store: Store, names: Sequence[str], folder: str, split: str | None
+    def merge(
+        self, folder: str, counts: Mapping[bool, int], distinct: int, rows_per_group: int, row_bytes: int
     ) -> list[list[str]]:
-        """Write the rows of these files as Spark does after `apply`; returns the files of each data set.
+        """Write the rows in order; the files of each data set.
 
         Args:
             folder: where to write, in the store.
-            split: as in `apply`.
+            counts: how many rows there are to train on (False) and, with a split, to validate with (True).
+            distinct: about how many of all rows are different.
+            row_bytes: of a row on average.
         """
-        parts = [open_parquet(pa.BufferReader(store.read_bytes(name))).read() for name in names]
-        table = pa.concat_tables(parts).replace_schema_metadata(None)
-        files: list[list[str]] = []
-        for validates, count in self._files.items():
-            rows = table if split is None else table.filter(pc.equal(table[split], validates))
-            rows = rows.append_column(_FILE, _locate_in_arrow(rows[_HASH], count))
-            rows = rows.take(
-                pc.sort_indices(rows, [(key, "ascending") for key in (_FILE, _HASH, _EXACT_HASH)])
-            )
-            found = {each["values"]: each["counts"] for each in pc.value_counts(rows[_FILE]).to_pylist()}
-            ends = accumulate(found.get(number, 0) for number in range(count))
-            rows = rows.select(list(self._types))
-            files.append([])
-            for begin, end in pairwise([0, *ends]):
-                out = pa.BufferOutputStream()
-                pq.write_table(
-                    rows.slice(begin, end - begin), out, row_group_size=self._rows_per_group,
-                    version="2.6", compression="snappy", use_dictionary=False,
-                    **CHECKSUMS,
-                )  # fmt: skip
-                files[-1].append(f"{folder}/part-{sum(map(len, files)):05d}.parquet")
-                store.write_bytes(files[-1][-1], out.getvalue().to_pybytes())
-        return files
+        total = sum(counts.values())
+        if distinct < _DISTINCT * total:
+            return self._spread_copies().merge(folder, counts, total, rows_per_group, row_bytes)
+        rows_per_file = rows_per_group * GROUPS_PER_FILE
+        files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
+        number = sum(files.values())
+        task = MergeTask(
+            self.store, folder, self.names, files, _HASHES, list(self.types), rows_per_group
+        )  # fmt: skip
+        # A client of Spark Connect may be far from the store.
+        if total * row_bytes <= SMALL_BYTES and has_context(self.spark):
+            found = {each: task.write(each) for each in range(number)}
+        else:
+            with _translate_errors(self.store):
+                answers = self.spark.range(0, number, 1, number).mapInArrow(task, task.SCHEMA).collect()
+            found = {each.number: each.name for each in answers}
+        ends = accumulate(files.values(), initial=0)
+        return [[found[each] for each in range(*bounds) if found[each]] for bounds in pairwise(ends)]
 
-    def group_files(self, names: Sequence[str]) -> list[list[str]]:
-        """The written files of each data set, in order; call it after the write.
+    def _spread_copies(self) -> SortedChunks:
+        """The same rows in the order of a hash of row and copy."""
+        numbered = _number_copies(self.read(_COPY).drop(*_HASHES), len(self.files))
+        rows = add_hashes(numbered, self.types, quote(_COPY))
+        return self.write(rows, self.types, self.store, f"{self.folder}/copies", self.split)
 
-        Raises:
-            InvalidInput: this Spark has put rows elsewhere.
-        """
-        misplaced = self._observation.get["misplaced"]
-        if misplaced:
+
+@contextmanager
+def _limit_batches(spark: SparkSession, row_bytes: int | None) -> Iterator[None]:
+    """Have Spark give rows to Python in batches that fit into memory. Its own bound counts rows alone before 4.1."""
+    before = spark.conf.get(_BATCH_ROWS)
+    rows = _UNKNOWN_BATCH if row_bytes is None else max(1, min(10_000, _BATCH_BYTES // row_bytes))
+    spark.conf.set(_BATCH_ROWS, str(rows))
+    try:
+        yield
+    finally:
+        spark.conf.set(_BATCH_ROWS, before)
+
+
+@contextmanager
+def _translate_errors(store: Store) -> Iterator[None]:
+    """Say what to change where tasks cannot do their work."""
+    try:
+        yield
+    except Exception as error:  # of py4j or Spark Connect, around the text of one in Python
+        if "No module named 'spark_elastic" in str(error):
             raise InvalidInput(
-                f"This Spark has put {misplaced} rows into other partitions than Apache Spark does, so that their "
-                "order is not known: fit with row_order='table'."
-            )
-        numbers = {name: _parse_number(name) for name in names}
-        ordered = sorted(numbers, key=lambda name: (numbers[name], name))
-        ends = list(accumulate(self._files.values(), initial=0))
-        return [[name for name in ordered if low <= numbers[name] < high] for low, high in pairwise(ends)]
-
-    def _number_file(self, split: str | None) -> Column:
-        """The number of a row's file: first come those to train on."""
-        number = self._locate(0, self._files[False])
-        if split is not None:
-            other = self._locate(self._files[False], self._files[True])
-            number = F.when(get_column(split), other).otherwise(number)
-        return number.cast("int")
-
-    def _locate(self, first: int, files: int) -> Column:
-        """The one of so many files for which the hash is, each for as large a range of hashes."""
-        high = F.shiftrightunsigned(_HASH, 32)
-        return F.shiftright(high * F.lit(files).cast("long"), 32) + F.lit(first)
+                "The executors do not have this package, by which rows are put in order: install it there, or write "
+                "them with row_order='table'."
+            ) from error
+        if not lacks_room(str(error)):
+            raise
+        raise StoreFull(
+            f"The executors cannot write the rows to the store {store.url}, which has no room: make room in it, or in "
+            "the executors' own folders (spark.local.dir) if these are full."
+        ) from error
 
 
-def _locate_in_arrow(hashes: Any, files: int) -> Any:
-    """As `HashOrder._locate`, of an Arrow column."""
-    shift = pa.scalar(32, pa.uint64())
-    high = pc.shift_right(hashes.cast(pa.uint64(), safe=False), shift)
-    return pc.shift_right(pc.multiply(high, pa.scalar(files, pa.uint64())), shift)
-
-
-def _number_copies(rows: DataFrame) -> DataFrame:
-    """The same rows with a number, by which copies of one row differ; -0.0 becomes 0.0."""
-    counted = rows.groupBy(*(get_column(name) for name in rows.columns)).agg(F.count(F.lit(1)).alias(_COPY))
+def _number_copies(rows: DataFrame, partitions: int) -> DataFrame:
+    """The rows, as often as their column of copies says, with a number in its place by which copies of one row differ;
+    -0.0 becomes 0.0. partitions: among which the copies are divided."""
+    keys = [get_column(name) for name in rows.columns if name != _COPY]
+    counted = rows.groupBy(*keys).agg(F.sum(_COPY).alias(_COPY))
     # Arrays of bounded length: a row may have a billion copies.
     step, last = F.lit(_COPIES_PER_ARRAY).cast("long"), get_column(_COPY) - 1
-    begun = counted.withColumn(_HASH, F.explode(F.sequence(F.lit(0).cast("long"), last, step)))
-    end = F.least(last, get_column(_HASH) + step - 1)
-    return begun.withColumn(_COPY, F.explode(F.sequence(get_column(_HASH), end)))
-
-
-def find_partition_keys(partitions: int) -> list[int]:
-    """For each number of a partition, a key that `repartition(partitions, key)` puts there."""
-    keys: dict[int, int] = {}
-    candidates = _iter_hashes()
-    while len(keys) < partitions:
-        key, found = next(candidates)
-        keys.setdefault(found % partitions, key)
-    return [keys[number] for number in range(partitions)]
-
-
-def _iter_hashes() -> Iterator[tuple[int, int]]:
-    """Integers with their hash, Spark's Murmur3 (x86, 32 bits, seed 42), which decides on the partition."""
-    key = 0
-    while True:
-        word = _rotate(key * 0xCC9E2D51 & _WORD, 15) * 0x1B873593 & _WORD
-        state = (_rotate(42 ^ word, 13) * 5 + 0xE6546B64 & _WORD) ^ 4
-        state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
-        state = (state ^ state >> 13) * 0xC2B2AE35 & _WORD
-        state ^= state >> 16
-        yield key, state - (state >> 31 << 32)
-        key += 1
-
-
-def _rotate(word: int, bits: int) -> int:
-    return (word << bits | word >> 32 - bits) & _WORD
-
-
-def _parse_number(name: str) -> int:
-    """The number of the partition that was written to a file: part-00007-..."""
-    found = re.match(r"part-(\d+)", name.rpartition("/")[2])
-    if found is None:
-        raise InvalidInput(
-            f"This Spark calls its files otherwise than Apache Spark does ({name}), so that their order is not known: "
-            "fit with row_order='table'."
-        )
-    return int(found[1])
+    begun = counted.withColumn(HASH_COLUMN, F.explode(F.sequence(F.lit(0).cast("long"), last, step)))
+    end = F.least(last, get_column(HASH_COLUMN) + step - 1)
+    numbers = F.explode(F.sequence(get_column(HASH_COLUMN), end))
+    return begun.repartition(partitions).withColumn(_COPY, numbers).drop(HASH_COLUMN)

@@ -238,6 +238,7 @@ _SHOWN_SCALARS = 4  # scalar columns that identify a row in an error
 _DISTINCT_ERROR = 0.02  # the standard deviation of that counter
 _POSITION_COLUMN, _ROW_COLUMN = "__spark_elastic_place", "__spark_elastic_row"
 HASH_COLUMN = "__spark_elastic_hash"  # `hash_row` of rows that are to be sorted
+EXACT_COLUMN = "__spark_elastic_exact"  # a hash of all of their values as they are
 
 
 def select_prepared(
@@ -275,8 +276,8 @@ class TableScan:
         ragged: bool = False,
     ) -> None:
         """nans: also count NaN, and refuse it. split: the column that says which rows validate. placed: whether
-        `digest` depends on the order of rows; else they have a `HASH_COLUMN`. ragged: whether arrays of numbers may
-        differ in length."""
+        `digest` depends on the order of rows; else they have a `HASH_COLUMN` and an `EXACT_COLUMN`. ragged: whether
+        arrays of numbers may differ in length."""
         self._types, self._ragged = types, ragged
         self._split = split
         self._placed = placed
@@ -288,19 +289,19 @@ class TableScan:
         # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
         # column of its own, since Spark 3.5 cannot compute it in a counter.
         validates = [] if self._split is None else [quote(self._split)]
-        added, row, position = {}, HASH_COLUMN, "0"
+        added, row = {}, HASH_COLUMN
+        content = F.bit_xor(EXACT_COLUMN)
         if self._placed:
-            position = _POSITION_COLUMN
-            added[position] = F.monotonically_increasing_id()
+            added[_POSITION_COLUMN] = F.monotonically_increasing_id()
+            content = F.bit_xor(hash_columns(_POSITION_COLUMN, *map(quote, self._types), *validates))
         if self._placed or validates:
             row = _ROW_COLUMN
             added[row] = hash_row(self._types, *validates)
         df = df.withColumns(added) if added else df
-        placed = hash_columns(position, *map(quote, self._types), *validates)
         texts = [count_bytes(name, kind) for name, kind in self._types.items() if kind.dtype == "object"]
         counters = [
             F.count(F.lit(1)).alias("rows"),
-            F.bit_xor(placed).alias("content"),
+            content.alias("content"),
             F.bit_xor(row).alias("mixed"),
             *_sum_halves(F.shiftrightunsigned(row, 32)),  # equal rows cancel out in `mixed`
             F.approx_count_distinct(row, _DISTINCT_ERROR).alias("distinct"),

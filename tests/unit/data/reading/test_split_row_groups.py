@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import io
+import resource
 import shutil
 import tempfile
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_elastic.data.reading import group_reader
 from spark_elastic.data.reading.group_reader import ArrowReader
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
 from spark_elastic.tables.existing_parquet import describe_parquet
 
@@ -61,20 +60,42 @@ def test_categories_may_differ_between_the_parts_of_a_row_group(tmp_path: Path) 
     assert np.concatenate([part["number"] for part in parts]).tolist() == list(range(ROWS))
 
 
-def test_a_full_disk_is_named_with_what_to_change(
-    reader: ArrowReader, monkeypatch: pytest.MonkeyPatch
+def test_workers_of_a_machine_split_a_row_group_once(
+    reader: ArrowReader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class FullDiskFile(io.BytesIO):
-        def write(self, data: Any) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    other = ArrowReader(reader._store, reader._manifest, cache_bytes=1)
+    with closing(other):
+        with closing(reader):
+            reader.fetch(0)
+            with monkeypatch.context() as context:
+                context.setattr(group_reader, "split_row_group", None)
+                assert other.fetch(1)["x"].tolist() == list(range(250, 500))
+            reader.fetch(4)
+        # What is open stays readable; what is not is split anew.
+        assert other.fetch(2)["x"].tolist() == list(range(500, 750))
+        assert other.fetch(4)["x"].tolist() == list(range(1000, 1250))
+    assert not [path for folder in find_scratch_folders() for path in folder.glob("*")]
 
-        def close(self) -> None:
-            """As a buffered file writes what is left."""
-            if not self.closed:
-                super().close()
-                self.write(b"")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", FullDiskFile)
-    says = rf"cut in {tempfile.gettempdir()} \(No space left on device\): set TMPDIR"
-    with closing(reader), pytest.raises(StoreError, match=says):
+def test_what_a_killed_worker_has_split_in_part_is_not_taken(reader: ArrowReader) -> None:
+    with closing(reader), make_scratch_folder() as folder:
         reader.fetch(0)
+        (path,) = (path for each in find_scratch_folders() for path in each.glob("*"))
+        (folder / path.name).write_bytes(path.read_bytes()[:3000])
+        path.unlink()
+        path.touch()
+        other = ArrowReader(reader._store, reader._manifest, cache_bytes=1)
+        with closing(other):
+            assert other.fetch(1)["x"].tolist() == list(range(250, 500))
+
+
+def test_a_full_disk_is_named_with_what_to_change(reader: ArrowReader) -> None:
+    says = rf"cut in {tempfile.gettempdir()} \(File too large\): set TMPDIR"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with closing(reader), pytest.raises(StoreError, match=says):
+            reader.fetch(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [path for folder in find_scratch_folders() for path in folder.glob("*")]
