@@ -32,10 +32,6 @@ from tests.spark.estimators import ROWS, WORKERS, Net, compute_mse, estimator, i
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
-def weighted_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return ((output - y) ** 2 * w).sum() / w.sum()
-
-
 def state_of(est: ElasticTorchEstimator) -> str:
     """Everything that a fit could change: parameters, the model's and the optimizer's state, shared storage."""
     model, optimizer = est.getModel(), est.getOptimizer()
@@ -80,21 +76,32 @@ def test_fit_trains_and_two_fits_agree_and_change_nothing(spark: SparkSession, t
     assert [row.prediction for row in rows] == pytest.approx(expected)
 
 
-def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(
+def test_weights_of_rows_clipping_shapes_a_loss_of_the_step_and_a_factory_reach_the_workers(
     spark: SparkSession, tmp_path: Path
 ) -> None:
+    def compare_rows(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Each row with all others."""
+        return (output[:, None] - output - y[:, None] + y).abs().mean(1)
+
+    def compare_weighted(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (compare_rows(output, y) * w).sum() / w.sum()
+
     df = table(spark)
     est = estimator(
         tmp_path,
+        loss=compare_rows,
+        loss_scope="step",
+        batch_size=ROWS // WORKERS // 2,
+        backward_passes_per_step=2,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         sample_weight_col="w",
         gradient_clip_norm=0.25,
         input_shapes=[(1, 2)],
     )
     model = est.fit(df)
-    assert is_close(model, train_plain(df, 4, weighted_mse, clip=0.25))
-    assert not is_close(model, train_plain(df, 4, weighted_mse))
-    assert not is_close(model, train_plain(df, 4, compute_mse, clip=0.25))
+    assert is_close(model, train_plain(df, 4, compare_weighted, clip=0.25))
+    assert not is_close(model, train_plain(df, 4, compare_weighted))
+    assert not is_close(model, train_plain(df, 4, lambda *given: compare_rows(*given[:2]).mean(), clip=0.25))
 
 
 def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
