@@ -34,10 +34,6 @@ from tests.spark.estimators import ROWS, WORKERS, Net, compute_mse, estimator, i
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
-def weighted_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return ((output - y) ** 2 * w).sum() / w.sum()
-
-
 def state_of(est: ElasticTorchEstimator) -> str:
     """Everything that a fit could change: parameters, the model's and the optimizer's state, shared storage."""
     model, optimizer = est.getModel(), est.getOptimizer()
@@ -123,11 +119,23 @@ def test_p2_rows_train_an_estimator_as_their_dataframe_does_and_a_loop_in_the_sa
 def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Weights of rows, clipping, shapes, a factory and other epochs reach the workers."""
+    """Weights of rows, clipping, shapes, a loss of the step, a factory and other epochs reach the workers."""
+
+    def compare_rows(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Each row with all others."""
+        return (output[:, None] - output - y[:, None] + y).abs().mean(1)
+
+    def compare_weighted(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (compare_rows(output, y) * w).sum() / w.sum()
+
     df, run_id = table(spark), "m[i]n*: {é}%20#?"
     est = estimator(
         tmp_path / "store[1]*",
         feature_cols="v",
+        loss=compare_rows,
+        loss_scope="step",
+        batch_size=ROWS // WORKERS // 2,
+        backward_passes_per_step=2,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         sample_weight_col="w",
         gradient_clip_norm=0.25,
@@ -140,9 +148,9 @@ def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
     fitted = Pipeline(stages=[assembler, est]).fit(df, {est.epochs: 2})
     model = fitted.stages[-1]
     assert len(model.history) == 2
-    assert is_close(model, train_plain(df, 2, weighted_mse, clip=0.25))
-    assert not is_close(model, train_plain(df, 2, weighted_mse))
-    assert not is_close(model, train_plain(df, 2, compute_mse, clip=0.25))
+    assert is_close(model, train_plain(df, 2, compare_weighted, clip=0.25))
+    assert not is_close(model, train_plain(df, 2, compare_weighted))
+    assert not is_close(model, train_plain(df, 2, lambda *given: compare_rows(*given[:2]).mean(), clip=0.25))
     fitted.write().save(str(tmp_path / "saved"))
     back = PipelineModel.load(str(tmp_path / "saved"))
     assert back.transform(df).orderBy("id").collect() == fitted.transform(df).orderBy("id").collect()
