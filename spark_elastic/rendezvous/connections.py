@@ -89,10 +89,11 @@ class Connection(asyncio.Protocol):
     def finish(self) -> None:
         """Close it behind the answer that is awaited, or now."""
         self._is_last = True
-        if self._transport is not None and self._transport.get_write_buffer_size():
-            self._transport.close()
-        elif self._pending is None:
-            self.abort()
+        if self._pending is None:
+            if self._transport is not None and self._transport.get_write_buffer_size():
+                self._transport.close()  # behind what is being sent
+            else:
+                self.abort()  # a client that reads nothing answers no end of TLS
 
     def abandon(self) -> None:
         """End it on this side, answered or not."""
