@@ -79,6 +79,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        if self._transport is not None:
+            self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
         self._connections.forget(self)
         if self._pending is not None:
             self._pending.cancel(exc is not None)
