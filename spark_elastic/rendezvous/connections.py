@@ -79,6 +79,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        if self._transport is not None:
+            self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
         self._connections.forget(self)
         if self._pending is not None:
             self._pending.cancel(exc is not None)
@@ -89,10 +91,11 @@ class Connection(asyncio.Protocol):
     def finish(self) -> None:
         """Close it behind the answer that is awaited, or now."""
         self._is_last = True
-        if self._transport is not None and self._transport.get_write_buffer_size():
-            self._transport.close()
-        elif self._pending is None:
-            self.abort()
+        if self._pending is None:
+            if self._transport is not None and self._transport.get_write_buffer_size():
+                self._transport.close()  # behind what is being sent
+            else:
+                self.abort()  # a client that reads nothing answers no end of TLS
 
     def abandon(self) -> None:
         """End it on this side, answered or not."""

@@ -177,7 +177,6 @@ class HttpServer:
         if self._loopback is not None and not _is_listening(self._loopback):
             self._loopback.close()
             self._loopback = None
-        # Not the default one: a program may have set another kind (uvloop), which knows no readers of sockets.
         loop = self._loop = asyncio.SelectorEventLoop()
         try:
             loop.call_soon(self._begin)
