@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
@@ -29,8 +29,8 @@ class UnusedCompiler(ModuleType):
         return getattr(load_compiler(), name)
 
     @staticmethod
-    def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-        return function
+    def disable(marked: Any = None, *how: Any, **named: Any) -> Any:
+        return marked if isinstance(marked, FunctionType) else load_compiler().disable(marked, *how, **named)
 
     @staticmethod
     def graph_break(*_: object) -> None:

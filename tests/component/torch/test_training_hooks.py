@@ -37,14 +37,11 @@ from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
+LOST = [pytest.param("one", marks=pytest.mark.faults), "all"]
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        pytest.param("one", marks=pytest.mark.faults),
-        pytest.param("all", marks=pytest.mark.scenario("G5", "S7")),
-    ],
-)
+
+@pytest.mark.scenario("G5", "S7")
+@pytest.mark.parametrize("lost", LOST)
 def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path: Path, fault: Fault) -> None:
     """One worker is lost in training and one in validation; or all, and training continues from a checkpoint."""
     (store, manifest), job, ledger = make_data(tmp_path), make_job(), tmp_path / "ledger"
