@@ -40,6 +40,11 @@ class Lease:
 class Credentials(Protocol):
     """What gives credentials, again and again; a worker gets it pickled. Its repr has no secrets."""
 
+    @property
+    def name(self) -> str:
+        """Of what they open."""
+        ...
+
     def fetch(self) -> Lease:
         """Raises ConnectionError if that may succeed later."""
         ...
@@ -49,44 +54,49 @@ class RenewedCredentials:
     """The credentials of now."""
 
     def __init__(self, source: Credentials, lease: Lease | None = None) -> None:
-        self._source = source
+        self.source = source  # where they come from
         self._lock = threading.Lock()
         self._lease, self._renew_at = lease, _choose_renewal(lease)
+        self._is_first = lease is None
 
     def __repr__(self) -> str:
-        return f"RenewedCredentials({self._source!r})"
+        return f"RenewedCredentials({self.source!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RenewedCredentials, (self._source,)
+        return RenewedCredentials, (self.source,)
 
     @property
     def lease(self) -> Lease | None:
         """That of now; None: it is time to ask for another."""
         return self._lease if self._renew_at is None or _CLOCK.wall() < self._renew_at else None
 
-    def get(self, refused: Lease | None = None) -> Lease:
-        """The lease of now, or the next one. refused: one that the store takes no more.
+    def refuse(self, lease: Lease) -> None:
+        """The store takes this one no more."""
+        with self._lock:
+            if lease is self._lease:
+                self._lease, self._renew_at = None, 0.0
+
+    def get(self) -> Lease:
+        """The lease of now, or the next one; blocks.
 
         Raises:
             ConnectionError: nobody answers, and the last lease is over. StoreError: there are no others.
         """
         with self._lock:
-            before, now = self._lease, self.lease
-            if now is not None and now is not refused:
-                return now
+            found = self.lease
+            if found is not None:
+                return found
             try:
-                self._lease = self._source.fetch()
+                found = self.source.fetch()
             except Exception as error:
-                is_over = before is None or before is refused or _CLOCK.wall() >= (before.ends or 0)
-                if not is_over:
-                    log.warning("%r are not renewed yet: %s", self._source, error)
-                elif before is None or isinstance(error, ConnectionError):
-                    raise
-                else:
+                found = self._lease
+                if found is None or found.ends is None or _CLOCK.wall() >= found.ends:
+                    if self._is_first or isinstance(error, ConnectionError):
+                        raise
                     raise StoreError(f"Credentials have ended and cannot be renewed: {error}") from error
-            self._renew_at = _choose_renewal(self._lease)
-            assert self._lease is not None
-            return self._lease
+                log.warning("credentials of %r are not renewed yet: %s", self.source, error)
+            self._lease, self._renew_at, self._is_first = found, _choose_renewal(found), False
+            return found
 
 
 def _choose_renewal(lease: Lease | None) -> float | None:
@@ -108,9 +118,9 @@ class RenewedRoot:
     options: Mapping[str, Any] = field(repr=False)  # of the client, beside those of a lease
     credentials: RenewedCredentials
 
-    def connect(self, refused: Lease | None) -> tuple[Lease, AsyncFileSystem]:
+    def connect(self) -> tuple[Lease, AsyncFileSystem]:
         """A client with the lease of now; blocks."""
-        lease = self.credentials.get(refused)
+        lease = self.credentials.get()
         return lease, self.client(**{**lease.options, **self.options}, skip_instance_cache=True)
 
 
@@ -125,17 +135,18 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
     def __init__(self, *roots: RenewedRoot, **options: Any) -> None:
         super().__init__(**options)
         self.roots, self.protocol = roots, roots[0].client.protocol  # type: ignore[attr-defined]
-        self.session: object = None  # another one after each renewal
+        self.session: object = None  # another one after each refusal and renewal
         self._connected: dict[
             str, tuple[Lease, AsyncFileSystem]
         ] = {}  # path of a root -> its lease and client
         self._lock = asyncio.Lock()
 
     async def set_session(self, refresh: bool = False) -> None:
-        """Ask for other credentials."""
+        """Have the next call ask for other credentials."""
         for root in self.roots:
             if root.path in self._connected:
-                await self._connect(root, refused=self._connected[root.path][0])
+                root.credentials.refuse(self._connected[root.path][0])
+        self.session = object()
 
     def invalidate_cache(self, path: str | None = None) -> None:
         for _, client in list(self._connected.values()):
@@ -144,25 +155,25 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _find_client(self, path: str) -> AsyncFileSystem:
         inside = [root for root in self.roots if f"{path}/".startswith(f"{root.path}/")]
         root = max(inside or self.roots, key=lambda each: len(each.path))
-        connected = self._connected.get(root.path)
-        if connected is None or root.credentials.lease is not connected[0]:
-            connected = await self._connect(root)
-        return connected[1]
+        if not self._is_connected(root):
+            async with self._lock:
+                if not self._is_connected(root):
+                    await self._connect(root)
+        return self._connected[root.path][1]
 
-    async def _connect(
-        self, root: RenewedRoot, refused: Lease | None = None
-    ) -> tuple[Lease, AsyncFileSystem]:
-        async with self._lock:
-            before = self._connected.get(root.path)
-            if before is not None and before[0] is not refused and before[0] is root.credentials.lease:
-                return before  # others were first
-            thread = ThreadPoolExecutor(1, "credentials")
-            try:
-                connected = await asyncio.get_running_loop().run_in_executor(thread, root.connect, refused)
-            finally:
-                thread.shutdown(wait=False)
-            self._connected[root.path], self.session = connected, object()
-            return connected
+    def _is_connected(self, root: RenewedRoot) -> bool:
+        connected = self._connected.get(root.path)
+        return connected is not None and root.credentials.lease is connected[0]
+
+    async def _connect(self, root: RenewedRoot) -> None:
+        thread = ThreadPoolExecutor(1, "credentials")
+        try:
+            connected = await asyncio.get_running_loop().run_in_executor(thread, root.connect)
+        finally:
+            thread.shutdown(wait=False)
+        if root.path in self._connected:
+            self.session = object()
+        self._connected[root.path] = connected
 
 
 def _delegate(method: str) -> Callable[..., Any]:
@@ -194,3 +205,8 @@ def join_filesystems(parts: list[Any]) -> Any:
     if all(isinstance(each, RenewedFileSystem) and each.protocol == parts[0].protocol for each in parts):
         return RenewedFileSystem(*(root for each in parts for root in each.roots))
     return None
+
+
+def find_table(filesystem: Any) -> str | None:
+    """The name in its catalog of what a file system with renewed credentials opens; None for others."""
+    return filesystem.roots[0].credentials.source.name if isinstance(filesystem, RenewedFileSystem) else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.data.row_handle import RowHandle
+from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -111,6 +112,15 @@ class Rows(RowHandle):
         from spark_elastic.estimators.fit_rows import describe_paths
 
         return cls(*describe_paths(paths, columns, dict(storage_options or {})))
+
+    @staticmethod
+    def _find_options(catalog: Any, table: str | None, storage_options: dict[str, Any]) -> dict[str, Any]:
+        from spark_elastic.tables.catalogs import find_in_catalog
+
+        if table is None:
+            raise InvalidInput("These Rows were not made from a table of a catalog: leave catalog out.")
+        options: dict[str, Any] = find_in_catalog(catalog, table).open(storage_options)[1]
+        return options
 
     def dataset(self) -> RowDataset:
         """A map-style data set of torch: a row is a dict of tensors."""

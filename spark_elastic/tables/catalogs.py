@@ -218,10 +218,10 @@ class IcebergTable(CatalogTable):
             exceptions.NoSuchNamespaceError,
             exceptions.NoSuchIdentifierError,
         ) as error:
-            with suppress(Exception):  # what only some catalogs know
-                if catalog.view_exists(self.name):
-                    raise _refuse_kind(self, "a view") from error
-            raise self.unknown() from error
+            is_view = False
+            with suppress(Exception):  # not all catalogs know views
+                is_view = catalog.view_exists(self.name)
+            raise (_refuse_kind(self, "VIEW") if is_view else self.unknown()) from error
         except (
             exceptions.ServiceUnavailableError, exceptions.ServerError, exceptions.TooManyRequestsError, OSError
         ) as error:  # fmt: skip
@@ -272,7 +272,7 @@ class UnityTable(CatalogTable):
         kind, layout = str(facts.get("table_type")), str(facts.get("data_source_format"))
         location = facts.get("storage_location")
         if kind not in ("MANAGED", "EXTERNAL") or not location:
-            raise _refuse_kind(self, kind.replace("_", " ").lower())
+            raise _refuse_kind(self, kind)
         if layout != "DELTA":
             raise InvalidInput(
                 f"Table {self.name!r} of the catalog {self.uri} has the format {layout}: Unity Catalog gives tables of "
@@ -332,7 +332,7 @@ def _read_message(content: bytes) -> str:
 
 def _refuse_kind(table: CatalogTable, kind: str) -> InvalidInput:
     return InvalidInput(
-        f"Table {table.name!r} of the catalog {table.uri} is {kind}, which has no files of its own: fit on "
+        f"Table {table.name!r} of the catalog {table.uri} is of the kind {kind}, which has no files of its own: fit on "
         f"spark.table({table.name!r}), or name the table that it selects from."
     )
 

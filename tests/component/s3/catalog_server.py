@@ -86,7 +86,7 @@ class _Answers(BaseHTTPRequestHandler):
             if name in self.server.unity:
                 return 200, self.server.unity[name]
             return 404, {"error_code": "TABLE_DOES_NOT_EXIST", "message": f"Table '{name}' does not exist."}
-        assert path == "/temporary-table-credentials" and body["operation"] == "READ"
+        assert (path, body["operation"]) == ("/temporary-table-credentials", "READ")
         assert body["table_id"] in {each["table_id"] for each in self.server.unity.values()}
         token, end = self.server.vend()
         keys = {"access_key_id": "vended", "secret_access_key": SECRET, "session_token": token}

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-
 from pyspark import cloudpickle
+
 from spark_elastic import Rows
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from tests.component.s3.catalog_server import TOKEN, UNITY, CatalogServer
+from spark_elastic.tables.catalogs import find_in_catalog
+from spark_elastic.tables.lake_tables import join_stores, read_snapshot
+from tests.component.s3.catalog_server import SECRET as VENDED
+from tests.component.s3.catalog_server import TOKEN, CatalogServer
 from tests.component.s3.conftest import SECRET
 from tests.component.s3.faulty_server import FaultyServer
 from tests.leaks import SessionOwned
@@ -58,7 +65,8 @@ def tables(endpoint: str) -> dict[str, Any]:
     }
     for number in range(3):
         part = table.slice(number * ROWS // 3, ROWS // 3)
-        deltalake.write_deltalake(f"s3://{bucket}/delta", part, mode="append", storage_options=options)
+        for name in ("delta", "copy"):
+            deltalake.write_deltalake(f"s3://{bucket}/{name}", part, mode="append", storage_options=options)
     catalog = sql.SqlCatalog(
         "made",
         **{
@@ -85,7 +93,7 @@ def tables(endpoint: str) -> dict[str, Any]:
         "table_id": "4711",
         "properties": {},
     }
-    return {"unity": facts, "iceberg": (place, metadata)}
+    return {"unity": facts, "iceberg": (place, metadata), "copy": f"s3://{bucket}/copy"}
 
 
 @pytest.fixture
@@ -141,3 +149,150 @@ def test_rows_are_read_for_longer_than_keys_are_valid(
     begun = len(server.ends)
     while len(server.ends) < begun + 3:
         assert read_ids(rows) == list(range(ROWS))
+
+
+def test_keys_that_are_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(
+    server: CatalogServer,
+) -> None:
+    rows = Rows.from_table(**name_unity(server))
+    assert read_ids(rows) == list(range(ROWS))
+    server.ends.clear()  # as if they were revoked
+    asked = server.requests.total()
+    server.status = 503
+    back = threading.Timer(1.0, lambda: setattr(server, "status", None))
+    back.start()
+    assert read_ids(rows) == list(range(ROWS))
+    back.join()
+    assert server.requests.total() > asked + 1
+
+
+def test_credentials_that_cannot_be_renewed_end_the_read_with_one_sentence(server: CatalogServer) -> None:
+    tokens = [TOKEN]
+    named = name_unity(server, lambda: tokens[-1])
+    rows = Rows.from_table(**named)
+    server.ends.clear()
+    server.token = "the-next-token"
+    with pytest.raises(StoreError) as refused:
+        read_ids(rows)
+    assert re.fullmatch(
+        r"Credentials have ended and cannot be renewed: The catalog http://\S+ gives no access to table "
+        r"'main.ns.digits' \(HTTP 401: no such token: Bearer \.\.\.\): check its token, which must be valid as long as the "
+        r"run, and the right to read the table from outside\.",
+        str(refused.value),
+    )
+    tokens.append("the-next-token")
+    assert read_ids(rows) == list(range(ROWS))
+    server.status = 503
+    rows = cloudpickle.loads(cloudpickle.dumps(rows))  # as a worker gets them
+    with pytest.raises(StoreError, match=r"attempts in \d+ s failed.*does not answer \(HTTP 503: busy\)"):
+        read_ids(rows)
+
+
+def test_no_secret_is_shown_or_saved(
+    server: CatalogServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "spark_elastic")
+    monkeypatch.setenv("CATALOG_TOKEN", TOKEN)
+    named = name_rest(server, "env:CATALOG_TOKEN")
+    rows = Rows.from_table(**named)
+    rows.save(str(tmp_path / "rows"))
+    pickled = cloudpickle.dumps(rows)
+    shown = [
+        repr(rows), str(rows.store), repr(rows.store.filesystem), repr(rows.store.filesystem.storage_args),
+        rows.describe(), (tmp_path / "rows").read_text(), caplog.text, pickled.decode("latin-1"),
+    ]  # fmt: skip
+    for text in shown:
+        assert not [secret for secret in (TOKEN, SECRET, VENDED) if secret in text]
+    again = Rows.open(str(tmp_path / "rows"), catalog=named["catalog"])
+    assert (again.manifest, read_ids(again)) == (rows.manifest, list(range(ROWS)))
+    with pytest.raises(StoreError):
+        read_ids(Rows.open(str(tmp_path / "rows"), endpoint_url=server.endpoint, anon=True))
+    with pytest.raises(InvalidInput, match="were not made from a table of a catalog"):
+        Rows.open(str(save_plain(tmp_path)), catalog=named["catalog"])
+    monkeypatch.delenv("CATALOG_TOKEN")
+    with pytest.raises(InvalidInput, match="in the variable CATALOG_TOKEN, which this process lacks"):
+        Rows.from_table(**named)
+
+
+def save_plain(folder: Path) -> Path:
+    pq.write_table(pa.table({"id": [1, 2]}), folder / "plain.parquet")
+    Rows.from_parquet(str(folder / "plain.parquet")).save(str(folder / "plain"))
+    return folder / "plain"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"unity": "main.ns.none"}, InvalidInput, "has no table 'main.ns.none': check the name."),
+        ({"rest": "ns.none"}, InvalidInput, "has no table 'ns.none': check the name."),
+        ({"rest": "ns.view"}, InvalidInput, "Table 'ns.view' of .* is of the kind VIEW, which has no files"),
+        ({"facts": {"table_type": "MATERIALIZED_VIEW"}}, InvalidInput, "of the kind MATERIALIZED_VIEW, which has"),
+        ({"facts": {"table_type": "VIEW", "storage_location": None}}, InvalidInput, "of the kind VIEW, which has"),
+        ({"facts": {"data_source_format": "ICEBERG"}}, InvalidInput, "has the format ICEBERG: .* REST catalog"),
+        (
+            {"facts": {"table_type": "MANAGED", "properties": {"delta.feature.catalogManaged": "supported"}}},
+            InvalidInput,
+            r"Only the catalog .* knows all commits of table .* \(catalogManaged\), which deltalake cannot open",
+        ),
+        ({"token": "other", "unity": "main.ns.digits"}, InvalidInput, r"gives no access .* \(HTTP 401: "),
+        ({"token": "other", "rest": "ns.digits"}, InvalidInput, r"gives no access .* \(NotAuthorizedException: "),
+        ({"status": 503, "unity": "main.ns.digits"}, StoreError, r"does not answer \(HTTP 503: busy\): check its uri"),
+        ({"status": 503, "rest": "ns.digits"}, StoreError, "does not answer .*busy.*: check its uri"),
+        ({"uri": "http://127.0.0.1:9", "unity": "x"}, StoreError, "does not answer .*refused.*: check its uri"),
+        ({"uri": "http://127.0.0.1:9", "rest": "x"}, StoreError, "does not answer .*refused.*: check its uri"),
+        ({"uri": "file:///etc", "unity": "x"}, InvalidInput, r"uri of a Unity Catalog is http\(s\)://host; got 'file"),
+        (
+            {"config": {"s3.remote-signing-enabled": "true"}, "rest": "ns.digits"},
+            InvalidInput,
+            "signs each request for table 'ns.digits' and gives no credentials",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_catalog_cannot_give_is_refused_in_one_sentence(
+    server: CatalogServer, change: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    server.views.add("ns.view")
+    server.status, server.config = change.get("status"), change.get("config", {})
+    if "facts" in change:
+        server.unity["main.ns.digits"] = {**server.unity["main.ns.digits"], **change["facts"]}
+    make = name_rest if "rest" in change else name_unity
+    named = make(server, change.get("token", TOKEN))
+    named["table"] = change.get("unity") or change.get("rest") or named["table"]
+    named["catalog"]["uri"] = change.get("uri", server.url)
+    with pytest.raises(error, match=sentence) as refused:
+        Rows.from_table(**named)
+    text = str(refused.value)
+    assert re.fullmatch(r"[^\n]+\.", text)
+    assert not {"other", TOKEN} & set(re.split(r"[\s,:()]", text))
+
+
+def test_arguments_that_are_no_catalog_are_refused(server: CatalogServer) -> None:
+    with pytest.raises(InvalidInput, match="must be a pyiceberg Catalog or a dict of its properties"):
+        Rows.from_table("ns.digits", catalog="rest")
+    with pytest.raises(InvalidInput, match=r"table is its name there, such as .*; got DataFrame"):
+        Rows.from_table(pa.table({"id": [1]}).to_pandas(), catalog={"type": "rest"})
+    catalog = name_object(server)["catalog"]
+    catalog.properties["session"] = threading.Lock()
+    with pytest.raises(
+        InvalidInput, match=r"cannot be renewed: workers cannot get the properties of .*cannot pickle"
+    ):
+        Rows.from_table("ns.digits", catalog=catalog)
+
+
+def test_two_tables_of_a_catalog_are_read_with_keys_of_their_own(
+    server: CatalogServer, tables: dict[str, Any]
+) -> None:
+    server.unity["main.ns.others"] = {
+        **tables["unity"],
+        "table_id": "4712",
+        "storage_location": tables["copy"],
+    }
+    parts = [
+        read_snapshot(find_in_catalog(named["catalog"], name), None, named["storage_options"])
+        for name in ("main.ns.digits", "main.ns.others")
+        for named in [name_unity(server)]
+    ]
+    store, files = join_stores(parts)
+    assert len(store.filesystem.roots) == 2
+    for part in files:
+        assert [store.describe(each.info.name).bytes for each in part] == [each.info.bytes for each in part]
