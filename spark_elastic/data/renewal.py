@@ -139,7 +139,7 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self._connected: dict[
             str, tuple[Lease, AsyncFileSystem]
         ] = {}  # path of a root -> its lease and client
-        self._lock = asyncio.Lock()
+        self._connecting: dict[str, asyncio.Future[None]] = {}  # path of a root -> what makes its next client
 
     async def set_session(self, refresh: bool = False) -> None:
         """Have the next call ask for other credentials."""
@@ -156,9 +156,12 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         inside = [root for root in self.roots if f"{path}/".startswith(f"{root.path}/")]
         root = max(inside or self.roots, key=lambda each: len(each.path))
         if not self._is_connected(root):
-            async with self._lock:
-                if not self._is_connected(root):
-                    await self._connect(root)
+            task = self._connecting.get(root.path)
+            if task is None:
+                task = self._connecting[root.path] = asyncio.ensure_future(self._connect(root))
+                # Whoever waited may have left.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.shield(task)  # an attempt that is over leaves it to the next
         return self._connected[root.path][1]
 
     def _is_connected(self, root: RenewedRoot) -> bool:
@@ -170,6 +173,7 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         try:
             connected = await asyncio.get_running_loop().run_in_executor(thread, root.connect)
         finally:
+            del self._connecting[root.path]
             thread.shutdown(wait=False)
         if root.path in self._connected:
             self.session = object()

@@ -26,22 +26,11 @@ _VARIABLE = "env:"  # prefix of a property whose value is a variable of each pro
 _SHOWN = ("uri", "type", "name", "warehouse")  # properties that are no secrets
 _UNITY_API = "/api/2.1/unity-catalog"
 # Only the catalog knows all commits of a table with one of these.
-_CATALOG_COMMITS = (
-    "delta.feature.catalogManaged",
-    "delta.feature.catalogOwned-preview",
-    "delta.coordinatedCommits",
-)
-# With one of these in storage_options the user has credentials, and the catalog gives names alone.
+_CATALOG_COMMITS = ("delta.feature.catalogManaged", "delta.feature.catalogOwned", "delta.coordinatedCommits")
+# What the user gives in storage_options, for this store or for that of the run.
 _OWN_CREDENTIALS = {
-    "key",
-    "anon",
-    "profile",
-    "token",
-    "credential",
-    "account_key",
-    "sas_token",
-    "connection_string",
-}
+    "key", "secret", "token", "anon", "profile", "credential", "account_key", "sas_token", "connection_string",
+}  # fmt: skip
 # Name in Iceberg -> that of fsspec's client.
 _ICEBERG_NAMES = {
     "s3.access-key-id": "key",
@@ -65,14 +54,20 @@ class CatalogTable:
     def __repr__(self) -> str:
         return f"table {self.name!r} of the catalog {self.uri}"
 
-    @abstractmethod
     def open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `read_snapshot` reads, and storage options for it. options: the user's, which count.
+        """What `read_snapshot` reads, and storage options for it. options: the user's.
 
         Raises:
             InvalidInput: there is no such table, its kind cannot be read, or the catalog refuses. StoreError: nobody
                 answers.
         """
+        try:
+            return self._open(options)
+        except ConnectionError as error:
+            raise StoreError(f"The {self!r} cannot be opened: {error}.") from error
+
+    @abstractmethod
+    def _open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]: ...
 
     @abstractmethod
     def fetch(self) -> Lease:
@@ -115,11 +110,12 @@ class CatalogTable:
         """The first line of an error, without secrets."""
         text = (str(error) or type(error).__name__).partition("\n")[0].rstrip(".")
         for name, value in self.find_values().items():
-            if name not in _SHOWN and isinstance(value, str) and len(value) > 3:
-                text = text.replace(value, "...")
+            if name not in _SHOWN and isinstance(value, str):
+                for part in [value, *value.split(":")]:  # an id and a secret
+                    text = text.replace(part, "...") if len(part) > 3 else text
         return text
 
-    def add_credentials(self, options: Mapping[str, Any], lease: Lease | None) -> dict[str, Any]:
+    def add_credentials(self, options: Mapping[str, Any], lease: Lease | None = None) -> dict[str, Any]:
         """Storage options with credentials that are renewed, instead of the user's, which may be for another store."""
         kept = {name: value for name, value in options.items() if name not in _OWN_CREDENTIALS}
         return {**kept, "credentials": RenewedCredentials(self, lease)}
@@ -179,11 +175,8 @@ class IcebergTable(CatalogTable):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "catalog": None}
 
-    def open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        try:
-            table = self._load()
-        except ConnectionError as error:
-            raise StoreError(f"The {self!r} cannot be opened: {error}.") from error
+    def _open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        table = self._load()
         found = dict(table.io.properties)
         lease = _read_properties(found)
         is_secret = any(name in lease.options for name in ("secret", "token", "sas_token"))
@@ -214,10 +207,8 @@ class IcebergTable(CatalogTable):
                 catalog = load_catalog(values.pop("name", "default"), **values)
             return catalog.load_table(self.name)
         except (
-            exceptions.NoSuchTableError,
-            exceptions.NoSuchNamespaceError,
-            exceptions.NoSuchIdentifierError,
-        ) as error:
+            exceptions.NoSuchTableError, exceptions.NoSuchNamespaceError, exceptions.NoSuchIdentifierError
+        ) as error:  # fmt: skip
             is_view = False
             with suppress(Exception):  # not all catalogs know views
                 is_view = catalog.view_exists(self.name)
@@ -256,16 +247,12 @@ class UnityTable(CatalogTable):
 
     table_id: str = ""  # known once it is open
 
-    def open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        try:
-            facts = self._call(f"tables/{quote(self.name, safe='')}")
-            location = self._check(facts)
-            if urlsplit(location).scheme in ("", "file"):
-                return location, dict(options)
-            known = replace(self, table_id=str(facts.get("table_id", "")))
-            return location, known.add_credentials(options, None)
-        except ConnectionError as error:
-            raise StoreError(f"The {self!r} cannot be opened: {error}.") from error
+    def _open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        facts = self._call(f"tables/{quote(self.name, safe='')}")
+        location = self._check(facts)
+        if urlsplit(location).scheme in ("", "file"):
+            return location, dict(options)
+        return location, replace(self, table_id=str(facts.get("table_id"))).add_credentials(options)
 
     def _check(self, facts: Mapping[str, Any]) -> str:
         """Where the table lies. Raises InvalidInput if its kind cannot be read."""
@@ -339,32 +326,26 @@ def _refuse_kind(table: CatalogTable, kind: str) -> InvalidInput:
 
 # ---- deltalake
 
-_DELTA_NAMES: Mapping[str, Mapping[str, str]] = {
-    "s3": {
-        "key": "aws_access_key_id",
-        "secret": "aws_secret_access_key",
-        "token": "aws_session_token",
-        "endpoint_url": "aws_endpoint_url",
-    },
-    "abfs": {
-        "account_name": "azure_storage_account_name",
-        "account_key": "azure_storage_account_key",
-        "sas_token": "azure_storage_sas_token",
-    },
+_DELTA_NAMES = {
+    "key": "aws_access_key_id",
+    "secret": "aws_secret_access_key",
+    "token": "aws_session_token",
+    "endpoint_url": "aws_endpoint_url",
+    "account_name": "azure_storage_account_name",
+    "account_key": "azure_storage_account_key",
+    "sas_token": "azure_storage_sas_token",
 }
 
 
 def to_delta_options(url: str, options: Mapping[str, Any]) -> dict[str, str] | None:
-    """What `deltalake` takes for fsspec's options; None: it finds its credentials itself."""
+    """What `deltalake` takes for fsspec's options of S3 and Azure; None: it finds its credentials itself."""
+    if not urlsplit(url).scheme.startswith(("s3", "ab", "az")):
+        return None
     credentials = options.get("credentials")
     given = {**(credentials.get().options if credentials is not None else {}), **options}
-    scheme = urlsplit(url).scheme
-    names = (
-        _DELTA_NAMES["s3" if scheme.startswith("s3") else "abfs"] if scheme[:2] in ("s3", "ab", "az") else {}
-    )
-    found = {own: str(given[name]) for name, own in names.items() if given.get(name)}
+    found = {own: str(given[name]) for name, own in _DELTA_NAMES.items() if given.get(name)}
     region = (given.get("client_kwargs") or {}).get("region_name")
-    if found and region:
+    if region:
         found["aws_region"] = region
     if found.get("aws_endpoint_url", "").startswith("http:"):
         found["aws_allow_http"] = "true"

@@ -7,26 +7,45 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deltalake
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.catalog import load_catalog
+from pyiceberg.catalog.sql import SqlCatalog
 from pyspark import cloudpickle
 
 from spark_elastic import Rows
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.catalogs import find_in_catalog
 from spark_elastic.tables.lake_tables import join_stores, read_snapshot
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.s3.catalog_server import SECRET as VENDED
 from tests.component.s3.catalog_server import TOKEN, CatalogServer
 from tests.component.s3.conftest import SECRET
 from tests.component.s3.faulty_server import FaultyServer
+from tests.component.torch.job import (
+    RUN,
+    Follower,
+    LauncherFactory,
+    check_every_row_once,
+    difference,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+from tests.component.torch.resumed_job import make_job
 from tests.leaks import SessionOwned
+from tests.patience import until
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 
@@ -39,6 +58,7 @@ def s3(endpoint: str, session_owned: SessionOwned) -> Iterator[FaultyServer]:
     """S3 that takes vended keys alone, as long as they are valid."""
     server = FaultyServer(endpoint, 1)
     session_owned.ports.add(server.server_port)
+    session_owned.thread_modules.add("asyncio_")  # of fsspec's loop, which looks up hosts there
     with session_owned.adopt():
         server.start()
     yield server
@@ -48,26 +68,17 @@ def s3(endpoint: str, session_owned: SessionOwned) -> Iterator[FaultyServer]:
 @pytest.fixture(scope="module")
 def tables(endpoint: str) -> dict[str, Any]:
     """A table of Delta and one of Iceberg, in a bucket: name -> what a catalog knows of it."""
-    deltalake = pytest.importorskip("deltalake")
-    sql = pytest.importorskip("pyiceberg.catalog.sql")
     bucket = uuid.uuid4().hex
     Store.open(f"s3://{bucket}/x", key="someone", secret=SECRET, endpoint_url=endpoint).filesystem.mkdir(
         bucket
     )
     table = pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS) * 0.5})
-    options = {
-        "aws_access_key_id": "someone",
-        "aws_secret_access_key": SECRET,
-        "aws_endpoint_url": endpoint,
-        "aws_allow_http": "true",
-        "aws_region": "us-east-1",
-        "aws_s3_allow_unsafe_rename": "true",
-    }
+    options = delta_options(endpoint)
     for number in range(3):
         part = table.slice(number * ROWS // 3, ROWS // 3)
         for name in ("delta", "copy"):
             deltalake.write_deltalake(f"s3://{bucket}/{name}", part, mode="append", storage_options=options)
-    catalog = sql.SqlCatalog(
+    catalog = SqlCatalog(
         "made",
         **{
             "uri": "sqlite:///:memory:",
@@ -96,6 +107,17 @@ def tables(endpoint: str) -> dict[str, Any]:
     return {"unity": facts, "iceberg": (place, metadata), "copy": f"s3://{bucket}/copy"}
 
 
+def delta_options(endpoint: str) -> dict[str, str]:
+    return {
+        "aws_access_key_id": "someone",
+        "aws_secret_access_key": SECRET,
+        "aws_endpoint_url": endpoint,
+        "aws_allow_http": "true",
+        "aws_region": "us-east-1",
+        "aws_s3_allow_unsafe_rename": "true",
+    }
+
+
 @pytest.fixture
 def server(s3: FaultyServer, tables: dict[str, Any]) -> Iterator[CatalogServer]:
     catalog = CatalogServer(s3.url)
@@ -113,7 +135,13 @@ def name_unity(server: CatalogServer, token: Any = TOKEN) -> dict[str, Any]:
     return {
         "table": "main.ns.digits",
         "catalog": {"type": "unity", "uri": server.url, "token": token},
-        "storage_options": {"endpoint_url": server.endpoint, "retry_seconds": 3.0},
+        # The keys of the run's store open no table of the catalog.
+        "storage_options": {
+            "endpoint_url": server.endpoint,
+            "retry_seconds": 3.0,
+            "key": "someone",
+            "secret": SECRET,
+        },
     }
 
 
@@ -129,8 +157,6 @@ def name_rest(server: CatalogServer, token: Any = TOKEN) -> dict[str, Any]:
 
 def name_object(server: CatalogServer) -> dict[str, Any]:
     named = name_rest(server)
-    from pyiceberg.catalog import load_catalog
-
     return {**named, "catalog": load_catalog("mine", **named["catalog"])}
 
 
@@ -176,8 +202,8 @@ def test_credentials_that_cannot_be_renewed_end_the_read_with_one_sentence(serve
         read_ids(rows)
     assert re.fullmatch(
         r"Credentials have ended and cannot be renewed: The catalog http://\S+ gives no access to table "
-        r"'main.ns.digits' \(HTTP 401: no such token: Bearer \.\.\.\): check its token, which must be valid as long as the "
-        r"run, and the right to read the table from outside\.",
+        r"'main.ns.digits' \(HTTP 401: no such token: Bearer \.\.\.\): check its token, which must be valid as "
+        r"long as the run, and the right to read the table from outside\.",
         str(refused.value),
     )
     tokens.append("the-next-token")
@@ -279,6 +305,12 @@ def test_arguments_that_are_no_catalog_are_refused(server: CatalogServer) -> Non
         Rows.from_table("ns.digits", catalog=catalog)
 
 
+def test_keys_of_the_user_open_a_table_of_delta_by_its_place(endpoint: str, tables: dict[str, Any]) -> None:
+    options = {"key": "someone", "secret": SECRET, "endpoint_url": endpoint}
+    rows = Rows.from_table(tables["unity"]["storage_location"], storage_options=options)
+    assert read_ids(rows) == list(range(ROWS))
+
+
 def test_two_tables_of_a_catalog_are_read_with_keys_of_their_own(
     server: CatalogServer, tables: dict[str, Any]
 ) -> None:
@@ -296,3 +328,38 @@ def test_two_tables_of_a_catalog_are_read_with_keys_of_their_own(
     assert len(store.filesystem.roots) == 2
     for part in files:
         assert [store.describe(each.info.name).bytes for each in part] == [each.info.bytes for each in part]
+
+
+@pytest.mark.faults
+def test_workers_and_those_after_them_ask_for_credentials_of_their_own(
+    endpoint: str, server: CatalogServer, tables: dict[str, Any], tmp_path: Path
+) -> None:
+    here, _ = make_data(tmp_path)
+    bucket = tables["unity"]["storage_location"].rpartition("/")[0]
+    table = pq.read_table(here.path("rows/part.parquet")).combine_chunks()  # the writer mixes several
+    deltalake.write_deltalake(f"{bucket}/training", table, storage_options=delta_options(endpoint))
+    server.unity["main.ns.digits"] = {**tables["unity"], "storage_location": f"{bucket}/training"}
+    rows = Rows.from_table(
+        "main.ns.digits",
+        storage_options={"endpoint_url": server.endpoint},
+        catalog=name_unity(server)["catalog"],
+    )
+    server.seconds = 2.0
+    server.ends.clear()  # the driver's are over
+    job = replace(make_job(), data=rows.store)
+    make = LauncherFactory()
+    begun: list[int] = []
+
+    def lose_all() -> None:
+        until(lambda: bool(CheckpointStore(here, RUN).read_published()))
+        begun.append(len(server.ends))
+        for slot in make.made.slots():
+            kill(make.made, slot)
+
+    with inject_faults(tmp_path / "faults", {"epoch 1": lose_all}):
+        ledger, run = tmp_path / "ledger", OwnedRun.acquire(here, RUN)
+        ours, _ = train_elastic(job, here, rows.manifest, str(ledger), Follower(), make, run=run)
+    assert begun[0] >= job.workers
+    assert len(server.ends) > begun[0]
+    check_every_row_once(ledger, job.epochs)
+    assert difference(ours, train_plain(job, here, rows.manifest)) < 1e-9

@@ -144,6 +144,7 @@ class Job:
     transformation_pool: str = "process"
     verify_steps: int | None = None
     balance_rows: bool = False
+    data: Store | None = None  # where the rows are; None: in the store of the run
 
     def plan(self, manifest: Manifest) -> DataPlan:
         plan = DataPlan.for_run(
@@ -177,7 +178,7 @@ class Job:
                 verify_steps=self.verify_steps,
                 balance_rows=self.balance_rows,
             ),
-            rows=Rows(store, manifest, self.plan(manifest)),
+            rows=Rows(self.data or store, manifest, self.plan(manifest)),
             store=store,
             result="final.pt",
             features=features,
