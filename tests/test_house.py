@@ -17,6 +17,7 @@ FORBIDDEN = {"util", "utils", "common", "helper", "helpers", "manager", "base", 
 READERS_OF_THE_ENVIRONMENT = {
     "spark_elastic.config": "the one place for settings",
     "spark_elastic.clusters.spark.slot_task": "the executor's id, which Spark on Kubernetes gives by environment alone",
+    "spark_elastic.tables.catalogs": "a token, in the variable that the user names",
 }
 # Python 3.11 and newer have them.
 NEWER_NAMES = {

@@ -36,8 +36,10 @@ def _close_here(reader: Reader, process: int) -> None:
         reader.close()
 
 
-# By process, store and hash of the manifest.
-_open_readers: weakref.WeakValueDictionary[tuple[int, str, str], _OpenReader] = weakref.WeakValueDictionary()
+# By process, file system (another one has other credentials), store and hash of the manifest.
+_open_readers: weakref.WeakValueDictionary[tuple[int, int, str, str], _OpenReader] = (
+    weakref.WeakValueDictionary()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class RowAccess:
     @property
     def reader(self) -> Reader:
         """The reader of this process; it lives as long as an access of the process that has used it."""
-        key = os.getpid(), self.store.url, self._hash
+        key = os.getpid(), id(self.store.filesystem), self.store.url, self._hash
         opened: _OpenReader | None = self.__dict__.get("_opened", {}).get(key)
         if opened is None:
             opened = _open_readers.get(key) or _OpenReader(self.store, self.manifest)

@@ -20,6 +20,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_delete
 from spark_elastic.data.packing import Packing
 from spark_elastic.data.plan import draw_uniform
 from spark_elastic.data.reading.readers import pack_rows
+from spark_elastic.data.renewal import find_table
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
@@ -42,8 +43,12 @@ class RowHandle:
     # ---- kept in a file
 
     @classmethod
-    def open(cls: type[H], url: str, **storage_options: Any) -> H:
-        """What `save` wrote. storage_options: of fsspec, for that file and those of the rows.
+    def open(cls: type[H], url: str, catalog: Any = None, **storage_options: Any) -> H:
+        """What `save` wrote.
+
+        Args:
+            catalog: that knows the rows' table, as in `from_table`.
+            storage_options: of fsspec, for that file and those of the rows.
 
         Raises:
             StoreError: there is no such file, or it was altered.
@@ -57,8 +62,12 @@ class RowHandle:
                     f"{url} has format {saved['format']}, and this release reads {FORMAT}: save the Rows again."
                 )
             manifest = Manifest.from_json(saved["manifest"])
+            if catalog is not None:
+                storage_options = cls._find_options(catalog, saved["table"], storage_options)
             store = Store.open(saved["store"], **storage_options)
             return cls(store, manifest, saved["source"], saved["has_no_nan"])
+        except InvalidInput:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{url} is not what Rows.save writes: save the Rows again.") from error
 
@@ -68,11 +77,17 @@ class RowHandle:
         document = {
             "format": FORMAT,
             "store": self.store.url,
+            "table": find_table(self.store.filesystem),
             "source": self.source,
             "has_no_nan": self.has_no_nan,
             "manifest": self.manifest.to_json(),
         }
         Store.open(folder or ".", **storage_options).write_bytes(name, json.dumps(document).encode())
+
+    @staticmethod
+    def _find_options(catalog: Any, table: str | None, storage_options: dict[str, Any]) -> dict[str, Any]:
+        """Storage options with the credentials of that table of the catalog. Raises InvalidInput: it is no table's."""
+        raise NotImplementedError
 
     # ---- what they are
 

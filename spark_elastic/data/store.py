@@ -34,6 +34,7 @@ from fsspec.spec import AbstractFileSystem
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.remote_file import RemoteFile
+from spark_elastic.data.renewal import RenewedCredentials, renew
 from spark_elastic.data.retries import RETRY_SECONDS, RetryingClient
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -276,9 +277,17 @@ class Store:
 
     @classmethod
     def open(
-        cls, url: str | os.PathLike[str], *, retry_seconds: float = RETRY_SECONDS, **storage_options: Any
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+        credentials: RenewedCredentials | None = None,
+        **storage_options: Any,
     ) -> Store:
-        """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's."""
+        """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's.
+
+        credentials: for reading an object store, beside the options.
+        """
         url = parse_store_url(url)
         if not url:
             raise InvalidInput(
@@ -301,15 +310,19 @@ class Store:
                 f"The store's url {url} has no absolute path, which every process needs: write three slashes, as in "
                 "file:///mnt/jobs."
             )
+        given = {} if credentials is None else credentials.get().options
         try:
-            filesystem, root = _open_filesystem(url, storage_options)
+            filesystem, root = _open_filesystem(url, {**given, **storage_options})
         except (ImportError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             needs = _NEEDS.get(scheme, "")
             raise StoreError(f"The store {url} cannot be opened: {reason}{needs}.") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
-        return cls(shown, filesystem, root.rstrip("/"), retry_seconds)
+        root = root.rstrip("/")
+        if credentials is not None:
+            filesystem = renew(filesystem, root, storage_options, credentials)
+        return cls(shown, filesystem, root, retry_seconds)
 
     def clean(self, older_than: float, unfinished: bool = False) -> Sequence[StoreEntry]:
         """Remove, and return, the entries of this package that were not written to for `older_than` seconds.

@@ -22,6 +22,7 @@ from spark_elastic.estimators.fit_rows import FileRows, HandleRows, RowSource, S
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.transformer import ElasticModel
+from spark_elastic.tables.catalogs import find_in_catalog
 from spark_elastic.tables.lake_tables import Version
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         validation_table: Any = None,
         columns: Mapping[str, str] | None = None,
         where: Any = None,
+        catalog: Any = None,
     ) -> Any:
         """Train on one version of a table of Delta Lake or Iceberg without a copy, each of its rows once per epoch,
         whatever is written to it meanwhile. Needs a Spark session, and the package `deltalake` or `pyiceberg`.
@@ -77,6 +79,9 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
                 ("kind", "in", ["a", "b"])]`, with ==, !=, <, <=, >, >=, in, not in; or a list of such lists of which
                 one must hold. Null matches nothing. Partitions and statistics that exclude a file or a row group save
                 reading it; of others the driver reads the columns that are compared.
+            catalog: that knows the tables by their names and vends credentials, which workers renew: a pyiceberg
+                `Catalog`, or a dict such as `{"type": "rest", "uri": ...}` or `{"type": "unity", "uri": ..., "token":
+                ...}`, of which a value may be a function or "env:NAME", a variable of each process.
 
         Raises:
             InvalidInput: no such table or version, features of the format that cannot be read here, and as
@@ -85,6 +90,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         """
         options = self.getOrDefault("storage_options") or {}
         selection = Selection.parse(columns, where)
+        table, validation_table = (find_in_catalog(catalog, each) for each in (table, validation_table))
         return self._fit_rows(
             SnapshotRows.open(find_session(), table, version, validation_table, options, selection)
         )

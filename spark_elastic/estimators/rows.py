@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.data.row_handle import RowHandle
+from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -70,6 +71,7 @@ class Rows(RowHandle):
         columns: Sequence[str] | Mapping[str, str] | None = None,
         where: Any = None,
         storage_options: Mapping[str, Any] | None = None,
+        catalog: Any = None,
     ) -> Rows:
         """The rows of one version of a table of Delta Lake or Iceberg, whatever is written to it meanwhile.
 
@@ -80,12 +82,15 @@ class Rows(RowHandle):
             columns: names, or a dict from names for the program to those in the table; None: all that can be read.
             where: as in `fit_on_table`: `[("year", ">=", 2024), ("kind", "in", ["a", "b"])]`.
             storage_options: of fsspec, for the data files.
+            catalog: that knows the table by its name, as in `fit_on_table`.
 
         Raises:
             InvalidInput: no such table, version or column, nulls, no rows. StoreError: a file cannot be read.
         """
         from spark_elastic.estimators.fit_rows import describe_table
+        from spark_elastic.tables.catalogs import find_in_catalog
 
+        table = find_in_catalog(catalog, table)
         return cls(*describe_table(table, version, columns, where, dict(storage_options or {})))
 
     @classmethod
@@ -107,6 +112,15 @@ class Rows(RowHandle):
         from spark_elastic.estimators.fit_rows import describe_paths
 
         return cls(*describe_paths(paths, columns, dict(storage_options or {})))
+
+    @staticmethod
+    def _find_options(catalog: Any, table: str | None, storage_options: dict[str, Any]) -> dict[str, Any]:
+        from spark_elastic.tables.catalogs import find_in_catalog
+
+        if table is None:
+            raise InvalidInput("These Rows were not made from a table of a catalog: leave catalog out.")
+        options: dict[str, Any] = find_in_catalog(catalog, table).open(storage_options)[1]
+        return options
 
     def dataset(self) -> RowDataset:
         """A map-style data set of torch: a row is a dict of tensors."""

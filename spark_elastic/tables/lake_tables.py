@@ -20,8 +20,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_elastic.data.reading.decoding import is_list, to_plain_type
+from spark_elastic.data.renewal import join_filesystems
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
+from spark_elastic.tables.catalogs import CatalogTable, to_delta_options
 from spark_elastic.tables.existing_parquet import Place, move_root, open_common
 from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile
 from spark_elastic.tables.iceberg_deletes import DeletedRows
@@ -49,8 +51,8 @@ class TableSnapshot:
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
     """
     Args:
-        table: a path or url of a table, of an Iceberg table's metadata file, a `deltalake.DeltaTable` or a
-            `pyiceberg.table.Table`.
+        table: a path or url of a table, of an Iceberg table's metadata file, a `deltalake.DeltaTable`, a
+            `pyiceberg.table.Table` or a table of a catalog.
         version: None: the newest one.
         storage_options: of fsspec, for the data files.
 
@@ -58,6 +60,8 @@ def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[
         InvalidInput: no such table or version, or a table with features that cannot be read here.
     """
     version = _parse_version(version)
+    if isinstance(table, CatalogTable):
+        table, storage_options = table.open(storage_options)
     package = type(table).__module__.partition(".")[0]
     if package == "pyiceberg":
         return _read_iceberg(table, version, storage_options)
@@ -69,7 +73,7 @@ def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[
     if store.root.endswith(".metadata.json"):
         return _read_iceberg(_open_iceberg(store.url), version, storage_options)
     if store.exists("_delta_log"):
-        return _read_delta(str(table), version, store, None)
+        return _read_delta(str(table), version, store, to_delta_options(store.url, storage_options))
     metadata = [name for name in store.list("metadata") if name.endswith(".metadata.json")]
     if metadata:
         newest = max(metadata, key=lambda name: _number_metadata(store, name))
@@ -104,10 +108,11 @@ def _find_types(schema: pa.Schema) -> dict[str, pa.DataType]:
 
 def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
     """One store that holds the files of all snapshots, and their files by their names in it."""
-    if any(each.store.filesystem != snapshots[0].store.filesystem for each in snapshots):
+    filesystem = join_filesystems([each.store.filesystem for each in snapshots])
+    if filesystem is None:
         raise InvalidInput("The tables lie in different file systems, and a fit reads from one.")
     common = posixpath.commonpath([each.store.root for each in snapshots])
-    return move_root(snapshots[0].store, common), [
+    return replace(move_root(snapshots[0].store, common), filesystem=filesystem), [
         tuple(
             replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
             for file in each.files

@@ -11,6 +11,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,6 +53,10 @@ class FaultyServer(ThreadingHTTPServer):
         self.rates: Mapping[str, float] = {}
         # The session token that is valid; requests with others are refused as expired. None: all are valid.
         self.token: str | None = None
+        # The session tokens that are valid, and when each ends; None: all are.
+        self.ends: Mapping[str, float] | None = None
+        # How many requests were refused as expired.
+        self.expired = 0
         # Whether nobody answers.
         self.away = False
         # How often each fault was injected, and requests that came.
@@ -110,8 +115,11 @@ class _Proxy(BaseHTTPRequestHandler):
 
     def _answer_once(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        token = self.server.token
-        if token is not None and self.headers.get("x-amz-security-token") != token:
+        token, ends = self.server.token, self.server.ends
+        sent = self.headers.get("x-amz-security-token")
+        is_over = ends is not None and time.time() >= ends.get(sent or "", 0.0)
+        if is_over or (token is not None and sent != token):
+            self.server.expired += 1
             self._refuse(403, "ExpiredToken", "The provided token has expired.")
             return
         fault = self.server.draw_fault()

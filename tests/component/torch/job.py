@@ -145,6 +145,7 @@ class Job:
     verify_steps: int | None = None
     balance_rows: bool = False
     loss_scope: str | None = None
+    data: Store | None = None  # where the rows are; None: in the store of the run
 
     def plan(self, manifest: Manifest) -> DataPlan:
         plan = DataPlan.for_run(
@@ -179,7 +180,7 @@ class Job:
                 balance_rows=self.balance_rows,
                 loss_scope=self.loss_scope,
             ),
-            rows=Rows(store, manifest, self.plan(manifest)),
+            rows=Rows(self.data or store, manifest, self.plan(manifest)),
             store=store,
             result="final.pt",
             features=features,
