@@ -52,11 +52,13 @@ CASES = {
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
     "images": Case("images:measure", small={"rows": 1024, **ONE_ROUND}),
+    "loop_memory": Case("memory:measure_loops", small={"megabytes": 64}),
     "many_files": Case("many_files:measure", small={"files": 100}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
     "mixing": Case("mixing:measure", {"rows": 2_000_000}, {"rows": 700_000, "mixed": 10_000, **ONE_ROUND}),
     "reader": Case("reader:measure", small={"rows": 40_000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
+    "row_loader": Case("row_loader:measure", small={"rows": 20_003, "epochs": 1, **ONE_ROUND}),
     "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
     "stragglers": Case(
         "stragglers:measure", {"seconds": 10.0, "settle": 12.0}, {"seconds": 2.0, "settle": 1.0, **ONE_ROUND}
