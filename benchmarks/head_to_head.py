@@ -197,7 +197,7 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> Non
         "versions": {
             "spark_elastic": [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
             "torchrun": [pinned_torch],
-            **{name: list(pinned) for name, pinned in REQUIREMENTS.items()},
+            **{name: list(pinned) for name, pinned in REQUIREMENTS.items() if name in LAUNCHERS},
         },
         "note": note,
         "steps": steps,

@@ -6,6 +6,9 @@ process, the warm spare and the fork server of both; each second their proportio
 memory included. A figure is the peak of the worker that had most. Beside it, the bound. The file in ordinary row groups
 is then trained on once more as a DataFrame that `fit` writes to the store first (`materialize="always"`): the peer.
 What is outside of training is nearly all before its first step; a short fit has warmed the session.
+
+`measure_loops`: an epoch of a loop of DDP on `Rows` of the same kind, by three workers; in row groups of 64 MB, and of
+4 MB, as `Rows.from_dataframe` writes them. The peer is the bound.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+import spark_elastic
 from benchmarks.parts.report import Row
 from benchmarks.parts.spark import open_session
-from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel, Rows
 
 WORKERS, WIDTH, BATCH = 2, 256, 512
 MAINS = {"spark_elastic.worker.entry", "spark_elastic.worker.fork_server"}
 GROUP_BYTES = 64 << 20
 BOUND = 1 << 30
+LOOP_WORKERS, LOOP_BATCH, LOOP_BOUND = 3, 6144, 700 << 20
 MEGABYTE = 1 << 20
 
 
@@ -142,3 +147,44 @@ def measure(megabytes: int = 4096, single: int = 1024) -> list[Row]:
         rows.append(Row(f"{case}: peak of a worker", one.peak, BOUND / MEGABYTE, "MB"))
         rows.append(Row(f"{case}: training", one.training, None, "s"))
     return rows
+
+
+def train_loop(rows: Rows) -> float:
+    """An epoch of DDP. Returns its seconds."""
+    import spark_elastic.torch as hvd
+
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = hvd.elastic.ElasticDataLoader(rows, LOOP_BATCH)
+
+    @hvd.elastic.run
+    def loop(state: hvd.elastic.TorchState) -> float:
+        torch.distributed.init_process_group()
+        ddp, begin = torch.nn.parallel.DistributedDataParallel(model), time.monotonic()
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(ddp(batch["x"])[:, 0], batch["y"])
+            (loss * loader.loss_weight).backward()
+            optimizer.step()
+            if loader.step % 64 == 0:
+                state.commit()
+        return time.monotonic() - begin
+
+    return loop(hvd.elastic.TorchState(model, optimizer, loader=loader))
+
+
+def measure_loops(megabytes: int = 10_240, groups: tuple[int, ...] = (64, 4)) -> list[Row]:
+    """groups: megabytes of a row group."""
+    found = []
+    for group in groups:
+        with tempfile.TemporaryDirectory() as place, open_session(LOOP_WORKERS):
+            write(Path(place, "rows.parquet"), megabytes * MEGABYTE, group * MEGABYTE)
+            rows = Rows.from_parquet(place)
+            with sample_peaks() as peaks:
+                seconds = spark_elastic.run(train_loop, (rows,), num_workers=LOOP_WORKERS)
+        case = f"{megabytes:,} MB in row groups of {group} MB: a loop of DDP"
+        found.append(
+            Row(f"{case}: peak of a worker", max(peaks.values()) / MEGABYTE, LOOP_BOUND / MEGABYTE, "MB")
+        )
+        found.append(Row(f"{case}: training", rows.count / max(seconds), None, "rows/s"))
+    return found

@@ -68,9 +68,10 @@ torch_distributed, two_hosts), its DDP over Gloo (training_step), our own step w
 one with a loss of each backward pass (step_loss), TensorFlow's MultiWorkerMirroredStrategy
 (training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
 torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
-(reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled one by one, or 16 lanes
-(mixing), the same calls before footers became arrays (many_files), a plain loop on the same GPU (gpu), the engine
-alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns. Beside memory stands its bound.
+(reader), torch's DataLoader (images) and other loaders (row_loader), the table's own order (row_order), rows shuffled
+one by one, or 16 lanes (mixing), the same calls before footers became arrays (many_files), a plain loop on the same
+GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns. Beside
+memory and loop_memory stands their bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -181,10 +182,30 @@ CASES = (
     ("memory", "10,240 MB in row groups of 64 MB: training"),
     ("memory", "10,240 MB in row groups of 64 MB: outside of training"),
     ("memory", "1,024 MB in one row group: peak of a worker"),
+    ("loop_memory", "10,240 MB in row groups of 64 MB: a loop of DDP: peak of a worker"),
+    ("loop_memory", "10,240 MB in row groups of 4 MB: a loop of DDP: peak of a worker"),
     ("two_hosts", "64 MB, 2 hosts x 1: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: as bfloat16, beside float32"),
     ("reader", "row groups of 10,000, against pyarrow"),
+    ("row_loader", "0 worker processes, beside torch's DataLoader over pyarrow"),
+    ("row_loader", "0 worker processes, beside litData"),
+    ("row_loader", "0 worker processes, beside Lance"),
+    ("row_loader", "0 worker processes, beside torch's DataLoader over pyarrow: peak of memory"),
+    ("row_loader", "0 worker processes, beside litData: peak of memory"),
+    ("row_loader", "0 worker processes, beside Lance: peak of memory"),
+    ("row_loader", "an epoch of 3 ranks, beside torch's DataLoader over pyarrow: rows missing"),
+    ("row_loader", "an epoch of 3 ranks, beside torch's DataLoader over pyarrow: rows twice"),
+    ("row_loader", "an epoch of 3 ranks, beside litData: rows missing"),
+    ("row_loader", "an epoch of 3 ranks, beside litData: rows twice"),
+    ("row_loader", "an epoch of 3 ranks, beside Lance: rows missing"),
+    ("row_loader", "an epoch of 3 ranks, beside Lance: rows twice"),
+    ("row_loader", "3 ranks become 2, beside torch's DataLoader over pyarrow: rows missing"),
+    ("row_loader", "3 ranks become 2, beside torch's DataLoader over pyarrow: rows twice"),
+    ("row_loader", "3 ranks become 2, beside litData: rows missing"),
+    ("row_loader", "3 ranks become 2, beside litData: rows twice"),
+    ("row_loader", "3 ranks become 2, beside Lance: rows missing"),
+    ("row_loader", "3 ranks become 2, beside Lance: rows twice"),
     ("images", "50,000 JPEGs of 64 x 64, 2 processes, against DataLoader row by row"),
     ("images", "50,000 JPEGs of 64 x 64, 2 processes, against DataLoader in whole batches"),
     ("stragglers", "one worker with 25 % of a core, beside the bound"),

@@ -23,6 +23,8 @@ REQUIREMENTS = {
     "ray": ("torch==2.13.0", "numpy==2.4.6", "ray[train]==2.60.0"),
     # The release 0.2.0 fails together with its peer: `assert fut._fut` in its DDP hook. This one goes on.
     "torchft": ("torch==2.13.0", "numpy==2.4.6", "torchft-nightly==2026.10.26", "torchdata==0.11.0"),
+    # Of benchmarks/row_loader.py.
+    "row_loader": ("torch==2.13.0", "numpy==2.4.6", "litdata==0.2.76", "pylance==14.0.2"),
 }
 
 

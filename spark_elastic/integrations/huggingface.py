@@ -232,7 +232,8 @@ def elastic_trainer(kind: Any) -> type[Any]:
         raise InvalidInput(f"elastic_trainer() takes a subclass of transformers.Trainer; got {name}.")
     if kind is Trainer or issubclass(kind, ElasticTrainer):
         return ElasticTrainer if kind is Trainer else kind
-    return _make_elastic(kind)
+    trainer: Any = kind
+    return _make_elastic(trainer)
 
 
 @cache
