@@ -227,8 +227,9 @@ def elastic_trainer(kind: Any) -> type[Any]:
     Raises:
         InvalidInput: it is no subclass of `transformers.Trainer`, or has a training loop of its own.
     """
-    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
-        name = kind.__name__ if isinstance(kind, type) else f"{type(kind).__name__}, which is no class"
+    is_class: bool = isinstance(kind, type)
+    if not (is_class and issubclass(kind, Trainer)):
+        name = kind.__name__ if is_class else f"{type(kind).__name__}, which is no class"
         raise InvalidInput(f"elastic_trainer() takes a subclass of transformers.Trainer; got {name}.")
     if kind is Trainer or issubclass(kind, ElasticTrainer):
         return ElasticTrainer if kind is Trainer else kind
