@@ -27,6 +27,8 @@ _SHOWN = ("uri", "type", "name", "warehouse")  # properties that are no secrets
 _UNITY_API = "/api/2.1/unity-catalog"
 # Only the catalog knows all commits of a table with one of these.
 _CATALOG_COMMITS = ("delta.feature.catalogManaged", "delta.feature.catalogOwned", "delta.coordinatedCommits")
+# Errors of pyiceberg after which the same request may succeed.
+_AWAY = ("ServiceUnavailableError", "ServerError", "TooManyRequestsError")
 # What the user gives in storage_options, for this store or for that of the run.
 _OWN_CREDENTIALS = {
     "key", "secret", "token", "anon", "profile", "credential", "account_key", "sas_token", "connection_string",
@@ -213,12 +215,9 @@ class IcebergTable(CatalogTable):
             with suppress(Exception):  # not all catalogs know views
                 is_view = catalog.view_exists(self.name)
             raise (_refuse_kind(self, "VIEW") if is_view else self.unknown()) from error
-        except (
-            exceptions.ServiceUnavailableError, exceptions.ServerError, exceptions.TooManyRequestsError, OSError
-        ) as error:  # fmt: skip
-            raise self.away(error) from error
-        except (exceptions.RESTError, ValueError) as error:
-            raise self.refusal(error) from error
+        except (exceptions.RESTError, OSError, ValueError) as error:
+            is_away = isinstance(error, OSError) or type(error).__name__ in _AWAY
+            raise (self.away(error) if is_away else self.refusal(error)) from error
 
 
 def _read_properties(properties: Mapping[str, Any]) -> Lease:
