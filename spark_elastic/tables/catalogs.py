@@ -120,7 +120,7 @@ class CatalogTable:
     def add_credentials(self, options: Mapping[str, Any], lease: Lease | None = None) -> dict[str, Any]:
         """Storage options with credentials that are renewed, instead of the user's, which may be for another store."""
         kept = {name: value for name, value in options.items() if name not in _OWN_CREDENTIALS}
-        return {**kept, "credentials": RenewedCredentials(self, lease)}
+        return {**kept, "renewed_credentials": RenewedCredentials(self, lease)}
 
 
 def find_in_catalog(catalog: Any, table: Any) -> Any:
@@ -340,7 +340,7 @@ def to_delta_options(url: str, options: Mapping[str, Any]) -> dict[str, str] | N
     """What `deltalake` takes for fsspec's options of S3 and Azure; None: it finds its credentials itself."""
     if not urlsplit(url).scheme.startswith(("s3", "ab", "az")):
         return None
-    credentials = options.get("credentials")
+    credentials = options.get("renewed_credentials")
     given = {**(credentials.get().options if credentials is not None else {}), **options}
     found = {own: str(given[name]) for name, own in _DELTA_NAMES.items() if given.get(name)}
     region = (given.get("client_kwargs") or {}).get("region_name")
