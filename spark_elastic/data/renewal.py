@@ -136,10 +136,9 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         super().__init__(**options)
         self.roots, self.protocol = roots, roots[0].client.protocol  # type: ignore[attr-defined]
         self.session: object = None  # another one after each refusal and renewal
-        self._connected: dict[
-            str, tuple[Lease, AsyncFileSystem]
-        ] = {}  # path of a root -> its lease and client
-        self._connecting: dict[str, asyncio.Future[None]] = {}  # path of a root -> what makes its next client
+        # Path of a root -> its lease and client, and what makes the next ones.
+        self._connected: dict[str, tuple[Lease, AsyncFileSystem]] = {}
+        self._connecting: dict[str, asyncio.Future[None]] = {}
 
     async def set_session(self, refresh: bool = False) -> None:
         """Have the next call ask for other credentials."""

@@ -281,12 +281,12 @@ class Store:
         url: str | os.PathLike[str],
         *,
         retry_seconds: float = RETRY_SECONDS,
-        credentials: RenewedCredentials | None = None,
+        renewed_credentials: RenewedCredentials | None = None,
         **storage_options: Any,
     ) -> Store:
         """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's.
 
-        credentials: for reading an object store, beside the options.
+        renewed_credentials: for reading an object store, beside the options.
         """
         url = parse_store_url(url)
         if not url:
@@ -310,7 +310,7 @@ class Store:
                 f"The store's url {url} has no absolute path, which every process needs: write three slashes, as in "
                 "file:///mnt/jobs."
             )
-        given = {} if credentials is None else credentials.get().options
+        given = {} if renewed_credentials is None else renewed_credentials.get().options
         try:
             filesystem, root = _open_filesystem(url, {**given, **storage_options})
         except (ImportError, ValueError, OSError) as error:
@@ -320,8 +320,8 @@ class Store:
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         root = root.rstrip("/")
-        if credentials is not None:
-            filesystem = renew(filesystem, root, storage_options, credentials)
+        if renewed_credentials is not None:
+            filesystem = renew(filesystem, root, storage_options, renewed_credentials)
         return cls(shown, filesystem, root, retry_seconds)
 
     def clean(self, older_than: float, unfinished: bool = False) -> Sequence[StoreEntry]:

@@ -27,6 +27,8 @@ _SHOWN = ("uri", "type", "name", "warehouse")  # properties that are no secrets
 _UNITY_API = "/api/2.1/unity-catalog"
 # Only the catalog knows all commits of a table with one of these.
 _CATALOG_COMMITS = ("delta.feature.catalogManaged", "delta.feature.catalogOwned", "delta.coordinatedCommits")
+# Errors of pyiceberg after which the same request may succeed.
+_AWAY = ("ServiceUnavailableError", "ServerError", "TooManyRequestsError")
 # What the user gives in storage_options, for this store or for that of the run.
 _OWN_CREDENTIALS = {
     "key", "secret", "token", "anon", "profile", "credential", "account_key", "sas_token", "connection_string",
@@ -118,7 +120,7 @@ class CatalogTable:
     def add_credentials(self, options: Mapping[str, Any], lease: Lease | None = None) -> dict[str, Any]:
         """Storage options with credentials that are renewed, instead of the user's, which may be for another store."""
         kept = {name: value for name, value in options.items() if name not in _OWN_CREDENTIALS}
-        return {**kept, "credentials": RenewedCredentials(self, lease)}
+        return {**kept, "renewed_credentials": RenewedCredentials(self, lease)}
 
 
 def find_in_catalog(catalog: Any, table: Any) -> Any:
@@ -213,12 +215,9 @@ class IcebergTable(CatalogTable):
             with suppress(Exception):  # not all catalogs know views
                 is_view = catalog.view_exists(self.name)
             raise (_refuse_kind(self, "VIEW") if is_view else self.unknown()) from error
-        except (
-            exceptions.ServiceUnavailableError, exceptions.ServerError, exceptions.TooManyRequestsError, OSError
-        ) as error:  # fmt: skip
-            raise self.away(error) from error
-        except (exceptions.RESTError, ValueError) as error:
-            raise self.refusal(error) from error
+        except (exceptions.RESTError, OSError, ValueError) as error:
+            is_away = isinstance(error, OSError) or type(error).__name__ in _AWAY
+            raise (self.away(error) if is_away else self.refusal(error)) from error
 
 
 def _read_properties(properties: Mapping[str, Any]) -> Lease:
@@ -341,7 +340,7 @@ def to_delta_options(url: str, options: Mapping[str, Any]) -> dict[str, str] | N
     """What `deltalake` takes for fsspec's options of S3 and Azure; None: it finds its credentials itself."""
     if not urlsplit(url).scheme.startswith(("s3", "ab", "az")):
         return None
-    credentials = options.get("credentials")
+    credentials = options.get("renewed_credentials")
     given = {**(credentials.get().options if credentials is not None else {}), **options}
     found = {own: str(given[name]) for name, own in _DELTA_NAMES.items() if given.get(name)}
     region = (given.get("client_kwargs") or {}).get("region_name")
