@@ -137,8 +137,9 @@ class Ragged:
         return torch.nested.nested_tensor_from_jagged(own.values, own.offsets)
 
     def tensors(self) -> Ragged:
-        """The same with tensors of torch, of which `pad` then makes one as well."""
-        if self._is_torch:
+        """The same with tensors of torch, of which `pad` then makes one as well; strings and dates, for which torch has
+        no type, stay arrays."""
+        if self._is_torch or self.values.dtype.kind not in "biuf":
             return self
         return replace(self, values=_to_tensor(self.values), offsets=_to_tensor(self.offsets))
 

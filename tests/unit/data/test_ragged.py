@@ -63,6 +63,13 @@ def test_a_batch_without_values_has_rows() -> None:
         Ragged.of([np.zeros((2, 2))])
 
 
+def test_strings_and_dates_stay_arrays() -> None:
+    for rows in ([np.array(["a", "b"], object), np.array([], object)], [np.array(["2024-05-06"], "M8[D]")]):
+        ragged = Ragged.of(rows).tensors()
+        assert isinstance(ragged.values, np.ndarray)
+        assert as_lists(ragged) == [row.tolist() for row in rows]
+
+
 def test_nested_is_the_same_rows_with_torchs_layout() -> None:
     nested = Ragged.of(ROWS).nested()
     assert nested.layout == torch.jagged
