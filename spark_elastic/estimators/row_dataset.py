@@ -56,6 +56,8 @@ def iter_items(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _to_tensor(values: Any) -> Any:
+    if isinstance(values, Ragged):
+        return values.tensors()
     if not isinstance(values, np.ndarray):
         return values
     if values.dtype == object:

@@ -17,6 +17,7 @@ import numpy as np
 
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.plan import DataPlan, Division, Int64s, compute_share_bounds
+from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.row_handle import RowHandle
@@ -106,7 +107,11 @@ class RowBatches:
                 own = {name: values[row : row + 1] for name, values in columns.items()}
                 random = RowRandom(self._seed, epoch, numbers[row : row + 1])
                 parts.append(transform_columns(own, 1, None, self._transformation, random))
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    return Ragged.concatenate(parts) if isinstance(parts[0], Ragged) else np.concatenate(parts)
 
 
 class RowStream:

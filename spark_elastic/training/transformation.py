@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from spark_elastic.checks import FUNCTION
 from spark_elastic.data.plan import Int64s, draw_uniform
+from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 
 # A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
@@ -74,7 +75,10 @@ def transform_columns(
                 f"transformation_fn was given {rows} rows and returned {found} of column {name!r}: return an "
                 "array of as many rows for each feature, label and weight column."
             )
-    return {name: np.ascontiguousarray(results[name]) for name in wanted}
+    return {
+        name: values if isinstance(values := results[name], Ragged) else np.ascontiguousarray(values)
+        for name in wanted
+    }
 
 
 def _check_results(results: Any) -> None:

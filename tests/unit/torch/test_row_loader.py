@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_elastic import Packing, Rows
+from spark_elastic import Packing, Ragged, Rows
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
@@ -244,6 +244,22 @@ def test_ragged_rows_are_padded_or_nested_and_collated(documents: Rows) -> None:
         assert rows.nested().size(0) == len(rows)
     item = documents.dataset()[7]["input_ids"]
     assert item.tolist() == (100 * (int(item[0]) // 100) + torch.arange(len(item))).tolist()
+
+
+def test_a_transformation_may_return_ragged_rows_and_strings_stay_strings(
+    documents: Rows, tmp_path: Path
+) -> None:
+    def cut(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": Ragged.of(columns["input_ids"], max_length=4, dtype="int64")}
+
+    for determinism in (None, "rows"):
+        for batch in ElasticDataLoader(documents, 50, transformation_fn=cut, determinism=determinism):
+            assert batch["input_ids"].pad(0).dtype == torch.int64
+            assert int(batch["input_ids"].lengths.max()) == 4
+    words = pa.array([["a", "b"], ["c"]])
+    pq.write_table(pa.table({"words": words}), tmp_path / "words.parquet")
+    (batch,) = ElasticDataLoader(Rows.from_parquet(tmp_path), 2, shuffle=False)
+    assert [row.tolist() for row in batch["words"]] == words.to_pylist()
 
 
 def test_p1_p2_packed_documents_give_the_same_stream_of_tokens_to_any_world(documents: Rows) -> None:
