@@ -66,8 +66,9 @@ Made from `benchmarks/results/` by `python docs/generate.py`; that folder's READ
 how to read it. `python -m benchmarks.run NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed,
 two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), our step whose loss is
 one of each backward pass (step_loss), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop
-in one process, with the better of one and two threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane),
-pyarrow's reads of row groups (reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled
+in one process, with the better of one and two threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state
+(commit), torch's TCPStore (control_plane), pyarrow's reads of row groups (reader), torch's DataLoader (images), the
+table's own order (row_order), rows shuffled
 one by one, or 16 lanes (mixing), the same calls before footers became arrays (many_files), a plain loop on the same
 GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns. Beside memory
 stands its bound.
