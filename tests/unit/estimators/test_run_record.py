@@ -55,6 +55,7 @@ def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
         ("input_shapes", ((2, 2),)),
         ("label_shapes", ((1,),)),
         ("seed", 2),
+        ("loss_scope", "step"),
     ],
 )
 def test_another_setting_is_named(name: str, value: Any) -> None:
