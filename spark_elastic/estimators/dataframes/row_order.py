@@ -109,9 +109,8 @@ class SortedChunks:
         rows_per_file = rows_per_group * GROUPS_PER_FILE
         files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
         number = sum(files.values())
-        task = MergeTask(
-            self.store, folder, self.names, files, _HASHES, list(self.types), rows_per_group
-        )  # fmt: skip
+        columns = list(self.types)
+        task = MergeTask(self.store, folder, self.names, files, _HASHES, columns, rows_per_group)
         # A client of Spark Connect may be far from the store.
         if total * row_bytes <= SMALL_BYTES and has_context(self.spark):
             found = {each: task.write(each) for each in range(number)}
@@ -132,7 +131,7 @@ class SortedChunks:
 @contextmanager
 def _limit_batches(spark: SparkSession, row_bytes: int | None) -> Iterator[None]:
     """Have Spark give rows to Python in batches that fit into memory. Its own bound counts rows alone before 4.1."""
-    before = spark.conf.get(_BATCH_ROWS)
+    before = str(spark.conf.get(_BATCH_ROWS))
     rows = _UNKNOWN_BATCH if row_bytes is None else max(1, min(10_000, _BATCH_BYTES // row_bytes))
     spark.conf.set(_BATCH_ROWS, str(rows))
     try:
