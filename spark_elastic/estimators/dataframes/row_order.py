@@ -18,8 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_elastic.clusters.spark.host_facts import has_context
-from spark_elastic.data.store import Store, StoreFull, lacks_room
-from spark_elastic.errors import InvalidInput
+from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes.scan import (
     EXACT_COLUMN,
     HASH_COLUMN,
@@ -30,6 +29,7 @@ from spark_elastic.estimators.dataframes.scan import (
 )
 from spark_elastic.estimators.dataframes.schema import ColumnType, compute_row_bytes
 from spark_elastic.estimators.dataframes.sorted_rows import ROW, MergeTask, ReadTask, SortTask
+from spark_elastic.estimators.dataframes.store_access import translate_write_errors
 
 GROUPS_PER_FILE = 16
 # A table of at most so many bytes is small: the driver merges it.
@@ -72,7 +72,7 @@ class SortedChunks:
     ) -> SortedChunks:
         """Compute the rows, once. types: of the columns that are trained on."""
         task, spark = SortTask(store, folder, HASH_COLUMN, split), rows.sparkSession
-        with _limit_batches(spark, compute_row_bytes(types.values())), _translate_errors(store):
+        with _limit_batches(spark, compute_row_bytes(types.values())), translate_write_errors(store):
             found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
         names: dict[bool, list[str]] = {False: [], True: []}
         for chunk in found:
@@ -115,7 +115,7 @@ class SortedChunks:
         if total * row_bytes <= SMALL_BYTES and has_context(self.spark):
             found = {each: task.write(each) for each in range(number)}
         else:
-            with _translate_errors(self.store):
+            with translate_write_errors(self.store):
                 answers = self.spark.range(0, number, 1, number).mapInArrow(task, task.SCHEMA).collect()
             found = {each.number: each.name for each in answers}
         ends = accumulate(files.values(), initial=0)
@@ -138,25 +138,6 @@ def _limit_batches(spark: SparkSession, row_bytes: int | None) -> Iterator[None]
         yield
     finally:
         spark.conf.set(_BATCH_ROWS, before)
-
-
-@contextmanager
-def _translate_errors(store: Store) -> Iterator[None]:
-    """Say what to change where tasks cannot do their work."""
-    try:
-        yield
-    except Exception as error:  # of py4j or Spark Connect, around the text of one in Python
-        if "No module named 'spark_elastic" in str(error):
-            raise InvalidInput(
-                "The executors do not have this package, by which rows are put in order: install it there, or write "
-                "them with row_order='table'."
-            ) from error
-        if not lacks_room(str(error)):
-            raise
-        raise StoreFull(
-            f"The executors cannot write the rows to the store {store.url}, which has no room: make room in it, or in "
-            "the executors' own folders (spark.local.dir) if these are full."
-        ) from error
 
 
 def _number_copies(rows: DataFrame, partitions: int) -> DataFrame:
