@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from pyspark.sql.types import StructType
 from spark_elastic.clusters.spark.host_facts import describe_jobs
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.decoding import read_footers
-from spark_elastic.data.store import Store, StoreFull, lacks_room
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.row_order import SortedChunks, add_hashes
 from spark_elastic.estimators.dataframes.scan import (
@@ -50,7 +49,12 @@ from spark_elastic.estimators.dataframes.schema import (
     find_column_type,
     get_type,
 )
-from spark_elastic.estimators.dataframes.store_access import check_store_access, escape_pattern, to_spark_url
+from spark_elastic.estimators.dataframes.store_access import (
+    check_store_access,
+    escape_pattern,
+    to_spark_url,
+    translate_write_errors,
+)
 from spark_elastic.monitoring.log_forwarding import announce_phase
 
 _FORM = 2  # of what is written; raise it when that changes
@@ -207,16 +211,8 @@ class _Target:
         """Write the rows into the folder, or into one for each value of the column `folders`."""
         counts_rows = int(rows.sparkSession.version.partition(".")[0]) >= 4
         writer = rows.write.options(**self.options.to_spark_options(row_bytes, counts_rows)).mode("error")
-        try:
+        with translate_write_errors(self.store):
             (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
-        except Exception as error:  # of py4j or Spark Connect, around any exception of the JVM
-            *_, cause = re.findall(r"^Caused by: (.*)$", str(error), re.MULTILINE) or [""]
-            if not lacks_room(cause):
-                raise
-            raise StoreFull(
-                f"Spark cannot write the rows to the store {self.store.url} ({cause}): "
-                "make room in the store, or in the executors' own folders (spark.local.dir) if these are full."
-            ) from error
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
         """What `write` wrote."""

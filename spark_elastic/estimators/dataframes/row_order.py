@@ -18,8 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_elastic.clusters.spark.host_facts import has_context
-from spark_elastic.data.store import Store, StoreFull, lacks_room
-from spark_elastic.errors import InvalidInput
+from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes.scan import (
     EXACT_COLUMN,
     HASH_COLUMN,
@@ -30,6 +29,7 @@ from spark_elastic.estimators.dataframes.scan import (
 )
 from spark_elastic.estimators.dataframes.schema import ColumnType, compute_row_bytes
 from spark_elastic.estimators.dataframes.sorted_rows import ROW, MergeTask, ReadTask, SortTask
+from spark_elastic.estimators.dataframes.store_access import translate_write_errors
 
 GROUPS_PER_FILE = 16
 # A table of at most so many bytes is small: the driver merges it.
@@ -72,7 +72,7 @@ class SortedChunks:
     ) -> SortedChunks:
         """Compute the rows, once. types: of the columns that are trained on."""
         task, spark = SortTask(store, folder, HASH_COLUMN, split), rows.sparkSession
-        with _limit_batches(spark, compute_row_bytes(types.values())), _translate_errors(store):
+        with _limit_batches(spark, compute_row_bytes(types.values())), translate_write_errors(store):
             found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
         names: dict[bool, list[str]] = {False: [], True: []}
         for chunk in found:
@@ -109,14 +109,13 @@ class SortedChunks:
         rows_per_file = rows_per_group * GROUPS_PER_FILE
         files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
         number = sum(files.values())
-        task = MergeTask(
-            self.store, folder, self.names, files, _HASHES, list(self.types), rows_per_group
-        )  # fmt: skip
+        columns = list(self.types)
+        task = MergeTask(self.store, folder, self.names, files, _HASHES, columns, rows_per_group)
         # A client of Spark Connect may be far from the store.
         if total * row_bytes <= SMALL_BYTES and has_context(self.spark):
             found = {each: task.write(each) for each in range(number)}
         else:
-            with _translate_errors(self.store):
+            with translate_write_errors(self.store):
                 answers = self.spark.range(0, number, 1, number).mapInArrow(task, task.SCHEMA).collect()
             found = {each.number: each.name for each in answers}
         ends = accumulate(files.values(), initial=0)
@@ -132,32 +131,13 @@ class SortedChunks:
 @contextmanager
 def _limit_batches(spark: SparkSession, row_bytes: int | None) -> Iterator[None]:
     """Have Spark give rows to Python in batches that fit into memory. Its own bound counts rows alone before 4.1."""
-    before = spark.conf.get(_BATCH_ROWS)
+    before = str(spark.conf.get(_BATCH_ROWS))
     rows = _UNKNOWN_BATCH if row_bytes is None else max(1, min(10_000, _BATCH_BYTES // row_bytes))
     spark.conf.set(_BATCH_ROWS, str(rows))
     try:
         yield
     finally:
         spark.conf.set(_BATCH_ROWS, before)
-
-
-@contextmanager
-def _translate_errors(store: Store) -> Iterator[None]:
-    """Say what to change where tasks cannot do their work."""
-    try:
-        yield
-    except Exception as error:  # of py4j or Spark Connect, around the text of one in Python
-        if "No module named 'spark_elastic" in str(error):
-            raise InvalidInput(
-                "The executors do not have this package, by which rows are put in order: install it there, or write "
-                "them with row_order='table'."
-            ) from error
-        if not lacks_room(str(error)):
-            raise
-        raise StoreFull(
-            f"The executors cannot write the rows to the store {store.url}, which has no room: make room in it, or in "
-            "the executors' own folders (spark.local.dir) if these are full."
-        ) from error
 
 
 def _number_copies(rows: DataFrame, partitions: int) -> DataFrame:

@@ -146,9 +146,11 @@ class MergeTask:
 
         with ThreadPoolExecutor(READS) as pool:
             found = [batch for batches in pool.map(read, self.chunks[validates]) for batch in batches]
-        rows = _concatenate(found) if found else None
-        order = [] if rows is None else self._sort(rows, place, files)
-        if rows is None or not len(order):
+        if not found:
+            return ""
+        rows = _concatenate(found)
+        order = self._sort(rows, place, files)
+        if not len(order):
             return ""
         out = pa.BufferOutputStream()
         rows = rows.select(list(self.columns))

@@ -1,6 +1,7 @@
 """One store, used by two clients: Spark's JVMs write the rows, Python processes read them.
 
-Translates the urls of stores for Spark, and checks that both clients reach the same place. Runs in the caller's thread.
+Translates the urls of stores for Spark, and its errors, and checks that both clients reach the same place. Runs in the
+caller's thread.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from pyspark.sql import SparkSession
 
-from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
+from spark_elastic.data.store import Store, StoreFull, lacks_room
+from spark_elastic.errors import InvalidInput, StoreError
 
 log = logging.getLogger("spark_elastic")
 
@@ -117,6 +120,28 @@ def _describe_python_client(store: Store) -> str:
     if not who:
         return f"{client} with its default credentials"
     return f"{client} with the key or user {str(who)[:4]}..."
+
+
+@contextmanager
+def translate_write_errors(store: Store) -> Iterator[None]:
+    """Say what to change where a job cannot write rows to the store."""
+    try:
+        yield
+    except Exception as error:  # of py4j or Spark Connect, around one of the JVM or Python's text
+        text = str(error)
+        if "No module named 'spark_elastic" in text:
+            raise InvalidInput(
+                "The executors do not have this package, by which rows are put in order: install it there, or write "
+                "them with row_order='table'."
+            ) from error
+        *_, cause = re.findall(r"^Caused by: (.*)$", text, re.MULTILINE) or [""]
+        own = re.search(rf"\b{StoreFull.__module__}\.{StoreFull.__name__}: (.*)", text)
+        if own is None and not lacks_room(cause):
+            raise
+        raise StoreFull(
+            f"Spark cannot write the rows to the store {store.url} ({cause if own is None else own[1].rstrip('.')}): "
+            "make room in the store, or in the executors' own folders (spark.local.dir) if these are full."
+        ) from error
 
 
 def describe_cause(error: Exception) -> str:

@@ -41,6 +41,19 @@ def test_many_small_partitions_are_logged(
             r"^Spark cannot write the rows to the store .* \(org.* No space left on device\): make room .*\.$",
         ),
         ("java.io.IOException: Disk quota exceeded", StoreFull, "Disk quota exceeded"),
+        # Of tasks in Python.
+        (
+            "org.apache.spark.api.python.PythonException: Traceback:\n"
+            "spark_elastic.data.store.StoreFull: Cannot write 'data/a' (No space left on device).",
+            StoreFull,
+            r"\(Cannot write 'data/a' \(No space left on device\)\): make room",
+        ),
+        (
+            "org.apache.spark.api.python.PythonException: Traceback:\n"
+            "ModuleNotFoundError: No module named 'spark_elastic'",
+            InvalidInput,
+            "install it there, or write them with row_order='table'",
+        ),
         # A Python function of the user ended.
         (
             "org.apache.spark.api.python.PythonException: Traceback:\nOSError: No space left on device",
