@@ -52,7 +52,7 @@ CASES = {
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
     "images": Case("images:measure", small={"rows": 1024, **ONE_ROUND}),
-    "loop_memory": Case("memory:measure_loops", small={"megabytes": 64}),
+    "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}),
     "many_files": Case("many_files:measure", small={"files": 100}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
     "mixing": Case("mixing:measure", {"rows": 2_000_000}, {"rows": 700_000, "mixed": 10_000, **ONE_ROUND}),
