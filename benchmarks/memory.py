@@ -13,6 +13,7 @@ What is outside of training is nearly all before its first step; a short fit has
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -31,6 +32,7 @@ import torch
 
 import spark_elastic
 from benchmarks.parts.report import Row
+from benchmarks.parts.rows_loop import train
 from benchmarks.parts.spark import open_session
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel, Rows
 
@@ -38,7 +40,8 @@ WORKERS, WIDTH, BATCH = 2, 256, 512
 MAINS = {"spark_elastic.worker.entry", "spark_elastic.worker.fork_server"}
 GROUP_BYTES = 64 << 20
 BOUND = 1 << 30
-LOOP_WORKERS, LOOP_BATCH, LOOP_BOUND = 3, 6144, 700 << 20
+LOOP_WORKERS, LOOP_BATCH, LOOP_BOUND = 3, 3072, 700 << 20
+LINKS = 16  # files of a loop's table, which share their bytes on the disk
 MEGABYTE = 1 << 20
 
 
@@ -149,39 +152,17 @@ def measure(megabytes: int = 4096, single: int = 1024) -> list[Row]:
     return rows
 
 
-def train_loop(rows: Rows) -> float:
-    """An epoch of DDP. Returns its seconds."""
-    import spark_elastic.torch as hvd
-
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = hvd.elastic.ElasticDataLoader(rows, LOOP_BATCH)
-
-    @hvd.elastic.run
-    def loop(state: hvd.elastic.TorchState) -> float:
-        torch.distributed.init_process_group()
-        ddp, begin = torch.nn.parallel.DistributedDataParallel(model), time.monotonic()
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(ddp(batch["x"])[:, 0], batch["y"])
-            (loss * loader.loss_weight).backward()
-            optimizer.step()
-            if loader.step % 64 == 0:
-                state.commit()
-        return time.monotonic() - begin
-
-    return loop(hvd.elastic.TorchState(model, optimizer, loader=loader))
-
-
 def measure_loops(megabytes: int = 10_240, groups: tuple[int, ...] = (64, 4)) -> list[Row]:
     """groups: megabytes of a row group."""
     found = []
     for group in groups:
         with tempfile.TemporaryDirectory() as place, open_session(LOOP_WORKERS):
-            write(Path(place, "rows.parquet"), megabytes * MEGABYTE, group * MEGABYTE)
+            write(Path(place, "0.parquet"), megabytes * MEGABYTE // LINKS, group * MEGABYTE)
+            for number in range(1, LINKS):
+                os.link(Path(place, "0.parquet"), Path(place, f"{number}.parquet"))
             rows = Rows.from_parquet(place)
             with sample_peaks() as peaks:
-                seconds = spark_elastic.run(train_loop, (rows,), num_workers=LOOP_WORKERS)
+                seconds = spark_elastic.run(train, (rows, LOOP_BATCH, WIDTH), num_workers=LOOP_WORKERS)
         case = f"{megabytes:,} MB in row groups of {group} MB: a loop of DDP"
         found.append(
             Row(f"{case}: peak of a worker", max(peaks.values()) / MEGABYTE, LOOP_BOUND / MEGABYTE, "MB")

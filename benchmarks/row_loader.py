@@ -8,10 +8,9 @@ at a time, Lance whole batches.
 
 Then worlds: three ranks of Gloo take an epoch; they take 40 % of the steps of another, two ranks continue it. Steps are
 taken together, as DDP takes them: an epoch is over when a rank has no batch left. By the rows' numbers: how many rows
-come in no step, how many more than once. Ours and litData continue from the `state_dict` of rank 0, the
-others skip the steps that were taken, as Accelerate's `skip_first_batches`.
-
-The peers' environment is made in build/peers/row_loader at the first run.
+come in no step, how many more than once. Ours and litData continue from the `state_dict` of rank 0, the others skip the
+steps that were taken, as Accelerate's `skip_first_batches`. The peers' environment is made in build/peers/row_loader at
+the first run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from multiprocessing import get_context
@@ -33,130 +32,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.parts.report import Row
+from benchmarks.peers.row_loaders import LOADERS, WIDTH, WORLDS, read_items
 
-WIDTH, BATCH, FILES = 64, 256, 8
-WORLDS = (3, 2)
+FILES = 8
 TAKEN = 0.4  # share of the steps before the world changes
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class Loader:
-    """A contender, as a loop sees it."""
-
-    title = ""
-    loader: Any = None  # one that knows its position
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        """processes: that read and make batches; 0: this one."""
-        self.folder, self.processes = folder, processes
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.position = 0, 0  # epoch, steps of it that are left out
-
-    def open_epoch(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The batches of the next epoch, or of the rest of one."""
-        epoch, skipped = self.position
-        self.position = epoch + 1, 0
-        loader = self.make_loader(epoch) if self.loader is None else self.loader
-        return islice(iter(loader), skipped, None)
-
-    def make_loader(self, epoch: int) -> Any:
-        raise NotImplementedError
-
-    def save(self, step: int) -> Any:
-        """The position after that many steps of the epoch."""
-        return (self.position[0] - 1, step) if self.loader is None else self.loader.state_dict()
-
-    def load(self, state: Any) -> None:
-        if self.loader is None:
-            self.position = state
-        else:
-            self.loader.load_state_dict(state)
-
-
-class Ours(Loader):
-    title = "ours"
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        super().__init__(folder, processes)
-        import spark_elastic.torch as hvd
-        from spark_elastic import Rows
-
-        rows = Rows.from_parquet(str(folder / "table"))
-        batch = BATCH * (WORLDS[0] if self.size > 1 else 1)
-        self.loader = hvd.elastic.ElasticDataLoader(
-            rows, batch, num_workers=processes, persistent_workers=processes > 0
-        )
-
-
-class Fragments(IterableDataset[dict[str, torch.Tensor]]):
-    """Each rank and worker process takes files in turn."""
-
-    def __init__(self, folder: Path, epoch: int, rank: int, size: int) -> None:
-        self.folder, self.epoch, self.rank, self.size = folder, epoch, rank, size
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        import pyarrow.dataset as pads
-
-        worker = torch.utils.data.get_worker_info()
-        workers, own = (worker.num_workers, worker.id) if worker else (1, 0)
-        draw = np.random.default_rng(self.epoch)
-        fragments = list(pads.dataset(self.folder).get_fragments())
-        order = draw.permutation(len(fragments))
-        for number in order[self.rank * workers + own :: self.size * workers]:
-            for block in fragments[number].to_batches():
-                x = block["x"].flatten().to_numpy().reshape(-1, WIDTH)
-                row, places = block["row"].to_numpy(), draw.permutation(len(block))
-                for first in range(0, len(block), BATCH):
-                    part = places[first : first + BATCH]
-                    yield {"x": torch.from_numpy(x[part]), "row": torch.from_numpy(row[part])}
-
-
-class Plain(Loader):
-    title = "torch's DataLoader over pyarrow"
-
-    def make_loader(self, epoch: int) -> Any:
-        dataset = Fragments(self.folder / "table", epoch, self.rank, self.size)
-        return DataLoader(dataset, batch_size=None, num_workers=self.processes)
-
-
-class LitData(Loader):
-    title = "litData"
-
-    def __init__(self, folder: Path, processes: int) -> None:
-        super().__init__(folder, processes)
-        from litdata import StreamingDataLoader, StreamingDataset
-
-        dataset = StreamingDataset(str(folder / "litdata"), shuffle=True)
-        self.loader = StreamingDataLoader(
-            dataset, batch_size=BATCH, num_workers=processes, persistent_workers=processes > 0
-        )
-
-
-class Lance(Loader):
-    title = "Lance"
-
-    def make_loader(self, epoch: int) -> Any:
-        from lance.sampler import ShardedBatchSampler
-        from lance.torch.data import LanceDataset
-
-        sampler = ShardedBatchSampler(self.rank, self.size, randomize=True, seed=epoch)
-        dataset = LanceDataset(str(self.folder / "lance"), batch_size=BATCH, sampler=sampler)
-        return DataLoader(dataset, batch_size=None)
-
-
-def read_items(path: str) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(path).combine_chunks()
-    x = table["x"].chunk(0).flatten().to_numpy().reshape(-1, WIDTH)
-    for row, values in zip(table["row"].to_pylist(), x, strict=True):
-        yield {"row": row, "x": torch.from_numpy(values.copy())}
-
-
-LOADERS = {made.__name__: made for made in (Ours, Plain, LitData, Lance)}
 
 
 # ---- in a process of a contender
@@ -209,7 +91,7 @@ def take_steps(name: str, folder: str, rank: int, size: int) -> list[list[list[i
 
 
 def count_rows(rows: int, *worlds: Sequence[list[list[int]]]) -> tuple[int, int]:
-    """How many rows are missing, how many there more than once. worlds: by rank, the rows of its steps."""
+    """How many rows are missing, how many come more than once. worlds: by rank, the rows of its steps."""
     taken = [row for world in worlds for steps in zip(*world, strict=False) for step in steps for row in step]
     counts = np.bincount(taken, minlength=rows)
     return int((counts == 0).sum()), int((counts > 1).sum())

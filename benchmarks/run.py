@@ -51,7 +51,7 @@ CASES = {
     "frozen": Case("frozen:measure", small={"megabytes": (1,), "kills": 1, "rounds": 2}),
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
-    "loop_memory": Case("memory:measure_loops", small={"megabytes": 64}),
+    "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
     "packing": Case("packing:measure", small={"documents": 6000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
