@@ -4,7 +4,8 @@ A table of 64 float32 and the row's number, in eight Parquet files. litData and 
 `optimize` and `write_dataset`; the others read the files. Each reads whole shuffled epochs in batches of 256, in
 processes of their own that take turns, the first epoch not counted: rows/s (medians), and the peak memory (PSS) of
 process and worker processes. How finely they shuffle differs: ours and litData rows, pyarrow rows within what it reads
-at a time, Lance whole batches.
+at a time, Lance whole batches. The table fits into the cache of `Rows` (128 MB): only a larger one shows how
+it reads.
 
 Then worlds: three ranks of Gloo take an epoch; they take 40 % of the steps of another, two ranks continue it. Steps are
 taken together, as DDP takes them: an epoch is over when a rank has no batch left. By the rows' numbers: how many rows

@@ -71,7 +71,7 @@ torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control
 (reader), torch's DataLoader (images) and other loaders (row_loader), the table's own order (row_order), rows shuffled
 one by one, or 16 lanes (mixing), the same calls before footers became arrays (many_files), a plain loop on the same
 GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns. Beside
-memory and loop_memory stands their bound.
+memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -182,18 +182,10 @@ CASES = (
     ("memory", "10,240 MB in row groups of 64 MB: training"),
     ("memory", "10,240 MB in row groups of 64 MB: outside of training"),
     ("memory", "1,024 MB in one row group: peak of a worker"),
-    ("loop_memory", "10,240 MB in row groups of 64 MB: a loop of DDP: peak of a worker"),
-    ("loop_memory", "10,240 MB in row groups of 4 MB: a loop of DDP: peak of a worker"),
     ("two_hosts", "64 MB, 2 hosts x 1: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: as bfloat16, beside float32"),
     ("reader", "row groups of 10,000, against pyarrow"),
-    ("row_loader", "0 worker processes, beside torch's DataLoader over pyarrow"),
-    ("row_loader", "0 worker processes, beside litData"),
-    ("row_loader", "0 worker processes, beside Lance"),
-    ("row_loader", "0 worker processes, beside torch's DataLoader over pyarrow: peak of memory"),
-    ("row_loader", "0 worker processes, beside litData: peak of memory"),
-    ("row_loader", "0 worker processes, beside Lance: peak of memory"),
     ("row_loader", "an epoch of 3 ranks, beside torch's DataLoader over pyarrow: rows missing"),
     ("row_loader", "an epoch of 3 ranks, beside torch's DataLoader over pyarrow: rows twice"),
     ("row_loader", "an epoch of 3 ranks, beside litData: rows missing"),

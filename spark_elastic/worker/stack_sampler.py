@@ -143,9 +143,11 @@ class StackSampler(WaitRecorder):
                 return
 
     def _sample(self) -> None:
-        with gc_paused:  # the call creates frames while the interpreter's list of threads is locked
-            frame = sys._current_frames().get(self._main)
-        text = _format_stack(frame) + "\n"
+        # The call creates frames while the interpreter's list of threads is locked, and each step outwards creates
+        # another one while the main thread's own frame is in hand: a collection that lets that thread go on would
+        # free it.
+        with gc_paused:
+            text = _format_stack(sys._current_frames().get(self._main)) + "\n"
         with suppress(OSError):  # the time of the sample shows that this thread runs
             os.ftruncate(self._stacks, 0)
             os.write(self._stacks, text.encode("utf-8", "replace"))
