@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 @pytest.mark.parametrize("form", ["one line", pytest.param("elastic", marks=pytest.mark.faults)])
 def test_an_unchanged_script_of_horovod_runs(tmp_path: Path, form: str) -> None:
-    (before,) = blocks("moving-from-horovod.md", "python")
+    _, before = blocks("moving-from-horovod.md", "python")
     one_line, diff = blocks("moving-from-horovod.md", "diff")
     script = tmp_path / "train.py"
     script.write_text(apply_diff(before, one_line if form == "one line" else diff))
