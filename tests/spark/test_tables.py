@@ -14,6 +14,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyspark import SparkFiles
 
+from spark_elastic import Rows
 from spark_elastic.errors import InvalidInput
 from tests.leaks import SessionOwned
 from tests.scenarios import Fault
@@ -93,6 +94,7 @@ def test_a_table_is_found_in_the_catalog_and_validated_with_another_one(
         for name, count in (("trained", 30), ("seen", 9)):
             x = draw.normal(size=(count, 2))
             write_deltalake(str(tmp_path / name), pa.table({"x": list(x), "y": x[:, 0]}))
+        assert Rows.from_table(tmp_path / "seen").count == 9
     # The connector of Delta would say `USING delta`; only the place of the table matters here.
     spark.sql(f"CREATE TABLE elastic_trained USING parquet LOCATION '{tmp_path}/trained'")
     try:

@@ -23,8 +23,8 @@ for name in (__name__, hold.__module__):
 
 
 def of_page() -> Callable[[int], Any]:
-    (before,) = blocks("moving-from-torchdistributor.md", "python")
-    program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[1])
+    before, _ = blocks("moving-from-torchdistributor.md", "python")
+    program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[2])
     return define_train(program.replace("import spark_elastic\n", ""))
 
 
