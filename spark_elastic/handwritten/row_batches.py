@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.loader import Prefetch, StepLoader
 from spark_elastic.data.plan import DataPlan, Division, Int64s, compute_share_bounds
 from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
@@ -26,6 +26,7 @@ from spark_elastic.estimators.row_dataset import iter_items, to_tensors
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.training.transformation import RowRandom, Transformation, transform_columns
 
+BYTES_AHEAD = 32 << 20  # of steps that are read ahead: with it a worker stays below 700 MB
 USUAL_WORKERS = 8  # that estimators' `max_workers` must exceed to get more lanes than a loader has
 
 
@@ -93,7 +94,9 @@ class RowBatches:
 
     def open_stream(self, plan: DataPlan) -> RowStream:
         """The steps of a plan over these rows, read ahead by threads of this process."""
-        return RowStream(self, StepLoader(plan, self._access.reader, self.rows.columns))
+        return RowStream(
+            self, StepLoader(plan, self._access.reader, self.rows.columns, Prefetch(bytes=BYTES_AHEAD))
+        )
 
     def _transform(self, epoch: int, numbers: Int64s, columns: Mapping[str, Any]) -> dict[str, Any]:
         assert self._transformation is not None

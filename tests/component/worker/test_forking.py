@@ -24,6 +24,7 @@ from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
+from tests.patience import until
 
 FORKED, SPAWNED = ("json",), None
 TORCH = ("torch", "torch._dynamo")
@@ -95,6 +96,7 @@ class ForkedChild:
     def await_warm(self) -> psutil.Process:
         self._warm.get(timeout=60.0)
         made = self.child._process
+        until(lambda: self.child.pid is not None)  # a process may be warm before its slot has adopted it
         assert (isinstance(made, ForkedProcess) and isinstance(made._process, AdoptedProcess)) is self._forked
         return psutil.Process(self.child.pid)
 
