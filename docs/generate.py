@@ -71,7 +71,7 @@ torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control
 (reader), torch's DataLoader (images) and other loaders (row_loader), the table's own order (row_order), rows shuffled
 one by one, or 16 lanes (mixing), the same calls before footers became arrays (many_files), a plain loop on the same
 GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns. Beside
-memory stands its bound.
+memory and loop_memory stands their bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -178,6 +178,8 @@ CASES = (
     ("mixing", "row groups of 128 MB, 256 lanes: loader, beside 16"),
     ("transform", "transform, against predict_batch_udf"),
     ("transform", "transform, against a row at a time"),
+    ("loop_memory", "10,240 MB in row groups of 64 MB: a loop of DDP: peak of a worker"),
+    ("loop_memory", "10,240 MB in row groups of 4 MB: a loop of DDP: peak of a worker"),
     ("memory", "10,240 MB in row groups of 64 MB: peak of a worker"),
     ("memory", "10,240 MB in row groups of 64 MB: training"),
     ("memory", "10,240 MB in row groups of 64 MB: outside of training"),
