@@ -19,7 +19,8 @@ def test_survivors_of_a_kill_regroup_within_the_budget_at_any_world_size(size: i
     ((moment, generation),) = trial.done
     seconds, lines = regroup.find_event_after(trial, moment, generation, "runs")
     assert seconds < BUDGET
-    assert {line["size"] for line in lines} == {size - 1}
+    # A newcomer that is warm before the last survivor asks comes into the same world.
+    assert {line["size"] for line in lines} <= {size - 1, size}
     assert regroup.count_broken(trial, {generation}) == size - 1
     assert regroup.count_broken(trial, {line["generation"] for line in trial.lines()} - {generation}) == 0
     (up,) = regroup.scale_ups(trial)
