@@ -180,6 +180,8 @@ CASES = (
     ("transform", "transform, against a row at a time"),
     ("loop_memory", "10,240 MB in row groups of 64 MB: a loop of DDP: peak of a worker"),
     ("loop_memory", "10,240 MB in row groups of 4 MB: a loop of DDP: peak of a worker"),
+    ("packing", "padding, spread 1.0"),
+    ("packing", "tokens"),
     ("memory", "10,240 MB in row groups of 64 MB: peak of a worker"),
     ("memory", "10,240 MB in row groups of 64 MB: training"),
     ("memory", "10,240 MB in row groups of 64 MB: outside of training"),
