@@ -23,7 +23,7 @@ from spark_elastic.data.reading.readers import pack_rows
 from spark_elastic.data.renewal import find_table
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
+from spark_elastic.errors import InvalidInput, format_columns, suggest_name
 
 H = TypeVar("H", bound="RowHandle")
 
@@ -40,37 +40,6 @@ class RowHandle:
     source: str  # what the rows are of, for people
     has_no_nan: bool = field(default=False, repr=False)  # whether NaN was looked for when they were written
 
-    # ---- kept in a file
-
-    @classmethod
-    def open(cls: type[H], url: str, catalog: Any = None, **storage_options: Any) -> H:
-        """What `save` wrote.
-
-        Args:
-            catalog: that knows the rows' table, as in `from_table`.
-            storage_options: of fsspec, for that file and those of the rows.
-
-        Raises:
-            StoreError: there is no such file, or it was altered.
-        """
-        folder, name = posixpath.split(str(url).rstrip("/"))
-        store = Store.open(folder or ".", **storage_options)
-        try:
-            saved = json.loads(store.read_bytes(name))
-            if saved["format"] != FORMAT:
-                raise StoreError(
-                    f"{url} has format {saved['format']}, and this release reads {FORMAT}: save the Rows again."
-                )
-            manifest = Manifest.from_json(saved["manifest"])
-            if catalog is not None:
-                storage_options = cls._find_options(catalog, saved["table"], storage_options)
-            store = Store.open(saved["store"], **storage_options)
-            return cls(store, manifest, saved["source"], saved["has_no_nan"])
-        except InvalidInput:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{url} is not what Rows.save writes: save the Rows again.") from error
-
     def save(self, url: str, **storage_options: Any) -> None:
         """Write the handle, without credentials, for programs that get no objects: `Rows.open(url)` reads it."""
         folder, name = posixpath.split(str(url).rstrip("/"))
@@ -83,11 +52,6 @@ class RowHandle:
             "manifest": self.manifest.to_json(),
         }
         Store.open(folder or ".", **storage_options).write_bytes(name, json.dumps(document).encode())
-
-    @staticmethod
-    def _find_options(catalog: Any, table: str | None, storage_options: dict[str, Any]) -> dict[str, Any]:
-        """Storage options with the credentials of that table of the catalog. Raises InvalidInput: it is no table's."""
-        raise NotImplementedError
 
     # ---- what they are
 

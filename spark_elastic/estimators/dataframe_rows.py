@@ -38,6 +38,7 @@ from spark_elastic.estimators.fit_rows import (
     TableRows,
     choose_group_bytes,
     find_conversion,
+    find_fit_conversion,
     list_names,
 )
 from spark_elastic.estimators.run_record import RunRecord
@@ -140,16 +141,13 @@ def find_or_write_rows(
     where = make_choice(*MATERIALIZE)("materialize", materialize)
     if where != "always":
         try:
-            if order == "hash" or (order is None and where == "auto"):
-                raise NoFileScan("the order of their hash sorts the rows while they are written")
-            if "drop" in (treatment.nulls, treatment.nans):
-                raise NoFileScan("missing leaves out rows while they are written")
-            if treatment.nans == "refuse" and any(
-                np.dtype(each.dtype).kind == "f" for each in types.values()
-            ):
-                raise NoFileScan(
-                    "NaN is looked for while rows are written (missing={'nans': 'keep'} does without)"
-                )
+            written = "hash" if order is None and where == "auto" else order
+            has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
+            conversion = find_conversion(
+                treatment, written, avoids_nan_check="missing={'nans': 'keep'}" if has_floats else ""
+            )
+            if conversion is not None:
+                raise NoFileScan(conversion[0])
             return ScannedRows.find(df, names, True, PIECE_BYTES, storage_options).facts
         except NoFileScan as reason:
             if where == "never":
@@ -165,7 +163,7 @@ def find_or_write_rows(
 
 def refuse_conversions(request: Request) -> None:
     """Raises NoFileScan if the rows must be written to become those that the request asks for."""
-    config, conversion = request.config, find_conversion(request)
+    config, conversion = request.config, find_fit_conversion(request)
     if conversion is not None:
         raise NoFileScan(conversion[0])
     if config.reader != "arrow":

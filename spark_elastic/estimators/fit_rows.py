@@ -33,6 +33,7 @@ from spark_elastic.estimators.dataframes.materialize import (
     find_difference,
     materialize,
 )
+from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.dataframes.schema import (
     check_columns,
     check_distinct_names,
@@ -211,7 +212,7 @@ class FileRows:
 
     def check(self, request: Request) -> None:
         """Also reads the files' footers, by a Spark job if there are many."""
-        conversion = find_conversion(request)
+        conversion = find_fit_conversion(request)
         if conversion is not None:
             clause, remedy = conversion
             raise InvalidInput(
@@ -482,8 +483,9 @@ class HandleRows(FileRows):
 
     def check(self, request: Request) -> None:
         config = request.config
-        conversion = find_conversion(request, is_divided=True)
-        if conversion is not None and not ("NaN" in conversion[0] and self._rows.has_no_nan):
+        avoids = "" if self._rows.has_no_nan else _avoid_nan_check(request)
+        conversion = find_conversion(request.missing, config.row_order, avoids_nan_check=avoids)
+        if conversion is not None:
             clause, remedy = conversion
             raise InvalidInput(
                 f"{clause}, and Rows are read as they are: {remedy.format(argument=self.validation_argument)}."
@@ -540,28 +542,38 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 
 
-def find_conversion(request: Request, is_divided: bool = False) -> tuple[str, str] | None:
+def find_conversion(
+    missing: MissingValues, row_order: str | None, validation: Any = None, avoids_nan_check: str = ""
+) -> tuple[str, str] | None:
     """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing.
 
-    is_divided: the rows to validate with are there already.
+    Args:
+        validation: which of the rows validate; None: none, or they are apart already.
+        avoids_nan_check: settings by which nobody has to look for NaN; "": nobody has to.
     """
-    config, missing = request.config, request.missing
-    if config.validation is not None and not is_divided:
+    if validation is not None:
         return "validation splits the rows while they are written", "give {argument} instead"
     if "drop" in (missing.nulls, missing.nans):
         return "missing leaves out rows while they are written", "use fit, or write the files without them"
-    if config.row_order == "hash":
+    if row_order == "hash":
         return (
             "the order of their hash sorts the rows while they are written",
             "leave row_order out, or use fit",
         )
-    if missing.nans == "refuse" and not config.terminate_on_nan:
+    if missing.nans == "refuse" and avoids_nan_check:
         clause = "NaN is looked for while rows are written"
-        return (
-            f"{clause} (missing={{'nans': 'keep'}} or terminate_on_nan=True does without)",
-            "set one of these",
-        )
+        return f"{clause} ({avoids_nan_check} does without)", "set one of these"
     return None
+
+
+def find_fit_conversion(request: Request) -> tuple[str, str] | None:
+    """As `find_conversion`, of what a fit asks for."""
+    config = request.config
+    return find_conversion(request.missing, config.row_order, config.validation, _avoid_nan_check(request))
+
+
+def _avoid_nan_check(request: Request) -> str:
+    return "" if request.config.terminate_on_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
 
 
 def choose_group_bytes(request: Request) -> int:

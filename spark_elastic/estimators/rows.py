@@ -5,12 +5,16 @@ What it can do with them is `RowHandle`'s; this module says where rows come from
 
 from __future__ import annotations
 
+import json
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.data.row_handle import RowHandle
-from spark_elastic.errors import InvalidInput
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.row_handle import FORMAT, RowHandle
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -113,14 +117,36 @@ class Rows(RowHandle):
 
         return cls(*describe_paths(paths, columns, dict(storage_options or {})))
 
-    @staticmethod
-    def _find_options(catalog: Any, table: str | None, storage_options: dict[str, Any]) -> dict[str, Any]:
-        from spark_elastic.tables.catalogs import find_in_catalog
+    @classmethod
+    def open(cls, url: str, catalog: Any = None, **storage_options: Any) -> Rows:
+        """What `save` wrote.
 
-        if table is None:
-            raise InvalidInput("These Rows were not made from a table of a catalog: leave catalog out.")
-        options: dict[str, Any] = find_in_catalog(catalog, table).open(storage_options)[1]
-        return options
+        Args:
+            catalog: that knows the rows' table, as in `from_table`.
+            storage_options: of fsspec, for that file and those of the rows.
+
+        Raises:
+            InvalidInput: the rows are of no table of a catalog. StoreError: there is no such file, or it was altered.
+        """
+        folder, name = posixpath.split(str(url).rstrip("/"))
+        document = Store.open(folder or ".", **storage_options).read_bytes(name)
+        try:
+            saved = json.loads(document)
+            if saved["format"] != FORMAT:
+                raise StoreError(
+                    f"{url} has format {saved['format']}, and this release reads {FORMAT}: save the Rows again."
+                )
+            manifest, table = Manifest.from_json(saved["manifest"]), saved.get("table")
+            place, about = saved["store"], (saved["source"], saved["has_no_nan"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{url} is not what Rows.save writes: save the Rows again.") from error
+        if catalog is not None:
+            from spark_elastic.tables.catalogs import find_in_catalog
+
+            if table is None:
+                raise InvalidInput("These Rows were not made from a table of a catalog: leave catalog out.")
+            storage_options = find_in_catalog(catalog, table).open(storage_options)[1]
+        return cls(Store.open(place, **storage_options), manifest, *about)
 
     def dataset(self) -> RowDataset:
         """A map-style data set of torch: a row is a dict of tensors."""
