@@ -179,7 +179,7 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self._connected[root.path] = connected
 
 
-def _delegate(method: str) -> Callable[..., Any]:
+def _make_client_call(method: str) -> Callable[..., Any]:
     async def call(self: RenewedFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
         client = await self._find_client(path)
         return await getattr(client, method)(path, *arguments, **options)
@@ -188,7 +188,7 @@ def _delegate(method: str) -> Callable[..., Any]:
 
 
 for _name in ("_info", "_ls", "_find", "_exists", "_cat_file"):
-    setattr(RenewedFileSystem, _name, _delegate(_name))
+    setattr(RenewedFileSystem, _name, _make_client_call(_name))
 
 
 def renew(filesystem: Any, root: str, options: Mapping[str, Any], credentials: RenewedCredentials) -> Any:
