@@ -100,7 +100,7 @@ def test_an_unscaled_learning_rate_is_logged_once(
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     with fitting._show_progress(wanted) as shown:
         training: Any = SimpleNamespace(
-            platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r"
+            platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r", modules=()
         )
         FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
@@ -113,7 +113,7 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     read = threading.Event()
     training: Any = SimpleNamespace(
-        platform=platform, request=wanted, framework=UNTRIED, listener=None, run_id="r"
+        platform=platform, request=wanted, framework=UNTRIED, listener=None, run_id="r", modules=()
     )
     ended = threading.Event()
 
