@@ -1,4 +1,4 @@
-"""Reductions in plain numpy: used by the fake groups, and as the reference for the native engine's results.
+"""Reductions in plain numpy: for a process that trains alone, and as the reference for the engine's results.
 
 Pure. 16-bit floats are accumulated as float32 and rounded once; bfloat16 is stored as uint16, which numpy has.
 """
@@ -46,9 +46,8 @@ def apply_scale(array: Array, times: float, over: int = 1) -> Array:
     if array.dtype.kind not in "iu":
         return np.asarray(array.astype(np.float64) * (times / over)).astype(array.dtype)
     if times == 1.0:
-        whole = (
-            np.int64(over) if array.dtype.kind == "i" else np.uint64(over)
-        )  # the divisor may not fit into 8 bits
+        # The divisor may not fit into 8 bits
+        whole = np.int64(over) if array.dtype.kind == "i" else np.uint64(over)
         return ((array - np.fmod(array, whole)) // whole).astype(array.dtype)
     limits = np.iinfo(array.dtype)
     return np.clip(np.trunc(array * times / over), limits.min, limits.max).astype(array.dtype)

@@ -265,9 +265,8 @@ def _read_iceberg(
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
     defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
-    with_types = [
-        each for each in schema.fields if "uuid" not in str(each.field_type)
-    ]  # pyarrow 14 has no such type
+    # pyarrow 14 has no such type
+    with_types = [each for each in schema.fields if "uuid" not in str(each.field_type)]
     declared = _find_types(type(schema)(*with_types).as_arrow())
     types = {name: kind for name, kind in declared.items() if name not in defaults}
     files = [

@@ -167,9 +167,8 @@ class LocalLauncher(ThreadPerSlotLauncher):
         """Returns why the slot ended."""
         try:
             process = _start_process(self.interpreter)
-        except (
-            OSError
-        ) as error:  # memory, processes or descriptors are used up: the driver launches another slot
+        except OSError as error:
+            # Memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
         self.processes[launch] = process
         assert process.stdin is not None

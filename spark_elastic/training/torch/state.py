@@ -43,9 +43,8 @@ def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dev
         return
     model.to(device)
     for group in optimizer.param_groups:
-        steps_there = group.get("fused") or group.get(
-            "capturable"
-        )  # else torch wants their counter on the host
+        # Else torch wants their counter on the host
+        steps_there = group.get("fused") or group.get("capturable")
         for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and (key != "step" or steps_there):

@@ -22,10 +22,10 @@ from elastic_collectives import (
     connect,
 )
 from elastic_collectives.arithmetic import narrow, reduce_parts, widen
-from elastic_collectives.fakes import FakeFabric
 from elastic_collectives.operands import DTYPES, FLOATS, OPS
 from tests.component.collectives.calls import compute_packed_sum
 from tests.component.collectives.ranks import local_ranks
+from tests.fake_group import FakeFabric
 
 SIZE = 3
 Groups = list[Group]

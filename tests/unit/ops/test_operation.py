@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from elastic_collectives import Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.gradients.process_sets import SingleProcessGroup
 from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
 from spark_elastic.horovod.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from tests.fake_group import FakeFabric
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 

@@ -91,7 +91,7 @@ from spark_elastic.worker.script import Script
 Script.read(sys.argv[1])()
 """
 FUNCTION = """
-from elastic_collectives.fakes import FakeFabric
+from tests.fake_group import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
