@@ -44,7 +44,7 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
     values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])
     own = values.astype("uint16" if dtype == "bfloat16" else dtype)
     assert added.dtype == own.dtype
-    from elastic_collectives.arithmetic import reduce_parts
+    from tests.reductions import reduce_parts
 
     assert reduce_parts([own, added], dtype, op, 1.0).tolist() == own.tolist()
     group.close()
@@ -52,7 +52,7 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
 
 @pytest.mark.parametrize(("op", "factor"), [("min", -1.0), ("max", -2.0), ("product", 2.0), ("min", 0.0)])
 def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, factor: float) -> None:
-    from elastic_collectives.arithmetic import reduce_parts
+    from tests.reductions import reduce_parts
 
     request = OperationRequest(ALLREDUCE, "x", ("float32",), ((3,),), op, (factor, 1.0))
     (added,) = make_neutral_arrays(request)
