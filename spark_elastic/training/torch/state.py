@@ -20,10 +20,11 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
-from spark_elastic.runs.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
+from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
 from spark_elastic.training.callback_states import name_classes, pair_states
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.torch.forward import rng_state, set_rng_state
+from spark_elastic.training.torch.frozen import view_bytes
 from spark_elastic.training.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -128,7 +129,7 @@ class TorchTrainingState:
         values = {"model": tensors, "optimizer": self.optimizer.state_dict()}
         for name, tensor in _iter_tensors(values, ""):
             hasher.update(name.encode())
-            hasher.update(_bytes_of(tensor).data)
+            hasher.update(view_bytes(tensor)[0].data)
         return hasher.hexdigest()
 
 
@@ -155,11 +156,6 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _iter_tensors(item, f"{name}.{index}")
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
-    return dense.view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
 
 
 class TorchCodec:
