@@ -225,9 +225,8 @@ class FitRun(Generic[O]):
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""
         run = OwnedRun.acquire(self.store, self.run_id)
-        if (
-            RunResult.load(self.store, self.run_id) is not None
-        ):  # another driver ended it while this one waited
+        # Another driver ended it while this one waited
+        if RunResult.load(self.store, self.run_id) is not None:
             finished = _load_finished_run(self.rows, self.request, self.store, self.run_id)
             if finished is not None:
                 return finished
@@ -244,9 +243,8 @@ class FitRun(Generic[O]):
                 data_rows=manifest.rows,
             )
             run.check()
-            result.save(
-                self.store, self.run_id
-            )  # before rows and checkpoints, which could resume the run, are deleted
+            # Before rows and checkpoints, which could resume the run, are deleted
+            result.save(self.store, self.run_id)
             sample = _read_sample(self.request, data, manifest)
         run.remove_partial()  # of a worker that was lost while it wrote the model
         run.delete_objects(f"runs/{self.run_id}/checkpoints")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.dataframe_rows import ScannedRows, refuse_conversions
+from spark_elastic.estimators.dataframe_rows import refuse_conversions
 from spark_elastic.estimators.dataframes.file_scan import NoFileScan
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.torch_objects import check_torch_objects
@@ -53,10 +50,3 @@ def test_rows_that_are_sorted_split_or_checked_are_written(asked: dict[str, Any]
 def test_materialize_is_one_of_three_words() -> None:
     with pytest.raises(InvalidInput, match="materialize must be one of 'auto', 'always', 'never'; got None"):
         build_request(values(materialize=None), check_torch_objects)
-
-
-def test_rows_that_stay_where_they_are_are_called_what_they_are_files_of(tmp_path: Path) -> None:
-    kind = "files of version 3 of the Delta table t"
-    rows = ScannedRows(SimpleNamespace(), Store.open(tmp_path), [], {}, kind)  # type: ignore[arg-type]
-    record: Any = SimpleNamespace()
-    assert rows.describe(record) == f"0 {kind} in file://{tmp_path}"
