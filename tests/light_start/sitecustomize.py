@@ -1,9 +1,8 @@
 """On PYTHONPATH, this keeps a Python process from importing what its libraries have no use for yet, or at all.
 
 torch imports its compiler with the first optimizer of a process, to mark functions that it should leave alone: half of
-what the start of a worker computes. It comes once something else is asked of it. What torch knows of tensors without
-values, a quarter of its own start, comes with what uses that: DTensor, the compiler, `torch.export`. Other libraries
-import what they find installed: Keras for its wrappers and plots, a quarter of its start; httpx for its command.
+what the start of a worker computes. It comes once something else is asked of it. Other libraries import what they find
+installed: Keras for its wrappers and plots, a quarter of its start; httpx for its command.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from typing import Any
 COMPILER = "torch._dynamo"
 # Module -> the library that gets along without it.
 OPTIONAL = {"matplotlib": "keras", "sklearn": "keras", "pygments": "httpx", "rich": "httpx"}
-# What torch imports of tensors without values, and what uses it.
-VALUELESS = ("torch.export", "torch.distributed._meta_registrations", "torch._meta_registrations")
-USES_VALUELESS = ("torch._decomp", "torch._refs", "torch.distributed.tensor")
 
 
 def mark(function: Any) -> Any:
@@ -51,59 +47,29 @@ class UnusedCompiler(ModuleType):
         """Outside of what is compiled it does nothing."""
 
 
-class UnusedModule(ModuleType):
-    """Stands for one of VALUELESS."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or is_importing("torch"):
-            raise AttributeError(name)
-        load_valueless()
-        return getattr(sys.modules[self.__name__], name)
-
-
 def load_compiler() -> ModuleType:
     """The compiler itself, which takes the place of `UnusedCompiler`."""
-    if isinstance(sys.modules.get(COMPILER), UnusedCompiler):
-        del sys.modules[COMPILER]
-    FINDER.unused.discard(COMPILER)
-    load_valueless()
+    if FINDER in sys.meta_path:
+        sys.meta_path.remove(FINDER)
+        sys.modules.pop(COMPILER, None)
     return importlib.import_module(COMPILER)
 
 
-def load_valueless() -> None:
-    if FINDER.unused.isdisjoint(VALUELESS) or is_importing("torch"):
-        return
-    FINDER.unused.difference_update(VALUELESS)
-    for name in VALUELESS:
-        sys.modules.pop(name, None)
-    for name in VALUELESS:
-        importlib.import_module(name)
-
-
 class LightFinder(MetaPathFinder, Loader):
-    def __init__(self) -> None:
-        self.unused = {COMPILER, *VALUELESS}
-
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name in OPTIONAL and is_importing(OPTIONAL[name]):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        if name in self.unused:
-            return ModuleSpec(name, self, is_package=True)
-        if name in USES_VALUELESS:
-            load_valueless()
-        parent = name.rpartition(".")[0]
-        if parent not in self.unused:
+        if name.startswith(f"{COMPILER}."):
+            load_compiler()
+            importlib.import_module(name)
+        elif name != COMPILER:
             return None
-        load_compiler() if parent == COMPILER else load_valueless()
-        importlib.import_module(name)
-        return ModuleSpec(name, self)
+        return ModuleSpec(name, self, is_package=name == COMPILER)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name not in self.unused:
-            return sys.modules[spec.name]
-        return UnusedCompiler(spec.name) if spec.name == COMPILER else UnusedModule(spec.name)
+        return UnusedCompiler(spec.name) if spec.name == COMPILER else sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""
