@@ -18,11 +18,12 @@ from transformers import Trainer
 
 from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.accelerators import check_distributed
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
-from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+from spark_elastic.integrations.huggingface_loader import initialize_on_rows, make_elastic_loader
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 
 
@@ -83,9 +84,13 @@ class ElasticTrainer(_OwnLoss):
         self.global_batch_size = COUNT("global_batch_size", global_batch_size)
         self.determinism = make_choice("rows").or_none()("determinism", determinism)
         self._adapter = TrainerProgress(self, commit_every)
-        super().__init__(*args, **options)
-        if isinstance(self.train_dataset, Rows):
-            self.train_dataset = self.train_dataset.dataset()
+        given = (
+            inspect.signature(super().__init__).bind_partial(*args, **options).arguments.get("train_dataset")
+        )
+        if isinstance(given, Rows | RowDataset):
+            self.train_dataset = initialize_on_rows(super().__init__, given, args, options)
+        else:
+            super().__init__(*args, **options)
         # Before the user's, which read what it puts right.
         self.callback_handler.callbacks.insert(0, self._adapter)
 

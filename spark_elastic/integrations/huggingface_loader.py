@@ -7,6 +7,8 @@ name. Training thread only.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import zlib
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.row_dataset import RowDataset
+from spark_elastic.estimators.rows import Rows
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.session import get_session
@@ -64,6 +68,35 @@ def make_elastic_loader(
         _check_sampler(batches, sampler, len(dataset))
     shuffle = not isinstance(sampler, SequentialSampler)
     return ElasticDataLoader(dataset, global_batch_size, seed, shuffle, **options)
+
+
+def initialize_on_rows(initialize: Any, given: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call a Trainer's `__init__` on rows of a table. Returns the data set that it is to train on.
+
+    TRL's classes take a `datasets.Dataset` only: they get one that reads these rows, and keep what they make of it.
+
+    Args:
+        initialize: the class's `__init__` of the trainer. given: its argument `train_dataset`.
+    """
+    rows = given.dataset() if isinstance(given, Rows) else given
+    shown = rows
+    if any(kind.__module__.startswith("trl.") for kind in type(initialize.__self__).__mro__):
+        shown = _make_hugging_face_dataset(rows)
+    bound = inspect.signature(initialize).bind(*args, **options)
+    bound.arguments["train_dataset"] = shown
+    initialize(*bound.args, **bound.kwargs)
+    prepared = initialize.__self__.train_dataset
+    return rows if prepared is shown else prepared
+
+
+def _make_hugging_face_dataset(rows: RowDataset) -> Any:
+    datasets = importlib.import_module("datasets")
+
+    def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        items = rows.__getitems__(batch["row"])
+        return {name: [item[name] for item in items] for name in items[0]}
+
+    return datasets.Dataset.from_dict({"row": np.arange(len(rows))}).with_transform(read)
 
 
 def _check_sampler(batches: Any, sampler: Any, rows: int) -> None:
