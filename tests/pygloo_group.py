@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pygloo
 
-from elastic_collectives.arithmetic import apply_scale
 from elastic_collectives.engine import Exchange
 from elastic_collectives.errors import (
     CollectiveError,
@@ -26,6 +25,7 @@ from elastic_collectives.errors import (
 from elastic_collectives.group import Array, WaitObserver
 from elastic_collectives.operands import Reduction, signature
 from tests.gathering import GatheringGroup
+from tests.reductions import scale_and_divide
 
 BCUBE_LIMIT = 1 << 20  # bytes up to which "auto" takes bcube
 TIMEOUT = 30.0  # seconds; fixed, since pygloo's setter accepts no Python number
@@ -180,4 +180,4 @@ class PyglooGroup(GatheringGroup):
         source, result = np.ascontiguousarray(part), np.empty_like(part)
         places = source.ctypes.data, result.ctypes.data, part.size
         self.call_guarded(pygloo.allreduce, self._context, *places, DTYPES[dtype], OPS[reduction.op], way)
-        return apply_scale(result, reduction.after, self.size if reduction.op == "average" else 1)
+        return scale_and_divide(result, reduction.after, self.size if reduction.op == "average" else 1)

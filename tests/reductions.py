@@ -29,7 +29,19 @@ def reduce_parts(parts: Sequence[Array], dtype: str, op: str, after: float) -> A
     result = wide[0].copy()
     for part in wide[1:]:
         _FOLDS[op](result, part, out=result)
-    return narrow(apply_scale(result, after, len(parts) if op == "average" else 1), dtype)
+    return narrow(scale_and_divide(result, after, len(parts) if op == "average" else 1), dtype)
+
+
+def scale_and_divide(array: Array, times: float, over: int) -> Array:
+    """Return array * times / over; integers are truncated towards zero."""
+    if array.dtype.kind not in "iu" or over == 1:
+        return apply_scale(array, times / over)
+    if times == 1.0:
+        # The divisor may not fit into 8 bits
+        whole = np.int64(over) if array.dtype.kind == "i" else np.uint64(over)
+        return ((array - np.fmod(array, whole)) // whole).astype(array.dtype)
+    limits = np.iinfo(array.dtype)
+    return np.clip(np.trunc(array * times / over), limits.min, limits.max).astype(array.dtype)
 
 
 def _adasum(parts: Sequence[Array]) -> Array:

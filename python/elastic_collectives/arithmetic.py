@@ -26,15 +26,11 @@ def narrow(array: Array, dtype: str) -> Array:
     return np.where(np.isnan(array), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
-def apply_scale(array: Array, times: float, over: int = 1) -> Array:
-    """Return array * times / over; integers are truncated towards zero."""
-    if times == 1.0 and over == 1:
+def apply_scale(array: Array, factor: float) -> Array:
+    """Return array * factor; integers are truncated towards zero."""
+    if factor == 1.0:
         return array
     if array.dtype.kind not in "iu":
-        return np.asarray(array.astype(np.float64) * (times / over)).astype(array.dtype)
-    if times == 1.0:
-        # The divisor may not fit into 8 bits
-        whole = np.int64(over) if array.dtype.kind == "i" else np.uint64(over)
-        return ((array - np.fmod(array, whole)) // whole).astype(array.dtype)
+        return np.asarray(array.astype(np.float64) * factor).astype(array.dtype)
     limits = np.iinfo(array.dtype)
-    return np.clip(np.trunc(array * times / over), limits.min, limits.max).astype(array.dtype)
+    return np.clip(np.trunc(array * factor), limits.min, limits.max).astype(array.dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -127,6 +128,40 @@ class MetricRows:
         parts = [columns for _, columns in gathered if columns]
         whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return [each for logged, _ in gathered for each in logged], whole
+
+
+class StepMetrics(ABC):
+    """Metrics of the rows of one step after another. What a step gathered counts once `commit` is called."""
+
+    def __init__(self) -> None:
+        # By name, of losses, functions and logged numbers: the sum over rows, and their number or weight.
+        self.sums: dict[str, tuple[float, float]] = {}
+        self._part = MetricRows()
+
+    def gather(self, group: Group) -> None:
+        """Exchange the step's rows. Collective: ranks without rows call it, too."""
+        self._part.gather(group)
+
+    def discard(self) -> None:
+        """Drop the rows of a step that was aborted."""
+        self._part.discard()
+
+    def commit(self) -> None:
+        """Count the gathered rows: the step is applied."""
+        logged_by_part, columns = self._part.pop_gathered()
+        for logged in logged_by_part:
+            for name, (total, divisor) in logged.items():
+                self._count(name, total, divisor)
+        if columns:
+            self._count_rows(columns)
+
+    @abstractmethod
+    def _count_rows(self, columns: Arrays) -> None:
+        """Count the columns of a whole step: outputs, then labels, then weights."""
+
+    def _count(self, name: str, total: float, divisor: float) -> None:
+        so_far, before = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (so_far + total, before + divisor)
 
 
 def pack_metric_rows(logged: Logged, columns: Arrays) -> bytes:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from spark_elastic.training.ledger import open_ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
 from spark_elastic.training.spec import Rows, TrainSpec
-from spark_elastic.training.trainer import ModelTrainer, StepDisputed, sync_state
+from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed, sync_state
 from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, make_pool
 from spark_elastic.worker.exits import exit_forks
@@ -184,10 +185,10 @@ class TrainingLoop:
 
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
                 with self._add_rows_to_errors(rows):
-                    newest = handle.membership_version()
-                    decision = self._take_step(
-                        group, pending.finish(), newest, record_step, pending_steps.get_next_rows
-                    )
+                    finalize, get_next_rows = self._call_step_finalized, pending_steps.get_next_rows
+                    version = handle.membership_version()
+                    call = StepCall(group, version, record_step, finalize, get_next_rows)
+                    decision = self._take_step(pending.finish(), call)
                 handle.report_position(self._state.position)
                 self._write_pending_and_build_next(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
@@ -203,27 +204,18 @@ class TrainingLoop:
                 self._report_straggler(group, handle)
         return version
 
-    def _take_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        record_step: Callable[[StepDecision], Position],
-        get_next_rows: Callable[[], StepRows | None],
-    ) -> StepDecision:
+    def _take_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         """Take a step, and take it again while ranks dispute its bits. A rank that is suspected twice in a row raises;
         the others then go on without it."""
-        suspected = False
+        rank, suspected = call.group.rank, False
         while True:
             try:
-                return self._trainer.train_step(
-                    group, rows, version, record_step, self._call_step_finalized, get_next_rows
-                )
+                return self._trainer.train_step(rows, call)
             except StepDisputed as dispute:
-                if group.rank in dispute.suspects and suspected:
+                if rank in dispute.suspects and suspected:
                     raise
-                suspected = group.rank in dispute.suspects
-                if group.rank == 0:
+                suspected = rank in dispute.suspects
+                if rank == 0:
                     sys.stderr.write(
                         f"step {rows.step} of epoch {rows.epoch + 1} is taken again: {dispute}\n"
                     )
@@ -449,9 +441,13 @@ class Validation:
             self._transformations.transform(steps, self._rows.plan, group, augments=False) as pending_steps,
         ):
             for pending in pending_steps:
-                rows, version = pending.finish(), handle.membership_version()
-                decision = trainer.validation_step(group, rows, version, pending_steps.get_next_rows)
-                self._record_step(decision, group.size)
+                call = StepCall(
+                    group,
+                    handle.membership_version(),
+                    partial(self._record_step, world_size=group.size),
+                    get_next_rows=pending_steps.get_next_rows,
+                )
+                decision = trainer.validation_step(pending.finish(), call)
                 handle.report_position(trainer.state.position)
                 self._on_finalized(world, decision.version)
                 if decision.version > world.version:
@@ -467,16 +463,13 @@ class Validation:
     def close(self) -> None:
         self._reader.close()
 
-    def _record_step(self, decision: StepDecision, world_size: int) -> None:
+    def _record_step(self, decision: StepDecision, world_size: int) -> Position:
         state = self._trainer.state
         state.progress.validation.add(decision, world_size, 0.0)
         position = state.position
-        is_last_step = position.step + 1 == self._rows.plan.steps
-        state.position = (
-            Position(position.epoch, Phase.CLOSE, 0)
-            if is_last_step
-            else Position(position.epoch, position.phase, position.step + 1)
-        )
+        if position.step + 1 == self._rows.plan.steps:
+            return Position(position.epoch, Phase.CLOSE, 0)
+        return Position(position.epoch, position.phase, position.step + 1)
 
 
 def _format_some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

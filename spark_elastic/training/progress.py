@@ -87,7 +87,7 @@ class TrainingProgress:
     # Whether the warning about layers that depend on the number of workers was given (R9, scope of P2).
     has_warned: bool = False
     # Keras: sum over rows and number of rows of each loss, by name.
-    metric_sums: dict[str, list[float]] = field(default_factory=dict)
+    metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     # Keras: metrics of the epoch's training, kept while its validation uses the accumulators.
     train_metrics: dict[str, Any] = field(default_factory=dict)
 

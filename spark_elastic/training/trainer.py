@@ -5,17 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 from _signal import signal as set_handler  # type: ignore[import-not-found]
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol
+
+import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock, read_thread_seconds
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import ElasticError
-from spark_elastic.gradients.step_summary import StepDecision
+from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.runs.snapshot import Codec, Snapshot, SnapshotBuilder, broadcast_snapshot, build_snapshot
+from spark_elastic.training.batch import LocalBatch, R, StepMetrics
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 
@@ -64,6 +71,20 @@ class StepDisputed(ElasticError):
     def __init__(self, text: str, suspects: Sequence[int]) -> None:
         super().__init__(text)
         self.suspects = tuple(suspects)  # the ranks one of which, or all of which, are wrong
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What the training loop gives with the rows of a step."""
+
+    group: Group
+    version: MembershipVersion  # the newest that this worker knows
+    # Adds the decision to the epoch's sums and returns the next position; part of the apply section.
+    record_step: Callable[[StepDecision], Position]
+    # Called once the exchange is complete, before the step is applied; not in validation.
+    finalize_previous: Callable[[], None] = lambda: None
+    # Returns the rows of the step after this one, None: they are not there yet. May be called while a device computes.
+    get_next_rows: Callable[[], StepRows | None] = lambda: None
 
 
 class WorkClock:
@@ -177,39 +198,13 @@ class ModelTrainer(Protocol):
         """This process is a worker: move the model to the device that it trains on. May be called again."""
         ...
 
-    def train_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        record_step: Callable[[StepDecision], Position],
-        on_previous_step_finalized: Callable[[], None],
-        get_next_rows: Callable[[], StepRows | None],
-    ) -> StepDecision:
-        """Take one step.
-
-        Args:
-            version: the newest membership version that this worker knows.
-            record_step: adds the decision to the epoch's sums and returns the next position; part of the apply section.
-            on_previous_step_finalized: called once the exchange is complete, before the step is applied.
-            get_next_rows: returns the rows of the step after this one, None if they are not there yet. It may be called
-                while a device computes.
-        """
-        ...
+    def train_step(self, rows: StepRows, call: StepCall) -> StepDecision: ...
 
     def validation_mode(self) -> AbstractContextManager[None]:
         """A context around the validation steps of one epoch."""
         ...
 
-    def validation_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        get_next_rows: Callable[[], StepRows | None],
-    ) -> StepDecision:
-        """One step of validation with its exchange; the position stays."""
-        ...
+    def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision: ...
 
     def epoch_metrics(self) -> dict[str, Any]:
         """Metrics and learning rate of the epoch that is over."""
@@ -244,6 +239,110 @@ def defer_interrupts() -> Iterator[None]:
         set_handler(signal.SIGINT, former)
         for number in received[:1]:
             signal.raise_signal(number)
+
+
+class ModelStep(ABC, Generic[R]):
+    """Takes training steps on one state. Main thread only.
+
+    A step is applied once `exchange_summaries` returns; it is finalized once any later collective of the group
+    completes (R1, finalized steps).
+    """
+
+    _state: TrainingState
+    _metrics: StepMetrics
+
+    def __init__(self, config: FitConfig, ledger: Ledger) -> None:
+        self._config, self._ledger, self.work = config, ledger, WorkClock()
+
+    def run(self, batch: LocalBatch[R], call: StepCall, *, wants_stop: bool = False) -> StepDecision:
+        """Take one step.
+
+        Args:
+            wants_stop: a callback wants training to end after this step.
+
+        Raises:
+            CollectiveError: the exchange broke; the state is as before the step.
+            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
+        """
+        group, position = call.group, self._state.position
+        self._begin(group.rank)
+        try:
+            summarize = partial(_summarize, batch, position, call.version, wants_stop=wants_stop)
+            decision = exchange_summaries(group, self._exchange_sums(group, batch, summarize))
+            self.work.begin()
+            if self._config.terminate_on_nan:
+                decision.check_finite(position)
+        except BaseException:
+            self._restore()
+            self._metrics.discard()
+            raise
+        with defer_interrupts():
+            self._finalize(call.finalize_previous)
+            self._apply(decision, batch.planned)
+            self._metrics.commit()
+            self._state.position = call.record_step(decision)
+            self._ledger.record_applied(group.fence, position, group.size)
+        return decision
+
+    @abstractmethod
+    def _begin(self, rank: int) -> None:
+        """Keep what the step's forward passes write."""
+
+    @abstractmethod
+    def _restore(self) -> None:
+        """Put that back (R3, aborted forward)."""
+
+    @abstractmethod
+    def _exchange_sums(
+        self, group: Group, batch: LocalBatch[R], summarize: Callable[..., StepSummary]
+    ) -> StepSummary:
+        """Compute gradients, and exchange all that the step needs but its summary.
+
+        Args:
+            summarize: makes that of the fields that only this knows: layout, loss and so on.
+        """
+
+    def _finalize(self, previous: Callable[[], None]) -> None:
+        """Call the function, which shows the model to the user's callbacks."""
+        previous()
+
+    @abstractmethod
+    def _apply(self, decision: StepDecision, planned: int) -> None:
+        """The optimizer's step. planned: rows of the step."""
+
+
+def _summarize(
+    batch: LocalBatch[Any], position: Position, version: MembershipVersion, **more: Any
+) -> StepSummary:
+    return StepSummary(position, version, rows=len(batch), has_weight=batch.has_weight, **more)
+
+
+def take_validation_step(
+    state: TrainingState,
+    batch: LocalBatch[Any],
+    metrics: StepMetrics,
+    call: StepCall,
+    compute: Callable[[], tuple[float, float]],
+) -> StepDecision:
+    """Take one step of validation.
+
+    Args:
+        compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics.
+    """
+    try:
+        loss, denominator = compute()
+        metrics.gather(call.group)
+        present = np.zeros(0, np.bool_)
+        summary = _summarize(
+            batch, state.position, call.version, layout=0, loss=loss, denominator=denominator, present=present
+        )
+        decision = exchange_summaries(call.group, summary)
+    except BaseException:
+        metrics.discard()
+        raise
+    metrics.commit()
+    state.position = call.record_step(decision)
+    return decision
 
 
 MOST_NAMED = 3  # layers that the warning names; it counts the others

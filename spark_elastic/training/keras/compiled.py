@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.batch import Arrays, LocalBatch, MetricRows
+from spark_elastic.training.batch import Arrays, LocalBatch, StepMetrics
 from spark_elastic.training.keras.state import read_value
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -291,10 +291,10 @@ class LayerMetrics:
         return np.concatenate([np.zeros(0), *values])
 
 
-class CompiledMetrics:
+class CompiledMetrics(StepMetrics):
     """Metrics of training or validation, one after the other; the accumulators are Keras's own.
 
-    Rows travel once a step, in rank order. What a step gathered counts once `commit` is called.
+    Rows travel once a step, in rank order. `sums` has each loss and each number of layers' metrics: part of the state.
     """
 
     def __init__(
@@ -305,26 +305,16 @@ class CompiledMetrics:
             names: of the losses that the history lists one by one.
             pack: puts a list into the structure of the model's outputs.
         """
+        super().__init__()
         self._names, self._pack = list(names), pack
         self._model, self._compiled = model, model._compile_metrics
         self._run = self._update if eager else tf.function(self._update, reduce_retracing=True)
-        self._sums: dict[str, list[float]] = {}
         self._outputs = 0
-        self._rows = MetricRows()
 
     @property
     def variables(self) -> list[Any]:
         """The accumulators."""
         return [] if self._compiled is None else list(self._compiled.variables)
-
-    @property
-    def sums(self) -> dict[str, list[float]]:
-        """[sum over rows, rows] of each loss and each number of layers' metrics, by name; part of the state."""
-        return self._sums
-
-    @sums.setter
-    def sums(self, sums: dict[str, list[float]]) -> None:
-        self._sums = sums
 
     def build(self, labels: Any, outputs: Any) -> None:
         """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs. The model
@@ -346,40 +336,31 @@ class CompiledMetrics:
         logged = {name: (total, len(part)) for name, total in (means | self._layers.take()).items()}
         weights = [] if part.weights is None else [part.weights]
         columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
-        self._rows.add(logged, columns)
+        self._part.add(logged, columns)
 
     def gather(self, group: Group) -> None:
-        """Exchange the step's rows. Collective; also called on a rank without rows."""
         if self._compiled is not None or self._names or self._layers.metrics:
-            self._rows.gather(group)
+            super().gather(group)
 
     def discard(self) -> None:
-        """Forget the rows of an aborted step."""
         self._layers.reset()
-        self._rows.discard()
+        super().discard()
 
-    def commit(self) -> None:
-        """The step was applied: what was gathered counts."""
-        per_part, columns = self._rows.pop_gathered()
-        for logged in per_part:
-            for name, (total, rows) in logged.items():
-                before = self._sums.get(name, [0.0, 0])
-                self._sums[name] = [before[0] + total, before[1] + rows]
-        if columns:
-            self._run([tf.constant(column) for column in columns])
+    def _count_rows(self, columns: Arrays) -> None:
+        self._run([tf.constant(column) for column in columns])
 
     def results(self) -> dict[str, Any]:
         """Metrics of all rows since `reset`, by name."""
-        losses = {name: self._sums[name] for name in self._names if name in self._sums}
+        losses = {name: self.sums[name] for name in self._names if name in self.sums}
         compiled = [] if self._compiled is None else [self._compiled]
         return {
             **{name: total / (rows or 1) for name, (total, rows) in losses.items()},
             **compute_results(compiled),
-            **self._layers.results(self._sums),
+            **self._layers.results(self.sums),
         }
 
     def reset(self) -> None:
-        self._sums = {}
+        self.sums = {}
         if self._compiled is not None:
             self._compiled.reset_state()
 

@@ -1,7 +1,6 @@
 """One optimizer step of the whole world: gradients over this rank's rows, their sum, the optimizer's step.
 
-`TrainStep.run` either applies the step or leaves everything as it was and raises (R1, finalized steps; R3, aborted
-forward). Main thread only.
+See `training.trainer.ModelStep`. Main thread only.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.gradients.flat_allreduce import FlatAllreduce
-from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.gradients.step_summary import StepDecision, StepSummary
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.compiled import (
@@ -30,7 +28,7 @@ from spark_elastic.training.keras.compiled import (
 )
 from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.trainer import WorkClock, defer_interrupts, describe_dependent_layers
+from spark_elastic.training.trainer import ModelStep, describe_dependent_layers
 
 Array = npt.NDArray[Any]
 
@@ -226,7 +224,7 @@ class OptimizerStep:
         self._optimizer.apply(gradients, self._variables)
 
 
-class TrainStep:
+class TrainStep(ModelStep[Array]):
     """Takes steps on one state."""
 
     def __init__(
@@ -239,11 +237,12 @@ class TrainStep:
         metrics: CompiledMetrics,
         ledger: Ledger,
     ) -> None:
+        super().__init__(config, ledger)
         eager = bool(model.run_eagerly)
-        self._config, self._state, self._losses, self._metrics = config, state, losses, metrics
+        self._state, self._losses, self._metrics = state, losses, metrics
         self._gradients = Gradients(model, losses, structure, eager)
         self._optimizer_step = OptimizerStep(model, eager)
-        self._running_stats, self._ledger, self.work = RunningStats(model), ledger, WorkClock()
+        self._running_stats = RunningStats(model)
         self._count = len(model.trainable_variables)
         weights, stats = model.trainable_variables, self._running_stats.variables
         # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
@@ -254,92 +253,46 @@ class TrainStep:
         ]
         self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
 
-    def run(
-        self,
-        group: Group,
-        batch: LocalBatch[Array],
-        version: MembershipVersion,
-        record_step: Callable[[StepDecision], Position],
-        on_previous_step_finalized: Callable[[], None],
-        wants_stop: bool,
-    ) -> StepDecision:
-        """Take one step. See `ModelTrainer.train_step`.
+    def _begin(self, rank: int) -> None:
+        position = self._state.position
+        self._running_stats.begin(self._config.seed, position.epoch, position.phase, position.step, rank)
 
-        Args:
-            wants_stop: a callback wants training to end after this step.
+    def _restore(self) -> None:
+        self._running_stats.restore()
 
-        Raises:
-            CollectiveError: the exchange broke; the state is as before the step.
-            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
-        """
-        state, position = self._state, self._state.position
-        key = (self._config.seed, position.epoch, position.phase, position.step, group.rank)
-        self._running_stats.begin(*key)
-        try:
-            factors = self._losses.factors(group, batch)
-            self._ledger.write_ahead(group.fence, position, batch.row_ids)
-            gradients, loss = self._backward(batch, factors)
-            worked = self.work.take()
-            sent = [*gradients, *self._running_stats.take_changes(group)]
-            sums = self._allreduce(group, sent)
-            self._metrics.gather(group)
-            summary = StepSummary(
-                position,
-                version,
-                self._layout_hash,
-                rows=len(batch),
-                loss=loss * batch.planned,
-                denominator=float(len(batch)),
-                present=np.array([each is not None for each in sent]),
-                wants_stop=wants_stop,
-                seconds=worked,
-                has_weight=batch.has_weight,
-            )
-            decision = exchange_summaries(group, summary)
-            self.work.begin()
-            if self._config.terminate_on_nan:
-                decision.check_finite(position)
-        except BaseException:
-            self._running_stats.restore()
-            self._metrics.discard()
-            raise
-        with defer_interrupts():
-            on_previous_step_finalized()
-            # First: the optimizer's step begins at the weights of which the gradients were computed.
-            self._running_stats.apply(sums[self._count :], decision.present[self._count :])
-            self._optimizer_step(sums[: self._count], decision.present[: self._count])
-            self._metrics.commit()
-            state.position = record_step(decision)
-            self._ledger.record_applied(group.fence, position, group.size)
-        return decision
+    def _exchange_sums(
+        self, group: Group, batch: LocalBatch[Array], summarize: Callable[..., StepSummary]
+    ) -> StepSummary:
+        factors = self._losses.factors(group, batch)
+        self._ledger.write_ahead(group.fence, self._state.position, batch.row_ids)
+        gradients, loss = self._backward(batch, factors)
+        worked = self.work.take()
+        sent = [*gradients, *self._running_stats.take_changes(group)]
+        self._sums = self._allreduce(group, sent)
+        self._metrics.gather(group)
+        return summarize(
+            layout=self._layout_hash,
+            loss=loss * batch.planned,
+            denominator=float(len(batch)),
+            present=np.array([each is not None for each in sent]),
+            seconds=worked,
+        )
 
-    def validate(self, group: Group, batch: LocalBatch[Array], version: MembershipVersion) -> StepDecision:
-        """Take one step of validation; the position stays."""
-        position, loss, rows = self._state.position, 0.0, len(batch)
-        try:
-            factors = self._losses.factors(group, batch)
-            for part in batch.micro_batches(self._config.validation_batch):
-                losses, outputs = self._gradients.score(part, factors)
-                loss += float(losses[0])
-                self._metrics.add(part, losses[1:], outputs)
-            self._metrics.gather(group)
-            no_gradients = np.zeros(0, np.bool_)
-            summary = StepSummary(
-                position,
-                version,
-                0,
-                rows,
-                loss * batch.planned,
-                float(rows),
-                no_gradients,
-                has_weight=batch.has_weight,
-            )
-            decision = exchange_summaries(group, summary)
-        except BaseException:
-            self._metrics.discard()
-            raise
-        self._metrics.commit()
-        return decision
+    def _apply(self, decision: StepDecision, planned: int) -> None:
+        present, count = decision.present, self._count
+        sums, self._sums = self._sums, []
+        # First: the optimizer's step begins at the weights of which the gradients were computed.
+        self._running_stats.apply(sums[count:], present[count:])
+        self._optimizer_step(sums[:count], present[:count])
+
+    def compute_loss(self, group: Group, batch: LocalBatch[Array]) -> tuple[float, float]:
+        """Loss and denominator of rows of validation, which it adds to the metrics."""
+        factors, loss = self._losses.factors(group, batch), 0.0
+        for part in batch.micro_batches(self._config.validation_batch):
+            losses, outputs = self._gradients.score(part, factors)
+            loss += float(losses[0])
+            self._metrics.add(part, losses[1:], outputs)
+        return loss * batch.planned, float(len(batch))
 
     def close(self) -> None:
         for exchange in self._exchanges:

@@ -5,9 +5,9 @@ Shipped by cloudpickle with the user's model inside, as a `.keras` file. Main th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import read_sample_rows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
-from spark_elastic.protocol.types import MembershipVersion, Phase, Position
+from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.keras.archive import Archive, save_model
@@ -34,7 +33,7 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.trainer import WorkClock
+from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
 from spark_elastic.training.transformation import Transformation, transform_columns
 from spark_elastic.worker.context import get_process_context
 
@@ -164,19 +163,11 @@ class KerasTrainer:
     def move_to_device(self) -> None:
         """Keras places variables when it makes them."""
 
-    def train_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        record_step: Callable[[StepDecision], Position],
-        on_previous_step_finalized: Callable[[], None],
-        get_next_rows: Callable[[], StepRows | None],
-    ) -> StepDecision:
+    def train_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
 
         def record_step_and_metrics(decision: StepDecision) -> Position:
-            position, progress = record_step(decision), self.state.progress
+            position, progress = call.record_step(decision), self.state.progress
             progress.metric_sums = self._metrics.sums
             if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
                 progress.train_metrics = self._metrics.results()
@@ -184,24 +175,18 @@ class KerasTrainer:
                 progress.metric_sums = {}
             return position
 
-        batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
-        return self._train_step.run(
-            group, batch, version, record_step_and_metrics, on_previous_step_finalized, stop
-        )
+        batch, call_of_step = self._batches.build(rows), replace(call, record_step=record_step_and_metrics)
+        return self._train_step.run(batch, call_of_step, wants_stop=self.callbacks.wants_stop())
 
     def validation_mode(self) -> AbstractContextManager[None]:
         self.callbacks.on_validation_begin()
         return nullcontext()
 
-    def validation_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        get_next_rows: Callable[[], StepRows | None],
-    ) -> StepDecision:
+    def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
-        decision = self._train_step.validate(group, self._validation_batches.build(rows), version)
+        batch = self._validation_batches.build(rows)
+        compute = partial(self._train_step.compute_loss, call.group, batch)
+        decision = take_validation_step(self.state, batch, self._metrics, call, compute)
         self.state.progress.metric_sums = self._metrics.sums
         return decision
 

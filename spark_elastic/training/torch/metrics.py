@@ -17,7 +17,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import HostCopy
-from spark_elastic.training.batch import MetricRows
+from spark_elastic.training.batch import Arrays, StepMetrics
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.torch.loss import (
     LabelConverter,
@@ -28,7 +28,7 @@ from spark_elastic.training.torch.loss import (
 )
 
 
-class Metrics:
+class Metrics(StepMetrics):
     """The metrics of training, or those of validation."""
 
     def __init__(
@@ -41,6 +41,7 @@ class Metrics:
             logs: the loss function reports numbers, too.
             prefix: of the names of all results.
         """
+        super().__init__()
         self._given = metrics
         self._labels = labels
         # By name as given, and label, as those after it.
@@ -58,10 +59,7 @@ class Metrics:
         self._logs = logs
         self._prefix = prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
-        # Functions and logged numbers: (sum over rows, their number or weight).
-        self._sums: dict[str, tuple[float, float]] = {}
         self._updates = 0
-        self._part = MetricRows()
         # What `add` was given, on its way to the host: by name what each sum is divided by; the sums; the columns.
         self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []
 
@@ -90,7 +88,6 @@ class Metrics:
         return HostCopy([to_float32(tensor) for tensor in (*result.outputs, *labels)])
 
     def gather(self, group: Group) -> None:
-        """Exchange the step's rows. Collective: ranks without rows call it, too."""
         coming, self._coming = self._coming, []
         for divisors, sums, columns in coming:
             logged = {
@@ -99,28 +96,19 @@ class Metrics:
             }
             self._part.add(logged, None if columns is None else [column.numpy() for column in columns.wait()])
         if self._given or self._logs:
-            self._part.gather(group)
+            super().gather(group)
 
     def discard(self) -> None:
-        """Drop the rows of a step that was aborted."""
         self._coming = []
-        self._part.discard()
+        super().discard()
 
-    def commit(self) -> None:
-        """Count the gathered rows: the step is applied."""
-        logged_by_part, columns = self._part.pop_gathered()
-        for logged in logged_by_part:
-            for name, (total, divisor) in logged.items():
-                self._count(name, total, divisor)
-        if columns:
-            whole = [torch.from_numpy(column) for column in columns]
-            self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
+    def _count_rows(self, columns: Arrays) -> None:
+        whole = [torch.from_numpy(column) for column in columns]
+        self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
 
     def results(self) -> dict[str, Any]:
         """The metrics of all rows since `reset`: numbers or lists of them, by name."""
-        found: dict[str, Any] = {
-            name: total / (divisor or 1) for name, (total, divisor) in self._sums.items()
-        }
+        found: dict[str, Any] = {name: total / (divisor or 1) for name, (total, divisor) in self.sums.items()}
         for name, (_, metric) in self._objects.items():
             if self._updates:
                 found.update(_flatten_result(name, metric.compute()))
@@ -128,7 +116,7 @@ class Metrics:
         return {name if name.startswith(prefix) else prefix + name: found[name] for name in found}
 
     def reset(self) -> None:
-        self._sums, self._updates = {}, 0
+        self.sums, self._updates = {}, 0
         for _, metric in self._objects.values():
             metric.reset()
 
@@ -137,10 +125,10 @@ class Metrics:
             name: (given, type(metric).__name__, _state_of(metric))
             for name, (given, metric) in self._objects.items()
         }
-        return {"sums": dict(self._sums), "updates": self._updates, "objects": objects}
+        return {"sums": dict(self.sums), "updates": self._updates, "objects": objects}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums, self._updates = dict(state["sums"]), state["updates"]
+        self.sums, self._updates = dict(state["sums"]), state["updates"]
         self._objects = {
             name: (given, _restore_metric(self._given[given], saved, self._updates))
             for name, (given, kind, saved) in state["objects"].items()
@@ -176,10 +164,6 @@ class Metrics:
                 if not is_object:
                     rows = len(labels[0])
                     self._count(name, _average_rows(given, value, rows) * rows, rows)
-
-    def _count(self, name: str, total: float, divisor: float) -> None:
-        so_far, before = self._sums.get(name, (0.0, 0))
-        self._sums[name] = (so_far + total, before + divisor)
 
 
 def _find_class_loss(metric: Any, label: str) -> RowLoss | None:

@@ -1,9 +1,4 @@
-"""One optimizer step of the whole world: forward, backward, exchange, step summary, apply (R1, finalized steps).
-
-`TrainStep.run` either applies the step or leaves everything as it was and raises; nothing interrupts its apply section.
-A step is applied once `exchange_summaries` returns; it is finalized once any later collective of the group completes.
-It owns no data and no loop. Main thread only.
-"""
+"""One optimizer step of the whole world: forward, backward, exchange, apply. See `training.trainer.ModelStep`."""
 
 from __future__ import annotations
 
@@ -17,8 +12,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
-from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.gradients.step_summary import StepDecision, StepSummary
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
@@ -30,7 +24,7 @@ from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step_loss import StepLoss
-from spark_elastic.training.trainer import WorkClock, defer_interrupts
+from spark_elastic.training.trainer import ModelStep
 
 
 class GradientScaling:
@@ -88,8 +82,11 @@ class GradientScaling:
             self._scaler.load_state_dict(state["scaler"])
 
 
-class TrainStep:
+class TrainStep(ModelStep[torch.Tensor]):
     """Takes steps on one state."""
+
+    _state: TorchTrainingState
+    _metrics: Metrics
 
     def __init__(
         self,
@@ -101,78 +98,58 @@ class TrainStep:
         metrics: Metrics,
         scaling: GradientScaling,
     ) -> None:
-        self._state = state
+        super().__init__(config, ledger)
+        self._state, self._metrics = state, metrics
         self._loss_fn = loss_fn
         self._exchange = exchange
         # Walking through a model in each step would cost as much as a small model's forward pass.
         self._modules = tuple(state.model.modules())
         self._has_row_dropout = any(isinstance(module, RowDropout) for module in self._modules)
         self._buffers = BufferMerge(state.model, state.merges)
-        self._config = config
-        self._ledger = ledger
-        self._metrics = metrics
         self._scaling = scaling
         # None: each part of the rows has a loss of its own.
         self._step_loss = StepLoss(loss_fn) if config.loss_scope == "step" else None
-        self.work, self._worked = WorkClock(), 0.0
+        self._worked = 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
-        # Whether code of the user looks at the model in `on_previous_step_finalized`.
+        self._has_exchanged_buffers = False
+        # Whether code of the user looks at the model when the previous step is finalized.
         self.shows_buffers = False
         # Called while the device computes, before the ranks exchange.
         self.on_launched: Callable[[], None] = lambda: None
 
-    def run(
-        self,
-        group: Group,
-        batch: LocalBatch[torch.Tensor],
-        version: MembershipVersion,
-        record_step: Callable[[StepDecision], Position],
-        on_previous_step_finalized: Callable[[], None] = lambda: None,
-        wants_stop: bool = False,
-    ) -> StepDecision:
-        """Take one step. See `ModelTrainer.train_step`.
+    def _begin(self, rank: int) -> None:
+        self._before = BufferSnapshot(self._state.model, self._modules, self._before)
 
-        Args:
-            wants_stop: a callback wants training to end after this step.
+    def _restore(self) -> None:
+        assert self._before is not None
+        self._before.restore()
 
-        Raises:
-            CollectiveError: the exchange broke; the state is as before the step.
-            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
-        """
-        state, position = self._state, self._state.position
-        before = self._before = BufferSnapshot(state.model, self._modules, self._before)
-        try:
-            loss, denominator = self._compute_gradients(group, batch, before)
-            has_exchanged_buffers = self._exchange_buffers(group, batch, before)
-            self._metrics.gather(group)
-            summary = self._summarize(batch, version, loss, denominator, wants_stop=wants_stop)
-            decision = exchange_summaries(group, summary)
-            self.work.begin()
-            if self._config.terminate_on_nan:
-                decision.check_finite(position)
-        except BaseException:
-            before.restore()
-            self._metrics.discard()
-            raise
-        with defer_interrupts():
-            if self.shows_buffers:
-                self._show_buffers(before, on_previous_step_finalized)
-            else:
-                on_previous_step_finalized()
-            if has_exchanged_buffers:
-                self._apply_buffers()
-            self._apply(decision, batch.planned)
-            self._metrics.commit()
-            self._exchange.adopt_sparse_parameters(decision.found_sparse)
-            state.position = record_step(decision)
-            self._ledger.record_applied(group.fence, position, group.size)
-        return decision
+    def _exchange_sums(
+        self, group: Group, batch: LocalBatch[torch.Tensor], summarize: Callable[..., StepSummary]
+    ) -> StepSummary:
+        assert self._before is not None
+        loss, denominator = self._compute_gradients(group, batch, self._before)
+        self._has_exchanged_buffers = self._exchange_buffers(group, batch, self._before)
+        self._metrics.gather(group)
+        mode = self._exchange.mode
+        return summarize(
+            layout=mode.layout.hash,
+            loss=loss,
+            denominator=denominator,
+            present=mode.present,
+            found_sparse=mode.found_sparse,
+            seconds=self._worked,
+        )
 
-    def _show_buffers(self, before: BufferSnapshot, function: Callable[[], None]) -> None:
-        """Call a function while the model has the buffers before the step, not those that this rank's rows made."""
+    def _finalize(self, previous: Callable[[], None]) -> None:
+        """Call the function while the model has the buffers before the step, not those that this rank's rows made."""
+        if not self.shows_buffers:
+            previous()
+            return
         written = BufferSnapshot(self._state.model, self._modules)
-        before.restore(attributes=False)
-        function()
+        assert self._before is not None
+        self._before.restore(attributes=False)
+        previous()
         written.restore(attributes=False)
 
     def _compute_gradients(
@@ -287,29 +264,6 @@ class TrainStep:
     def _apply_buffers(self) -> None:
         self._buffers.apply()
 
-    def _summarize(
-        self,
-        batch: LocalBatch[torch.Tensor],
-        version: MembershipVersion,
-        loss: float,
-        denominator: float,
-        *,
-        wants_stop: bool,
-    ) -> StepSummary:
-        return StepSummary(
-            self._state.position,
-            version,
-            self._exchange.mode.layout.hash,
-            rows=len(batch),
-            loss=loss,
-            denominator=denominator,
-            present=self._exchange.mode.present,
-            found_sparse=self._exchange.mode.found_sparse,
-            wants_stop=wants_stop,
-            seconds=self._worked,
-            has_weight=batch.has_weight,
-        )
-
     def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[HostSum, float]:
         """Accumulate the gradients of (sum of losses / planned rows). Returns that sum and its denominator."""
         loss, denominator = HostSum(), 0.0
@@ -333,6 +287,8 @@ class TrainStep:
             draw_rows(self._state.model, part.row_ids, *self._key)
 
     def _apply(self, decision: StepDecision, planned: int) -> None:
+        if self._has_exchanged_buffers:
+            self._apply_buffers()
         divisor = decision.denominator or 1.0  # 0: a loss that the user wants summed
         if divisor != planned:
             self._exchange.scale(planned / divisor)
@@ -340,6 +296,7 @@ class TrainStep:
         self._scaling.unscale(self._state.optimizer)
         _clip(self._exchange.parameters, self._config)
         self._scaling.step(self._state.optimizer)
+        self._exchange.adopt_sparse_parameters(decision.found_sparse)
 
 
 def _clip(parameters: Sequence[torch.nn.Parameter], config: FitConfig) -> None:

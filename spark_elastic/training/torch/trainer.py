@@ -6,12 +6,11 @@ Both are shipped by cloudpickle with the user's model, optimizer and loss inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from elastic_collectives import Group
@@ -28,8 +27,7 @@ from spark_elastic.gradients.devices import (
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callback_states import check_watched_names
 from spark_elastic.training.fit_config import FitConfig
@@ -54,7 +52,7 @@ from spark_elastic.training.torch.spec import TorchUserObjects, build_trainer_pl
 from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.training.torch.step import GradientScaling, TrainStep
 from spark_elastic.training.torch.step_loss import StepLoss
-from spark_elastic.training.trainer import WorkClock
+from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
 from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_collective_thread
 
@@ -166,63 +164,46 @@ class TorchTrainer:
     def bulk_seconds(self) -> float | None:
         return None if self._exchange is None else self._exchange.mode.bulk_seconds
 
-    def train_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        record_step: Callable[[StepDecision], Position],
-        on_previous_step_finalized: Callable[[], None],
-        get_next_rows: Callable[[], StepRows | None] = lambda: None,
-    ) -> StepDecision:
+    def train_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         with explain_exhausted_memory(_advise_on_memory(self._spec.config)):
-            batch, stop = self._build(rows, group), self.callbacks.wants_stop()
+            batch = self._build(rows, call.group)
             if self._copier is not None:
-                self._train_step.on_launched = lambda: self._build_ahead(get_next_rows, group)
-            return self._train_step.run(group, batch, version, record_step, on_previous_step_finalized, stop)
+                self._train_step.on_launched = lambda: self._build_ahead(call)
+            return self._train_step.run(batch, call, wants_stop=self.callbacks.wants_stop())
 
     def validation_mode(self) -> AbstractContextManager[None]:
         return self.state.module.evaluate()
 
-    def validation_step(
-        self,
-        group: Group,
-        rows: StepRows,
-        version: MembershipVersion,
-        get_next_rows: Callable[[], StepRows | None] = lambda: None,
-    ) -> StepDecision:
-        config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
+    def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision:
+        config, position, metrics, group = (
+            self._spec.config,
+            self.state.position,
+            self._metrics[1],
+            call.group,
+        )
         batch = self._build(rows, group)
         first = batch.first_share if config.shares else group.rank
-        try:
+
+        def compute() -> tuple[float, float]:
             self._loss_fn.begin(group, batch, position)
             step_loss = StepLoss(self._loss_fn) if config.loss_scope == "step" else None
             losses = [
                 self._validate(part, number, step_loss)
                 for number, part in enumerate(batch.shares or [batch], first)
             ]
-            self._build_ahead(get_next_rows, group)
+            self._build_ahead(call)
             sums = [(total.compute(), denominator) for total, denominator in losses]
-            loss, denominator = sums[0]
             if step_loss is not None:
                 key = (config.seed, position.epoch, position.phase, position.step)
                 with torch.no_grad():
                     of_all, denominator = step_loss.compute(group, batch, key, metrics)
-                loss = of_all.compute()
-            elif config.shares:  # all ranks have the same sums, so the step summary has them once
+                return of_all.compute(), denominator
+            if config.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
-                loss, denominator = (loss, denominator) if group.rank == 0 else (0.0, 0.0)
-            metrics.gather(group)
-            nothing = np.zeros(0, np.bool_)
-            summary = StepSummary(
-                position, version, 0, len(batch), loss, denominator, nothing, has_weight=batch.has_weight
-            )
-            decision = exchange_summaries(group, summary)
-        except BaseException:
-            metrics.discard()
-            raise
-        metrics.commit()
-        return decision
+                return (loss, denominator) if group.rank == 0 else (0.0, 0.0)
+            return sums[0]
+
+        return take_validation_step(self.state, batch, metrics, call, compute)
 
     def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
         """The batch of these rows, for the computation that is launched from now on."""
@@ -233,13 +214,13 @@ class TorchTrainer:
             coming.arrival.wait(_list_tensors(coming.batch))
         return coming.batch
 
-    def _build_ahead(self, get_next_rows: Callable[[], StepRows | None], group: Group) -> None:
+    def _build_ahead(self, call: StepCall) -> None:
         """Start to copy the next step's batch to the device, which computes meanwhile."""
         if self._copier is None or self._coming is not None:
             return
         with suppress(Exception):  # what the user's function raises is raised again when its step begins
-            rows = get_next_rows()
-            self._coming = None if rows is None else self._start_build(rows, group)
+            rows = call.get_next_rows()
+            self._coming = None if rows is None else self._start_build(rows, call.group)
 
     def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
         if self._spec.config.shares:

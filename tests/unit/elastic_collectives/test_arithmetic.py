@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives.arithmetic import apply_scale, narrow, widen
-from tests.reductions import reduce_parts
+from tests.reductions import reduce_parts, scale_and_divide
 
 
 def test_bfloat16_is_the_upper_half_of_float32_rounded_to_even() -> None:
@@ -26,8 +26,8 @@ def test_sixteen_bit_sums_are_rounded_once() -> None:
 
 
 def test_integer_averages_round_towards_zero_and_stay_in_range() -> None:
-    assert apply_scale(np.array([-7, 7, -3], np.int64), 1.0, 2).tolist() == [-3, 3, -1]
-    assert apply_scale(np.array([2**62 + 1], np.int64), 1.0, 1).tolist() == [2**62 + 1]
+    assert scale_and_divide(np.array([-7, 7, -3], np.int64), 1.0, 2).tolist() == [-3, 3, -1]
+    assert apply_scale(np.array([2**62 + 1], np.int64), 1.0).tolist() == [2**62 + 1]
     assert apply_scale(np.array([100, -100, 3], np.int8), 2.5).tolist() == [127, -128, 7]
 
 
@@ -60,6 +60,6 @@ def test_averages_of_small_integers_do_not_overflow_in_large_worlds(
     over: int, signed: list[int], unsigned: int
 ) -> None:
     """As the engine's, whatever the world's size and the type's range."""
-    assert apply_scale(np.array([127, -128], np.int8), 1.0, over).tolist() == signed
-    assert apply_scale(np.array([255], np.uint8), 1.0, over).tolist() == [unsigned]
-    assert apply_scale(np.array([2**64 - 1], np.uint64), 1.0, over).tolist() == [(2**64 - 1) // over]
+    assert scale_and_divide(np.array([127, -128], np.int8), 1.0, over).tolist() == signed
+    assert scale_and_divide(np.array([255], np.uint8), 1.0, over).tolist() == [unsigned]
+    assert scale_and_divide(np.array([2**64 - 1], np.uint64), 1.0, over).tolist() == [(2**64 - 1) // over]

@@ -116,7 +116,7 @@ def numbers(*steps: tuple[float, float], has_weight: bool = True) -> dict[str, A
     validation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
     for loss, denominator in steps:
         decision = SimpleNamespace(loss=loss, denominator=denominator, rows=10, has_weight=has_weight)
-        validation._record_step(decision, 1)
+        state.position = validation._record_step(decision, 1)
     found: dict[str, Any] = validation.results()
     return found
 

@@ -19,6 +19,7 @@ from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import RunningStats, Structure, TrainStep, describe_world_dependence
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.trainer import StepCall
 from tests.fake_group import FakeFabric
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -53,7 +54,7 @@ def take_step(model: Any, group: Group, compression: str | None) -> None:
     step = TrainStep(config, model, state, losses, structure, metrics, Ledger())
     rows = np.arange(4) + 4 * group.rank
     batch = LocalBatch(len(X), rows, (X[rows],), (X[rows],), None)
-    step.run(group, batch, MembershipVersion(), lambda _: Position(0, Phase.TRAIN, 1), lambda: None, False)
+    step.run(batch, StepCall(group, MembershipVersion(), lambda _: Position(0, Phase.TRAIN, 1)))
     step.close()
 
 

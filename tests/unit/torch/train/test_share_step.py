@@ -28,6 +28,7 @@ from spark_elastic.training.torch.share_step import ShareStep, build_shares
 from spark_elastic.training.torch.spec import BatchBuilder
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step import GradientScaling
+from spark_elastic.training.trainer import StepCall
 from tests.unit.torch.worlds import run_in_world
 
 ROWS, SHARES, STEPS = 23, 5, 3
@@ -95,7 +96,9 @@ def take_steps(group: Group, scope: str | None) -> dict[str, Any]:
             rows = StepRows(0, 0, ROWS, np.arange(ROWS)[own], columns, division)
             batch = build_shares(builder, rows, group.rank)
             after = Position(0, Phase.TRAIN, number + 1)
-            decision = step.run(group, batch, MembershipVersion(), lambda decision, after=after: after)
+            decision = step.run(
+                batch, StepCall(group, MembershipVersion(), lambda decision, after=after: after)
+            )
             losses.append((decision.loss, decision.denominator, decision.rows))
     weights = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
     return {"weights": weights, "losses": losses, "metrics": metrics.results()}

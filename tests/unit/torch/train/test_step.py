@@ -18,7 +18,7 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.step import GradientScaling
-from spark_elastic.training.trainer import defer_interrupts
+from spark_elastic.training.trainer import StepCall, defer_interrupts
 from tests.unit.torch.train.trainees import (
     NEXT,
     ROWS,
@@ -289,9 +289,10 @@ def test_p4_callbacks_see_the_buffers_of_the_step_that_is_finalized(size: int) -
             ROWS, np.array(rows), (X[rows.start : rows.stop],), (Y[rows.start : rows.stop],), None
         )
         for _ in range(3):
-            trainee.taker.run(
-                group, batch, MembershipVersion(), lambda decision: NEXT, lambda: seen.append(read(trainee))
+            call = StepCall(
+                group, MembershipVersion(), lambda decision: NEXT, lambda: seen.append(read(trainee))
             )
+            trainee.taker.run(batch, call)
             after.append(read(trainee))
         trainee.exchange.close()
         return seen, after, trainee.model

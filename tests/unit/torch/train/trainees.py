@@ -21,6 +21,7 @@ from spark_elastic.training.torch.loss import ModelLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step import GradientScaling, TrainStep
+from spark_elastic.training.trainer import StepCall
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -100,7 +101,7 @@ class TrainedModel:
         share = LocalBatch(
             ROWS, np.arange(rows.start, rows.stop), (X[part],), tuple(y[part] for y in self.labels), own
         )
-        return self.taker.run(group, share, MembershipVersion(), then)
+        return self.taker.run(share, StepCall(group, MembershipVersion(), then))
 
 
 def train_plain(model: nn.Module, steps: int = 1, loss: Any = nn.functional.cross_entropy) -> nn.Module:
