@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -189,11 +188,6 @@ def test_urls_of_stores_are_accepted(tmp_path: Path) -> None:
         assert store.join("a", "b") == f"file://{tmp_path}/a/b"
         assert store.path("a/b") == f"{tmp_path}/a/b"
         assert store.is_local
-
-
-def test_a_store_can_be_pickled(store: Store) -> None:
-    store.write_bytes("x", b"1")
-    assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
 
 
 def test_a_missing_object_is_named(store: Store) -> None:

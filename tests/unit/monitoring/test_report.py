@@ -45,11 +45,6 @@ def test_missing_and_duplicated_rows_are_counted_against_the_plan() -> None:
     )  # fmt: skip
 
 
-def test_a_report_survives_json() -> None:
-    full = REPORT.with_rows([{"epoch": 0, "rows": 10}], 10)
-    assert JobReport.from_json(full.to_json()) == full
-
-
 def test_a_report_prints_as_a_few_lines() -> None:
     lines = str(REPORT.with_rows([{"epoch": 0, "rows": 10}], 12)).splitlines()
     assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")

@@ -162,20 +162,6 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
     assert damaged == [1]
 
 
-def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
-    def work(session: FakeSession) -> Any:
-        state: Any = WeightsState(weights=Weights(fill=float(session.group.rank)), step=session.group.rank)
-        state.attach(session)
-        if session.group.rank == 0:
-            session.close_group()
-            return None
-        with pytest.raises(CollectiveError):
-            state.sync()
-        return state.step, state.weights.numbers[0]
-
-    assert (1, 1.0) in FakeDriver(2).play(work)
-
-
 def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a state that was just made; else the user is told that he changed a parameter after a commit."""
     reader: Any = SimpleNamespace(read=lambda candidates: kept)
