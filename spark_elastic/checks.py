@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 import os
@@ -125,3 +126,15 @@ def check_workers(least: int, number: int, most: int) -> None:
             "the numbers of workers must be 1 <= min_workers <= num_workers <= max_workers; "
             f"got {least}, {number}, {most}."
         )
+
+
+def require_package(module: str, what: str, package: str) -> Any:
+    """A module of a package that is not installed with this one. what: needs it; package: its name for pip.
+
+    Raises:
+        InvalidInput: it is not there.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidInput(f"{what} needs {package} ({error}): pip install {package}.") from error

@@ -218,7 +218,6 @@ def test_the_engine_knows_numpy_and_nothing_else() -> None:
         if module.name.split(".")[0] == "elastic_collectives"
         for name, line in module.imports()
         if name.split(".")[0] not in {"elastic_collectives", "numpy", *sys.stdlib_module_names}
-        and (module.name, name) != ("elastic_collectives.backends.pygloo", "pygloo")
     ]
     assert not wrong, "\n".join(wrong)
 

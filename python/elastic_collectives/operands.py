@@ -20,9 +20,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = ("bool", *INTEGERS, *FLOATS)
 OPS = ("sum", "average", "min", "max", "product", "adasum")
 ALGORITHMS = ("auto", "ring", "bcube")
-_NAMES = {
-    np.dtype(name): name for name in DTYPES if name != "bfloat16"
-}  # dtype.name builds a new string each time
+# Dtype.name builds a new string each time
+_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 WIRES = {None: "plain", "fp16": "float16", "bf16": "bfloat16"}
 
 

@@ -632,9 +632,8 @@ def remove_stale_folders() -> None:
     for folder in find_scratch_folders():
         pid, started, _ = folder.name.removeprefix(f"{prefix}-").split("-", 2)
         if pid.isdigit() and _process_start(int(pid)) != started:
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # another process may remove it as well, or another user owns it
+            # Another process may remove it as well, or another user owns it
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_scratch_folders() -> list[Path]:

@@ -18,24 +18,26 @@ from urllib.parse import unquote
 import numpy as np
 
 from spark_elastic.checks import make_choice
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
 from spark_elastic.estimators.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
-from spark_elastic.estimators.dataframes.materialize import WriteOptions
+from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, find_difference
 from spark_elastic.estimators.dataframes.materialize import materialize as write_dataframe
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.dataframes.schema import (
     ColumnType,
+    check_columns,
     check_distinct_names,
     check_is_dataframe,
+    check_validation_column,
     find_column_type,
 )
 from spark_elastic.estimators.fit_rows import (
-    FileRows,
+    FoundRows,
     Request,
-    TableRows,
+    RowSource,
     choose_group_bytes,
     find_conversion,
     find_fit_conversion,
@@ -45,7 +47,7 @@ from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, find_data_files
-from spark_elastic.tables.footers import DataFile, FileFacts
+from spark_elastic.tables.footers import CollectFooters, DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
 
@@ -54,38 +56,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spark_elastic")
 
-# What `FileScan.kind` "parquet" is called in messages.
-PLAIN_FILES = "files of Parquet"
 
-
-class DataFrameRows:
+class DataFrameRows(RowSource):
     """The rows of a DataFrame, wherever they are for a run; `check` looks for its files."""
 
     def __init__(self, df: DataFrame) -> None:
         self._df = df
-        self._written = TableRows(df)
-        # The files that may be trained on where they are, once `check` has found them.
-        self._scanned: ScannedRows | None = None
+        # The manifest (JSON) that is known to have this DataFrame's rows.
+        self._verified_manifest: str | None = None
 
     @property
-    def session(self) -> SparkSession:
-        return self._written.session
+    def session(self) -> SparkSession:  # type: ignore[override] # of what may be no DataFrame
+        return self._df.sparkSession
 
     def check(self, request: Request) -> None:
         """Also reads the footers of the files that are trained on where they are."""
-        self._written.check(request)
-        self._scanned = None
+        self._check_columns(request)
+        self.found = None
         if request.materialize == "always":
             return
         try:
             refuse_conversions(request)
             names = list(dict.fromkeys(request.config.used_cols))
-            self._scanned = ScannedRows.find(
-                self._df,
-                names,
-                request.objects.transformation is not None,
-                choose_group_bytes(request),
-                request.storage_options,
+            transformed = request.objects.transformation is not None
+            self.found = find_scanned_rows(
+                self._df, names, transformed, choose_group_bytes(request), request.storage_options
             )
         except NoFileScan as reason:
             if request.materialize == "never":
@@ -99,27 +94,102 @@ class DataFrameRows:
                 raise
             log.info("the rows are written to the store, because their files are no data set: %s", reason)
         else:
-            log.info("the rows are read where they are: %s", self._scanned.description)
+            log.info("the rows are read where they are: %s", self.found.source)
 
-    def has_validation(self, request: Request) -> bool:
-        return self._written.has_validation(request)
+    def _check_columns(self, request: Request) -> None:
+        check_is_dataframe(self._df, "fit")
+        if self._df.isStreaming:
+            raise InvalidInput(
+                "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
+            )
+        config = request.config
+        check_columns(
+            self._df.schema,
+            config.feature_cols,
+            config.label_cols,
+            config.sample_weight_col,
+            transformed=request.objects.transformation is not None,
+        )
+        used = config.used_cols
+        if isinstance(config.validation, str):
+            check_validation_column(self._df.schema, config.validation)
+            used.append(config.validation)
+        check_distinct_names(self._df, used)
 
     def describe(self, record: RunRecord) -> str:
-        return self._choose(record).describe(record)
+        return super().describe(record) if self._are_found(record) else "a DataFrame"
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        self._choose(record).check_same_rows(request, record, run_id)
+        if self._are_found(record):
+            super().check_same_rows(request, record, run_id)
+            return
+        if record.is_on_files:
+            raise InvalidInput(
+                f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
+                "another run_id."
+            )
+        if record.manifest == self._verified_manifest:
+            return
+        validation = record.load_validation()
+        written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
+        found = find_difference(self._df, request.config.used_cols, *_write_options(request), written)
+        if found is not None:
+            raise InvalidInput(
+                f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
+            )
+        self._verified_manifest = record.manifest
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        return self._choose(None).begin_run(request, store, run)
+        """Write the rows, then the record, which binds the run to them.
+
+        With `keep_data` they are written for later fits, too; else to a folder of the run, until it has succeeded.
+        """
+        if self.found is not None:
+            return super().begin_run(request, store, run)
+        folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
+        options, split = _write_options(request)
+        try:
+            rows, validation = write_dataframe(
+                self._df, request.config.used_cols, _open_folder(store, folder), options, split
+            )
+            record = RunRecord.create(request, folder, rows, validation)
+            run.check()
+            record.save(store, run.run_id)
+        except BaseException:
+            run.delete_run(folder)
+            raise
+        self._verified_manifest = record.manifest
+        return record
 
     def open_data(self, store: Store, record: RunRecord) -> Store:
-        return self._choose(record).open_data(store, record)
+        return (
+            super().open_data(store, record) if self._are_found(record) else _open_folder(store, record.data)
+        )
 
-    def _choose(self, record: RunRecord | None) -> TableRows | ScannedRows:
-        """record: of the run that is resumed, if there is one."""
-        is_written = record is not None and not record.is_on_files
-        return self._written if self._scanned is None or is_written else self._scanned
+    def _are_found(self, record: RunRecord) -> bool:
+        """Whether the rows of a run are those that `check` has found, and not written ones."""
+        return self.found is not None and record.is_on_files
+
+
+def _open_folder(store: Store, folder: str) -> Store:
+    return replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
+
+
+def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
+    """How the rows of a table are written."""
+    config = request.config
+    options = WriteOptions(
+        transformed=request.objects.transformation is not None,
+        missing=request.missing,
+        row_order=config.row_order or ("hash" if config.shuffle else "table"),
+        row_group_bytes=choose_group_bytes(request),
+    )
+    validation = config.validation
+    if validation is None:
+        return options, None
+    if isinstance(validation, str):
+        return options, ValidationSplit(column=validation, seed=config.seed)
+    return options, ValidationSplit(fraction=validation, seed=config.seed)
 
 
 def find_or_write_rows(
@@ -148,7 +218,8 @@ def find_or_write_rows(
             )
             if conversion is not None:
                 raise NoFileScan(conversion[0])
-            return ScannedRows.find(df, names, True, PIECE_BYTES, storage_options).facts
+            found = find_scanned_rows(df, names, True, PIECE_BYTES, storage_options)
+            return found.store, found.rows, found.source
         except NoFileScan as reason:
             if where == "never":
                 raise InvalidInput(f"the rows cannot be read where they are, because {reason}.") from reason
@@ -175,94 +246,66 @@ def refuse_conversions(request: Request) -> None:
         )
 
 
-class ScannedRows(FileRows):
-    """The rows of files that a DataFrame scans, with columns as the DataFrame names them."""
+def find_scanned_rows(
+    df: DataFrame,
+    names: Sequence[str],
+    transformed: bool,
+    piece_bytes: int,
+    storage_options: Mapping[str, Any],
+) -> FoundRows:
+    """The rows of the files that a DataFrame scans, with columns as the DataFrame names them. Reads the files' footers.
 
-    call = "fit"
+    transformed, piece_bytes: as for `describe_files`.
 
-    def __init__(
-        self,
-        session: SparkSession,
-        files: Store,
-        parts: Sequence[DataFile],
-        types: Mapping[str, ColumnType],
-        kind: str,
-    ) -> None:
-        """types: of the DataFrame's columns. kind: what the files are of, for messages."""
-        super().__init__(session, files, (), ())
-        self._parts, self._types, self._kind = parts, types, kind
+    Raises NoFileScan for other DataFrames, and as `describe_files` does.
+    """
+    scan = find_file_scan(df, names)
+    types = {name: find_column_type(df.schema, name, transformed=transformed) for name in names}
+    if scan.kind == "parquet":
+        files, parts = find_data_files(scan.urls, list(scan.columns.values()), storage_options)
+        kind, collect = "files of Parquet", _collect_without_paths
+    else:
+        (url,) = scan.urls
+        snapshot = read_snapshot(url, scan.version, storage_options)
+        files, parts, kind = snapshot.store, snapshot.files, f"files of {snapshot.name}"
+        _check_same_files(df, scan, parts)
+        collect = make_footer_collector
+    if any(name != stored for name, stored in scan.columns.items()):
+        parts = tuple(part.rename_columns(scan.columns) for part in parts)
+    found = describe_files(files, parts, names, transformed, piece_bytes, collect=collect(df.sparkSession))
+    columns = tuple(_convert(column, types[column.name], parts) for column in found.columns)
+    source = f"{len(parts)} {kind} in {files.url}"
+    return FoundRows(files, replace(found, columns=columns), None, files.url, source)
 
-    @classmethod
-    def find(
-        cls,
-        df: DataFrame,
-        names: Sequence[str],
-        transformed: bool,
-        piece_bytes: int,
-        storage_options: Mapping[str, Any],
-    ) -> ScannedRows:
-        """Reads the files' footers. transformed, piece_bytes: as for `describe_files`.
 
-        Raises NoFileScan for other DataFrames, and as `describe_files` does.
-        """
-        scan = find_file_scan(df, names)
-        types = {name: find_column_type(df.schema, name, transformed=transformed) for name in names}
-        if scan.kind == "parquet":
-            columns = list(scan.columns.values())
-            files, parts = find_data_files(scan.urls, columns, storage_options)
-            kind = PLAIN_FILES
-        else:
-            (url,) = scan.urls
-            snapshot = read_snapshot(url, scan.version, storage_options)
-            files, parts, kind = snapshot.store, snapshot.files, f"files of {snapshot.name}"
-            _check_same_files(df, scan, parts)
-        if any(name != stored for name, stored in scan.columns.items()):
-            parts = tuple(part.rename_columns(scan.columns) for part in parts)
-        rows = cls(df.sparkSession, files, parts, types, kind)
-        found = describe_files(files, parts, names, transformed, piece_bytes, collect=rows._collect_footers)
-        rows._described = replace(found, columns=tuple(map(rows._convert, found.columns))), None
-        return rows
+def _collect_without_paths(session: SparkSession) -> CollectFooters:
+    """Raises NoFileScan for a column of plain files whose paths tell of it, too: Spark takes the path's value."""
 
-    @property
-    def description(self) -> str:
-        """The files, for people."""
-        return f"{len(self._parts)} {self._kind} in {self._files.url}"
-
-    @property
-    def facts(self) -> tuple[Store, Manifest, str]:
-        """The fields of `Rows`."""
-        assert self._described is not None
-        return self._files, self._described[0], self.description
-
-    def describe(self, record: RunRecord) -> str:
-        return self.description
-
-    def _collect_footers(
-        self, store: Store, parts: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
+    def collect(
+        store: Store, parts: Sequence[DataFile], columns: Sequence[str], where: Predicate | None
     ) -> list[FileFacts]:
-        """Raises NoFileScan for a column of plain files whose paths tell of it, too: Spark takes the path's value."""
-        found = make_footer_collector(self.session)(store, parts, columns, where)
-        for name in columns if self._kind == PLAIN_FILES else ():
+        found = make_footer_collector(session)(store, parts, columns, where)
+        for name in columns:
             if any(name in facts.nulls for facts in found) and any(name in part.constants for part in parts):
                 raise NoFileScan(f"column {name!r} is in the files and in their paths, too")
         return found
 
-    def _convert(self, column: Column) -> Column:
-        """The column in the DataFrame's type. Raises NoFileScan if reading does not give that."""
-        kind = self._types[column.name]
-        in_paths = all(column.name in part.constants for part in self._parts)
-        if in_paths and column.dtype == "datetime64[us]":
-            raise NoFileScan(
-                f"column {column.name!r} has times in the files' paths, whose zone Spark decides"
-            )
-        if column.element == (kind.dtype, kind.dimensions):
-            return column
-        if in_paths and not kind.dimensions and np.dtype(kind.dtype).kind in "iuf":
-            return replace(column, dtype=kind.dtype)
-        raise NoFileScan(
-            f"column {column.name!r} is {column.element[0]} of {column.element[1]} dimensions in the files, and "
-            f"{kind.dtype} of {kind.dimensions} in the DataFrame"
-        )
+    return collect
+
+
+def _convert(column: Column, kind: ColumnType, parts: Sequence[DataFile]) -> Column:
+    """The column in the DataFrame's type. Raises NoFileScan if reading does not give that."""
+    in_paths = all(column.name in part.constants for part in parts)
+    if in_paths and column.dtype == "datetime64[us]":
+        raise NoFileScan(f"column {column.name!r} has times in the files' paths, whose zone Spark decides")
+    if column.element == (kind.dtype, kind.dimensions):
+        return column
+    if in_paths and not kind.dimensions and np.dtype(kind.dtype).kind in "iuf":
+        return replace(column, dtype=kind.dtype)
+    raise NoFileScan(
+        f"column {column.name!r} is {column.element[0]} of {column.element[1]} dimensions in the files, and "
+        f"{kind.dtype} of {kind.dimensions} in the DataFrame"
+    )
 
 
 def _check_same_files(df: DataFrame, scan: FileScan, parts: Sequence[DataFile]) -> None:

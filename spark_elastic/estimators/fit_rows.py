@@ -1,4 +1,4 @@
-"""The rows of a fit: a DataFrame that is written to the store for its run, existing Parquet files, or a table's.
+"""The rows of a fit: where they are, and what a run keeps of them. Those of a DataFrame are in `dataframe_rows.py`.
 
 Decides which rows train and which validate, and deletes written rows once no run needs them. Runs in the caller's
 thread.
@@ -11,11 +11,12 @@ import hashlib
 import logging
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,19 +28,7 @@ from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
-from spark_elastic.estimators.dataframes.materialize import (
-    ValidationSplit,
-    WriteOptions,
-    find_difference,
-    materialize,
-)
 from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.estimators.dataframes.schema import (
-    check_columns,
-    check_distinct_names,
-    check_is_dataframe,
-    check_validation_column,
-)
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.runs.checkpoint import CheckpointStore
@@ -58,8 +47,7 @@ from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores
 from spark_elastic.tables.predicate import Predicate
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
+    from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic")
 
@@ -69,130 +57,78 @@ Request = FitRequest[Any]
 _TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
 
 
-class RowSource(Protocol):
-    """Where the rows of a fit come from."""
+@dataclass(frozen=True)
+class FoundRows:
+    """Rows that are read where they are, decided once where the request is checked."""
 
-    @property
-    def session(self) -> SparkSession: ...
+    store: Store  # that has the files
+    rows: Manifest  # what is trained on
+    validation: Manifest | None  # what is validated with after each epoch; None: nothing
+    place: str  # where they are, as the run's record has it
+    source: str  # what they are of, for people, such as the version of a table
 
+
+class RowSource(ABC):
+    """Where the rows of a fit come from. Nothing is written or removed of those that `check` has found."""
+
+    session: SparkSession
+    found: FoundRows | None = None  # by `check`; None: the rows are to be written
+
+    @abstractmethod
     def check(self, request: Request) -> None:
         """Raises InvalidInput if the columns do not fit the request; starts no job but one for many files' footers."""
-        ...
 
     def has_validation(self, request: Request) -> bool:
         """Whether there are rows to validate with after each epoch."""
-        ...
-
-    def describe(self, record: RunRecord) -> str:
-        """The rows of a run in words, such as the version of a table."""
-        ...
-
-    def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        """Raises InvalidInput if the run began with other rows (R19, resuming a run); may start a job."""
-        ...
-
-    def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        """Save the record of a new run, once its rows are where the workers read them."""
-        ...
-
-    def open_data(self, store: Store, record: RunRecord) -> Store:
-        """The store that the rows of a run are in. store: of the run."""
-        ...
-
-
-class TableRows:
-    """The rows of a DataFrame, written to the store."""
-
-    def __init__(self, df: DataFrame) -> None:
-        self._df = df
-        # The manifest (JSON) that is known to have this DataFrame's rows.
-        self._verified_manifest: str | None = None
-
-    @property
-    def session(self) -> SparkSession:
-        return self._df.sparkSession
-
-    def check(self, request: Request) -> None:
-        check_is_dataframe(self._df, "fit")
-        if self._df.isStreaming:
-            raise InvalidInput(
-                "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
-            )
-        config = request.config
-        check_columns(
-            self._df.schema,
-            config.feature_cols,
-            config.label_cols,
-            config.sample_weight_col,
-            transformed=request.objects.transformation is not None,
-        )
-        used = config.used_cols
-        if isinstance(config.validation, str):
-            check_validation_column(self._df.schema, config.validation)
-            used.append(config.validation)
-        check_distinct_names(self._df, used)
-
-    def has_validation(self, request: Request) -> bool:
         return request.config.validation is not None
 
     def describe(self, record: RunRecord) -> str:
-        return "a DataFrame"
+        """The rows of a run in words, such as the version of a table."""
+        return self._require_found().source
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        if record.is_on_files:
+        """Raises InvalidInput if the run began with other rows (R19, resuming a run); may start a job."""
+        found, before = self._require_found(), record.load_validation()
+        if (record.load_manifest(), None if before is None else before[0]) != (found.rows, found.validation):
             raise InvalidInput(
-                f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
-                "another run_id."
+                f"run_id {run_id!r} began with other files than those now in {found.place}, or on a table: bring "
+                "them back, or use another run_id."
             )
-        if record.manifest == self._verified_manifest:
-            return
-        validation = record.load_validation()
-        written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
-        found = find_difference(self._df, request.config.used_cols, *_write_options(request), written)
-        if found is not None:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
-            )
-        self._verified_manifest = record.manifest
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        """Write the rows, then the record, which binds the run to them.
-
-        With `keep_data` they are written for later fits, too; else to a folder of the run, until it has succeeded.
-        """
-        folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
-        options, split = _write_options(request)
-        try:
-            rows, validation = materialize(
-                self._df, request.config.used_cols, _open_folder(store, folder), options, split
-            )
-            record = RunRecord.create(request, folder, rows, validation)
-            run.check()
-            record.save(store, run.run_id)
-        except BaseException:
-            run.delete_run(folder)
-            raise
-        self._verified_manifest = record.manifest
+        """Save the record of a new run, once its rows are where the workers read them."""
+        found = self._require_found()
+        record = RunRecord.create(request, found.place, found.rows, found.validation)
+        run.check()
+        record.save(store, run.run_id)
         return record
 
     def open_data(self, store: Store, record: RunRecord) -> Store:
-        return _open_folder(store, record.data)
+        """The store that the rows of a run are in. store: of the run."""
+        return self._require_found().store
+
+    def _require_found(self) -> FoundRows:
+        assert self.found is not None
+        return self.found
 
 
-class FileRows:
-    """The rows of Parquet files, read where they are; `check` describes them once. Nothing is written or removed."""
+class FileRows(RowSource):
+    """The rows of Parquet files; `check` describes them once."""
 
     # As the user knows them: the method, and the argument that gives rows to validate with.
     call, validation_argument = "fit_on_parquet", "validation_paths"
 
     def __init__(
-        self, session: SparkSession, files: Store, names: Sequence[str], validation_names: Sequence[str]
+        self,
+        session: SparkSession | None,
+        files: Store,
+        names: Sequence[str],
+        validation_names: Sequence[str],
     ) -> None:
         """files: the store that holds all of them. names: of files or folders in it, to train on."""
-        self.session = session
+        self.session = require_session(session)
         self._files = files
         self._names, self._validation_names = names, validation_names
-        self._described: tuple[Manifest, Manifest | None] | None = None
 
     @classmethod
     def locate(
@@ -203,11 +139,8 @@ class FileRows:
         storage_options: Mapping[str, Any],
     ) -> FileRows:
         """Raises InvalidInput without a session or a path, and for several file systems."""
-        if session is None:
-            raise InvalidInput("There is no active Spark session: create one, as for `fit`.")
-        if not paths:
-            raise InvalidInput("paths is empty: name a Parquet file or a folder.")
-        files, names = locate_files([*paths, *validation_paths], storage_options)
+        require_session(session)
+        files, names = _locate_files(paths, validation_paths, storage_options)
         return cls(session, files, names[: len(paths)], names[len(paths) :])
 
     def check(self, request: Request) -> None:
@@ -218,56 +151,47 @@ class FileRows:
             raise InvalidInput(
                 f"{clause}; {self.call} reads files as they are: {remedy.format(argument=self.validation_argument)}."
             )
-        rows, validation = self._describe(request)
-        if validation is not None:
-            rows, validation = align_ragged(rows, validation), align_ragged(validation, rows)
-        self._described = rows, validation
-        _check_equal_columns(rows, validation, self.validation_argument)
-
-    @property
-    def _place(self) -> str:
-        """Where the rows are, as the run's record has it."""
-        return self._files.url
-
-    def has_validation(self, request: Request) -> bool:
-        return bool(self._validation_names)
-
-    def describe(self, record: RunRecord) -> str:
-        return f"Parquet files in {self._files.url}"
-
-    def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        assert self._described is not None
-        before = record.load_validation()
-        if (record.load_manifest(), None if before is None else before[0]) != self._described:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with other files than those now in {self._place}, or on a table: bring "
-                "them back, or use another run_id."
-            )
-
-    def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        assert self._described is not None
-        record = RunRecord.create(request, self._place, *self._described)
-        run.check()
-        record.save(store, run.run_id)
-        return record
-
-    def open_data(self, store: Store, record: RunRecord) -> Store:
-        return self._files
-
-    def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
-        """The rows to train on, and those to validate with."""
-        options, seen = self._list_options(request), self._validation_names
-        rows = describe_parquet(self._files, names=self._names, **options)
-        return rows, describe_parquet(self._files, names=seen, **options) if seen else None
-
-    def _list_options(self, request: Request) -> dict[str, Any]:
-        """What `describe_parquet` and `describe_files` take, by its names there."""
-        return {
+        options = {
             "columns": request.config.used_cols,
             "transformed": request.objects.transformation is not None,
             "piece_bytes": choose_group_bytes(request),
             "collect": make_footer_collector(self.session),
         }
+        rows, validation = self._describe(options)
+        if validation is not None:
+            rows, validation = align_ragged(rows, validation), align_ragged(validation, rows)
+        _check_equal_columns(rows, validation, self.validation_argument)
+        place, source = self._name()
+        self.found = FoundRows(self._files, rows, validation, place, source)
+
+    def has_validation(self, request: Request) -> bool:
+        return bool(self._validation_names)
+
+    def _name(self) -> tuple[str, str]:
+        """Where the rows are, and what they are of."""
+        return self._files.url, f"Parquet files in {self._files.url}"
+
+    def _describe(self, options: Mapping[str, Any]) -> tuple[Manifest, Manifest | None]:
+        """The rows to train on, and those to validate with. options: of `describe_parquet` and `describe_files`."""
+        seen = self._validation_names
+        rows = describe_parquet(self._files, names=self._names, **options)
+        return rows, describe_parquet(self._files, names=seen, **options) if seen else None
+
+
+def require_session(session: SparkSession | None) -> SparkSession:
+    """Raises InvalidInput if there is none."""
+    if session is None:
+        raise InvalidInput("There is no active Spark session: create one, as for `fit`.")
+    return session
+
+
+def _locate_files(
+    paths: Sequence[str], others: Sequence[str], storage_options: Mapping[str, Any]
+) -> tuple[Store, tuple[str, ...]]:
+    """As `locate_files`, of both. Raises InvalidInput if there are no `paths`."""
+    if not paths:
+        raise InvalidInput("paths is empty: name a Parquet file or a folder.")
+    return locate_files([*paths, *others], storage_options)
 
 
 @dataclass(frozen=True)
@@ -297,6 +221,19 @@ class Selection:
             return file
         compared = [] if self.where is None else self.where.columns
         return file.rename_columns({name: self.columns.get(name, name) for name in [*used, *compared]})
+
+    def describe(
+        self,
+        store: Store,
+        files: Sequence[DataFile],
+        where: Predicate | None,
+        columns: Sequence[str],
+        **options: Any,
+    ) -> Manifest:
+        """The rows of a table's files that match `where`. columns, options: of `describe_files`."""
+        parts = [self.rename(file, columns) for file in files]
+        found = describe_files(store, parts, columns, where=where, **options)
+        return dataclasses.replace(found, fingerprint=self.digest)
 
     def check(self, snapshot: TableSnapshot) -> None:
         """Raises InvalidInput for a name in `columns` or `where` that the table does not have."""
@@ -330,7 +267,7 @@ class SnapshotRows(FileRows):
 
     def __init__(
         self,
-        session: SparkSession,
+        session: SparkSession | None,
         snapshot: TableSnapshot,
         validation: TableSnapshot | None,
         is_newest: bool,
@@ -354,23 +291,17 @@ class SnapshotRows(FileRows):
         selection: Selection,
     ) -> SnapshotRows:
         """Raises InvalidInput as `read_snapshot` does, and without a session."""
-        if session is None:
-            raise InvalidInput("There is no active Spark session: create one, as for `fit`.")
         if table is None:
             raise InvalidInput(
                 "fit_on_table takes a table's name, path, url or object; got None: name the table to train on."
             )
+        known = require_session(session)
         snapshot, validation = (
-            None if each is None else read_snapshot(*_find_table(session, each, number), storage_options)
+            None if each is None else read_snapshot(*_find_table(known, each, number), storage_options)
             for each, number in ((table, version), (validation_table, None))
         )
         assert snapshot is not None
         return cls(session, snapshot, validation, version is None, selection)
-
-    @property
-    def _place(self) -> str:
-        """The url of each table: the store that holds both is a folder that may hold others, too."""
-        return " and ".join(each.store.url for each in self._snapshots)
 
     def has_validation(self, request: Request) -> bool:
         return len(self._snapshots) > 1
@@ -384,13 +315,13 @@ class SnapshotRows(FileRows):
         super().check(request)
 
     def describe(self, record: RunRecord) -> str:
-        assert self._described is not None
-        if record.load_manifest() == self._described[0]:
-            return self._snapshots[0].name
-        return f"a version older than {self._snapshots[0].name}"  # with which the run began
+        found = self._require_found()
+        if record.load_manifest() == found.rows:
+            return found.source
+        return f"a version older than {found.source}"  # with which the run began
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        if not (self._is_newest and record.data == self._place):
+        if not (self._is_newest and record.data == self._require_found().place):
             super().check_same_rows(request, record, run_id)
         elif record.load_manifest().fingerprint != self._selection.digest:
             raise InvalidInput(
@@ -398,16 +329,17 @@ class SnapshotRows(FileRows):
                 "same, or use another run_id."
             )
 
-    def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
+    def _name(self) -> tuple[str, str]:
+        # The url of each table: the store that holds both is a folder that may hold others, too.
+        return " and ".join(each.store.url for each in self._snapshots), self._snapshots[0].name
+
+    def _describe(self, options: Mapping[str, Any]) -> tuple[Manifest, Manifest | None]:
         self._selection.check(self._snapshots[0])
         described: list[Manifest] = []
-        options = self._list_options(request)
         for snapshot, files in zip(self._snapshots, self._parts, strict=True):
+            where = None if described else self._selection.where
             try:
-                parts = [self._selection.rename(file, request.config.used_cols) for file in files]
-                where = None if described else self._selection.where
-                found = describe_files(self._files, parts, where=where, **options)
-                described.append(dataclasses.replace(found, fingerprint=self._selection.digest))
+                described.append(self._selection.describe(self._files, files, where, **options))
             except StoreError as error:
                 raise StoreError(
                     f"A file of {snapshot.name} cannot be read; if the table was vacuumed, fit on a newer "
@@ -436,9 +368,7 @@ def describe_paths(
 ) -> tuple[Store, Manifest, str]:
     """The fields of `Rows.from_parquet`."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not given:
-        raise InvalidInput("paths is empty: name a Parquet file or a folder.")
-    files, names = locate_files([str(each) for each in given], storage_options)
+    files, names = _locate_files([str(each) for each in given], (), storage_options)
     wanted = list_names(columns, list_parquet_columns(files, names))
     manifest = describe_parquet(files, wanted, transformed=True, names=names, collect=_choose_collector())
     return files, manifest, f"Parquet files in {files.url}"
@@ -459,11 +389,8 @@ def describe_table(
         raise InvalidInput(f"{snapshot.name} has no rows.")
     readable = list_columns(snapshot.store, snapshot.files[0], snapshot.columns)
     names = list(renamed) if renamed else list_names(columns, readable)
-    parts = [selection.rename(file, names) for file in snapshot.files]
-    found = describe_files(
-        snapshot.store, parts, names, transformed=True, collect=_choose_collector(), where=selection.where
-    )
-    manifest = dataclasses.replace(found, fingerprint=selection.digest)
+    options = {"transformed": True, "collect": _choose_collector()}
+    manifest = selection.describe(snapshot.store, snapshot.files, selection.where, names, **options)
     return snapshot.store, manifest, snapshot.name
 
 
@@ -472,14 +399,11 @@ def _choose_collector() -> CollectFooters:
     return collect_footers_in_threads if session is None else make_footer_collector(session)
 
 
-class HandleRows(FileRows):
+class HandleRows(RowSource):
     """The rows of `Rows`, which were described when the handle was made."""
 
-    call, validation_argument = "fit on Rows", "validation"
-
     def __init__(self, session: SparkSession, rows: RowHandle) -> None:
-        super().__init__(session, rows.store, (), ())
-        self._rows = rows
+        self.session, self._rows = session, rows
 
     def check(self, request: Request) -> None:
         config = request.config
@@ -488,7 +412,7 @@ class HandleRows(FileRows):
         if conversion is not None:
             clause, remedy = conversion
             raise InvalidInput(
-                f"{clause}, and Rows are read as they are: {remedy.format(argument=self.validation_argument)}."
+                f"{clause}, and Rows are read as they are: {remedy.format(argument='validation')}."
             )
         rest, held_out = self._rows, None
         if config.validation is not None:
@@ -508,13 +432,7 @@ class HandleRows(FileRows):
                     )
                     + "."
                 )
-        self._described = parts[0], parts[1]
-
-    def has_validation(self, request: Request) -> bool:
-        return request.config.validation is not None
-
-    def describe(self, record: RunRecord) -> str:
-        return self._rows.source
+        self.found = FoundRows(self._rows.store, parts[0], parts[1], self._rows.store.url, self._rows.source)
 
 
 def _find_table(session: SparkSession, table: Any, version: Version | None) -> tuple[Any, Version | None]:
@@ -620,27 +538,6 @@ def _is_resumable(request: Request, store: Store, run_id: str) -> bool:
         return request.store is not None and bool(CheckpointStore(store, run_id).read_published())
     except StoreError:
         return True  # the store does not answer: nothing is deleted
-
-
-def _open_folder(store: Store, folder: str) -> Store:
-    return dataclasses.replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
-
-
-def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
-    """How the rows of a table are written."""
-    config = request.config
-    options = WriteOptions(
-        transformed=request.objects.transformation is not None,
-        missing=request.missing,
-        row_order=config.row_order or ("hash" if config.shuffle else "table"),
-        row_group_bytes=choose_group_bytes(request),
-    )
-    validation = config.validation
-    if validation is None:
-        return options, None
-    if isinstance(validation, str):
-        return options, ValidationSplit(column=validation, seed=config.seed)
-    return options, ValidationSplit(fraction=validation, seed=config.seed)
 
 
 def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: str) -> None:

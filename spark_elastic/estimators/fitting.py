@@ -38,6 +38,7 @@ from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
+from spark_elastic.worker.imports import is_installed, list_early_imports
 from spark_elastic.worker.program import Program
 
 if TYPE_CHECKING:
@@ -96,11 +97,14 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
         run = _load_finished_run(rows, request, store, run_id)
         if run is None:
             ledger = _ledger_folder(request, store, run_id)
-            payload = _pickle_objects(request.objects)
+            payload, modules = _pickle_objects(request.objects)
+            imports = list_early_imports(request.objects, (*framework.preload, *modules))
             with _show_progress(request) as listener:
                 workers = request.config.num_workers
-                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, framework.preload)
-                training = FitRun(platform, rows, request, framework, store, run_id, ledger, listener)
+                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
+                training = FitRun(
+                    platform, rows, request, framework, store, run_id, ledger, listener, modules
+                )
                 run = resume_after_coordinator_loss(
                     training.run, CheckpointStore(store, run_id).read_published
                 )
@@ -110,11 +114,16 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
     return FitResult(weights, features, summary, run.sample)
 
 
-def _pickle_objects(objects: UserObjects) -> bytes:
-    """Raises InvalidInput with the name of a parameter that workers cannot use: it does not pickle, or holds what lives
-    on Spark's driver."""
+def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
+    """The pickled objects, and the installed modules that loading them imports, as early imports.
+
+    Raises:
+        InvalidInput: workers cannot use a parameter: it does not pickle, or holds what lives on Spark's driver.
+    """
+    modules: dict[str, None] = {}
     try:
-        return captures.dumps(objects)
+        payload = captures.dumps(objects, modules=modules)
+        return payload, tuple(f"{name}?" for name in modules if is_installed(name))
     except InvalidInput:
         for name, value in vars(objects).items():
             captures.dumps(value, f"the parameter {PARAMETERS.get(name, name)}")
@@ -211,13 +220,13 @@ class FitRun(Generic[O]):
     run_id: str  # the user's, or a random one
     ledger: str | None  # folder of the ledger, if there is one
     listener: ProgressListener  # shows the progress
+    modules: tuple[str, ...] = ()  # modules that loading the user's objects imports
 
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""
         run = OwnedRun.acquire(self.store, self.run_id)
-        if (
-            RunResult.load(self.store, self.run_id) is not None
-        ):  # another driver ended it while this one waited
+        # Another driver ended it while this one waited
+        if RunResult.load(self.store, self.run_id) is not None:
             finished = _load_finished_run(self.rows, self.request, self.store, self.run_id)
             if finished is not None:
                 return finished
@@ -234,9 +243,8 @@ class FitRun(Generic[O]):
                 data_rows=manifest.rows,
             )
             run.check()
-            result.save(
-                self.store, self.run_id
-            )  # before rows and checkpoints, which could resume the run, are deleted
+            # Before rows and checkpoints, which could resume the run, are deleted
+            result.save(self.store, self.run_id)
             sample = _read_sample(self.request, data, manifest)
         run.remove_partial()  # of a worker that was lost while it wrote the model
         run.delete_objects(f"runs/{self.run_id}/checkpoints")
@@ -267,7 +275,7 @@ class FitRun(Generic[O]):
         if config.num_workers > 1 and not config.scale_lr:
             announce_phase(UNSCALED)
         limits = make_fit_limits(self.request, spec.plan.global_batch)
-        job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, run)
+        job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, run, self.modules)
         return self.platform.launch(job, self.listener)
 
 

@@ -42,7 +42,7 @@ def _build_program(spec: TrainSpec, objects: KerasUserObjects) -> KerasTrainProg
     return KerasTrainProgram(spec, objects)
 
 
-KERAS = Framework(PACKAGES, PACKAGES, ".keras", _build_program)
+KERAS = Framework(PACKAGES, (*PACKAGES, KerasTrainProgram.__module__), ".keras", _build_program)
 
 
 def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> ElasticKerasModel:

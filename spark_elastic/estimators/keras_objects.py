@@ -72,9 +72,8 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
         )
-    make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")(
-        "seed", values["seed"]
-    )  # numpy takes no more, whose generator Keras seeds, too
+    # Numpy takes no more, whose generator Keras seeds, too
+    make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")("seed", values["seed"])
     if values.get("loss_scope") == "step":
         raise InvalidInput(
             "loss_scope='step' is for ElasticTorchEstimator: set loss_scope='worker' for a Keras model, or return "

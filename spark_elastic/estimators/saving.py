@@ -133,9 +133,8 @@ def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
     for params in (given, defaults):
         if "output_col" in params:
             params["prediction_col"] = params.pop("output_col")
-    if (
-        found < FORMAT
-    ):  # predictions are what they were: outputs, unless probability_col had a name; NaN of NaN
+    # Predictions are what they were: outputs, unless probability_col had a name; NaN of NaN
+    if found < FORMAT:
         names = {"probability_col": None, "raw_prediction_col": None}
         given.update({name: {**names, **defaults, **given}[name] for name in names})
         given["raw_outputs"] = given["probability_col"] is None

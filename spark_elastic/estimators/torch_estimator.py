@@ -36,7 +36,8 @@ def _build_program(spec: TrainSpec, objects: TorchUserObjects) -> TorchTrainProg
 
 
 # A spare imports torch._dynamo in advance: the first step of an unpickled optimizer does, which takes 1.5 s.
-TORCH = Framework(("torch",), ("torch", "torch._dynamo"), ".pt", _build_program)
+PRELOAD = ("torch", TorchTrainProgram.__module__, "torch._dynamo")
+TORCH = Framework(("torch",), PRELOAD, ".pt", _build_program)
 
 
 def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> ElasticTorchModel:

@@ -107,9 +107,8 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-Trial = tuple[
-    torch.optim.Optimizer, tuple[Callback, ...]
-]  # an optimizer over a copy of the model, and its schedules
+# An optimizer over a copy of the model, and its schedules
+Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]
 
 ACTIVATIONS: dict[Any, str] = {
     torch.nn.CrossEntropyLoss: "softmax",

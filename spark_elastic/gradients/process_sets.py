@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from elastic_collectives import Group
-from elastic_collectives.arithmetic import apply_scale, narrow, reduce_parts, widen
+from elastic_collectives.arithmetic import apply_scale, narrow, widen
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.context import get_call_context, get_context
@@ -45,9 +45,10 @@ class SingleProcessGroup:
         scale: tuple[float, float],
         compression: str | None,
     ) -> Array:
-        name = dtype or array.dtype.name
-        own = narrow(apply_scale(widen(array, name), scale[0]), name)
-        return reduce_parts([own], name, op, scale[1])
+        name, own = dtype or array.dtype.name, array.copy()
+        for factor in scale:
+            own = narrow(apply_scale(widen(own, name), factor), name)
+        return own
 
     def broadcast(self, array: Array, root: int) -> None:
         """Do nothing: there are no peers."""

@@ -23,9 +23,8 @@ class ShareTree:
     slots: tuple[int, ...]  # by entry that is left on the stack: the slot that it goes to
     depth: int  # most entries on the stack, the share that is added to the one below it left out
     slot_count: int  # slots over all ranks
-    slot_additions: tuple[
-        tuple[int, int], ...
-    ]  # of slots (into, from), in their order; the sum ends in slot 0
+    # Of slots (into, from), in their order; the sum ends in slot 0
+    slot_additions: tuple[tuple[int, int], ...]
 
 
 def plan_shares(division: Division, rank: int) -> ShareTree:

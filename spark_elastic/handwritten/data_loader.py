@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from spark_elastic.checks import COUNT, WHOLE, make_choice
+from spark_elastic.checks import COUNT, WHOLE, make_choice, make_whole
 from spark_elastic.data.plan import (
     DataPlan,
     Division,
@@ -44,6 +44,7 @@ from spark_elastic.training.transformation import check_transformation
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.outside import ENTERED, STATE
 
+_BATCH = make_whole(1, wanted="the rows of a step over all ranks, a whole number of 1 or more")
 _STEPS_AT_ONCE = 64  # whose indices are computed together
 # What the plan decides in place of torch's DataLoader, and what to use instead.
 _DECIDED = {
@@ -129,7 +130,7 @@ class ElasticDataLoader:
         is_bitwise = determinism == "bitwise"
         self.virtual_shares = COUNT("virtual_shares", virtual_shares) if is_bitwise else 0
         self.dataset = dataset
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = _BATCH("global_batch_size", global_batch_size)
         self.seed = WHOLE("seed", seed)
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -137,7 +138,6 @@ class ElasticDataLoader:
         self.epoch = 0
         self.step = 0
         self._rows = len(dataset)
-        _check_batch_size(global_batch_size)
         if table is not None:
             lanes = COUNT.or_none()("lanes", lanes)
             self._plan = plan_rows(table, global_batch_size, self.seed, shuffle, drop_last, lanes)
@@ -567,13 +567,6 @@ def _divide(
         places = np.concatenate(lanes, axis=1)
         yield from (places if order is None else order[places]).tolist()
         step += count
-
-
-def _check_batch_size(rows: Any) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise InvalidInput(
-            f"global_batch_size is {rows!r}: give the rows of a step over all ranks, a whole number of at least 1."
-        )
 
 
 def _pass(batch: Any) -> Any:

@@ -7,7 +7,6 @@ thread; `onnx`, `onnxscript` and `safetensors` are imported where they are used.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spark_elastic.checks import require_package
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import TorchPredictor
 from spark_elastic.estimators.torch_model import ElasticTorchModel
@@ -41,7 +41,7 @@ def export_onnx(model: ElasticTorchModel, path: str | Path, inputs: Sequence[Any
 
     inputs: as for `export_program`.
     """
-    _import_or_refuse("onnxscript", "onnx onnxscript")
+    require_package("onnxscript", "export_onnx", "onnx onnxscript")
     program = export_program(model, inputs)
     outputs = len(program.graph_signature.user_outputs)
     torch.onnx.export(
@@ -57,7 +57,7 @@ def export_onnx(model: ElasticTorchModel, path: str | Path, inputs: Sequence[Any
 
 def export_safetensors(model: ElasticTorchModel, path: str | Path) -> None:
     """Write the weights by name, as `state_dict` names them, and the fit's run and data as metadata."""
-    safetensors = _import_or_refuse("safetensors.torch", "safetensors")
+    safetensors = require_package("safetensors.torch", "export_safetensors", "safetensors")
     summary = model.summary
     about = {
         "format": "pt",
@@ -93,10 +93,3 @@ def _get_predictor(model: ElasticTorchModel) -> TorchPredictor:
     predictor = model._predictor
     assert isinstance(predictor, TorchPredictor)
     return predictor
-
-
-def _import_or_refuse(module: str, packages: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InvalidInput(f"this export needs other packages ({error}): pip install {packages}.") from error

@@ -8,7 +8,6 @@ to a tracking server: a client retries for minutes before it gives up, and the o
 from __future__ import annotations
 
 import atexit
-import importlib
 import logging
 import uuid
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from spark_elastic.checks import require_package
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.monitoring.listener import AsyncNotifier
@@ -66,11 +66,11 @@ class TensorBoardLogger(_Counting):
         self._writer: Any = None
 
     def on_fit_begin(self, training: Training) -> None:
-        _import_or_refuse("torch.utils.tensorboard", "tensorboard", self)
+        _require("torch.utils.tensorboard", "tensorboard", self)
 
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         if self._writer is None:
-            module = _import_or_refuse("torch.utils.tensorboard", "tensorboard", self)
+            module = _require("torch.utils.tensorboard", "tensorboard", self)
             # What a rank 0 that was lost had written of later steps does not count.
             self._writer = module.SummaryWriter(self._log_dir, purge_step=self.steps)
         for name, value in values.items():
@@ -157,10 +157,10 @@ class MLflowLogger(_Remote):
         return self._tracking_uri
 
     def on_fit_begin(self, training: Training) -> None:
-        _import_or_refuse("mlflow", "mlflow-skinny", self)
+        _require("mlflow", "mlflow-skinny", self)
 
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
-        entities = _import_or_refuse("mlflow.entities", "mlflow-skinny", self)
+        entities = _require("mlflow.entities", "mlflow-skinny", self)
         now = int(SystemClock().wall() * 1000)
         self._waiting.extend(
             entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()
@@ -169,13 +169,13 @@ class MLflowLogger(_Remote):
 
     def find_run(self) -> str | None:
         """The id of the run, also on the driver; None while there is none. Asks the tracking server."""
-        client = _import_or_refuse("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
+        client = _require("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
         found = client.get_experiment_by_name(self._experiment)
         runs = found and client.search_runs([found.experiment_id], f"tags.spark_elastic = '{self.key}'")
         return str(runs[0].info.run_id) if runs else None
 
     def open_run(self) -> str:
-        self._client = _import_or_refuse("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
+        self._client = _require("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
         run = self.find_run()
         if run is not None:
             return run
@@ -211,14 +211,14 @@ class WandbLogger(_Remote):
         self._project, self._options = project, options
 
     def on_fit_begin(self, training: Training) -> None:
-        _import_or_refuse("wandb", "wandb", self)
+        _require("wandb", "wandb", self)
 
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         row = {f"{kind}/{name}": value for name, value in values.items()}
         self.submit(lambda: self._run.log({**row, kind: at}))
 
     def open_run(self) -> Any:
-        wandb = _import_or_refuse("wandb", "wandb", self)
+        wandb = _require("wandb", "wandb", self)
         run = wandb.init(project=self._project, id=self.key, resume="allow", **self._options)
         for kind in ("step", "epoch"):  # points stand where the training was, whichever worker wrote them
             run.define_metric(kind, hidden=True)
@@ -238,10 +238,5 @@ def numbers(logs: Logs) -> dict[str, float]:
     }
 
 
-def _import_or_refuse(module: str, package: str, callback: Callback) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InvalidInput(
-            f"{type(callback).__name__} needs {package} on every executor ({error}): install it there."
-        ) from error
+def _require(module: str, package: str, callback: Callback) -> Any:
+    return require_package(module, f"{type(callback).__name__}, on every executor,", package)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from spark_elastic.checks import require_package
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.predictor import TorchPredictor
@@ -54,7 +55,7 @@ def log_fit(
     Raises:
         InvalidInput: MLflow is missing, the logger has no run, or a signature is needed.
     """
-    mlflow = _import_mlflow()
+    mlflow = require_package("mlflow", "log_fit", "mlflow-skinny")
     if signature is None:
         signature = make_signature(model)
     with _open_run(mlflow, logger):
@@ -181,12 +182,3 @@ def _open_run(mlflow: Any, logger: MLflowLogger | None) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(before[0])
         fluent._active_experiment_id = before[1]
-
-
-def _import_mlflow() -> Any:
-    try:
-        return importlib.import_module("mlflow")
-    except ImportError as error:
-        raise InvalidInput(
-            f"log_fit needs MLflow on the driver ({error}): pip install mlflow-skinny."
-        ) from error

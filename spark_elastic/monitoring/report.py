@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.errors import InvalidInput
+from spark_elastic.checks import require_package
 from spark_elastic.monitoring.page import MAX_TEXT, save_page
 
 if TYPE_CHECKING:
@@ -260,10 +260,6 @@ class JobReport:
         Raises:
             InvalidInput: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise InvalidInput("plot() needs matplotlib: pip install matplotlib.") from error
         sizes = [(change.at, change.size) for change in self.world_changes]
         sizes += [(max(self.seconds, at), size) for at, size in sizes[-1:]]
         losses = [(point.at, point.loss) for point in self.curve if point.loss is not None]
@@ -273,7 +269,9 @@ class JobReport:
             ("rows/s", "tab:green", rates),
             ("workers", "tab:orange", sizes),
         ]
-        figure = Figure(figsize=(8, 6), layout="constrained")
+        figure: Figure = require_package("matplotlib.figure", "plot()", "matplotlib").Figure(
+            figsize=(8, 6), layout="constrained"
+        )
         for axes, (label, color, points) in zip(figure.subplots(3, 1, sharex=True), curves, strict=True):
             style = "steps-post" if label == "workers" else "default"
             axes.plot([at for at, _ in points], [value for _, value in points], color=color, drawstyle=style)

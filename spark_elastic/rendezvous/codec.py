@@ -57,6 +57,16 @@ def loads(body: bytes) -> dict[str, Any]:
     return value
 
 
+def to_line(value: object) -> bytes:
+    """A record as a line, for a pipe or a file; `from_line` reads it."""
+    return dumps(value) + b"\n"
+
+
+def from_line(cls: type[T], line: bytes) -> T:
+    """Raises MalformedMessage as `read`."""
+    return read(cls, loads(line))
+
+
 def compress(text: bytes) -> bytes:
     """`text` as it travels; the announcement of a large world shrinks to a tenth."""
     return zlib.compress(text, 1) if len(text) > COMPRESS_ABOVE else text

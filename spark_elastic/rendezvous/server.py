@@ -88,9 +88,8 @@ class LogForwarder:
                 return message
             if self._last_dropped is None or not self._dropped:
                 return None
-            return dataclasses.replace(
-                self._last_dropped, lines=self._note_dropped()
-            )  # none was taken after those
+            # None was taken after those
+            return dataclasses.replace(self._last_dropped, lines=self._note_dropped())
 
     def _note_dropped(self) -> tuple[str, ...]:
         """The line that tells of dropped ones, once; under the lock."""

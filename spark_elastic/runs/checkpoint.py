@@ -231,9 +231,8 @@ class CheckpointWriter:
         thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
         try:
             thread.start()
-        except (
-            RuntimeError
-        ) as error:  # the process has as many threads as it may: the next checkpoint tries again
+        except RuntimeError as error:
+            # The process has as many threads as it may: the next checkpoint tries again
             log.warning("checkpoint not written: %s", error)
             with self._changed:
                 self._offered = self._waiting = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from spark_elastic.checks import require_package
 from spark_elastic.data.renewal import Lease, RenewedCredentials
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -195,13 +196,8 @@ class IcebergTable(CatalogTable):
         return _read_properties(self._load().io.properties)
 
     def _load(self) -> Any:
-        try:
-            from pyiceberg import exceptions
-            from pyiceberg.catalog import load_catalog
-        except ImportError as error:
-            raise InvalidInput(
-                "Iceberg's catalogs need the package pyiceberg: pip install pyiceberg."
-            ) from error
+        load_catalog = require_package("pyiceberg.catalog", "a catalog of Iceberg", "pyiceberg").load_catalog
+        exceptions = require_package("pyiceberg.exceptions", "a catalog of Iceberg", "pyiceberg")
         catalog: Any = self.catalog
         try:
             if catalog is None:

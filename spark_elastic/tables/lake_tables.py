@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from spark_elastic.checks import require_package
 from spark_elastic.data.reading.decoding import is_list, to_plain_type
 from spark_elastic.data.renewal import join_filesystems
 from spark_elastic.data.store import ObjectInfo, Store
@@ -127,23 +128,17 @@ def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[D
 
 def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_options: Any) -> TableSnapshot:
     """uri, delta_options: for deltalake. store: of the table's folder."""
-    try:
-        from deltalake import DeltaTable
-        from deltalake.exceptions import DeltaError
-    except ImportError as error:
-        raise InvalidInput(
-            "fit_on_table reads Delta tables by the package deltalake: pip install deltalake."
-        ) from error
+    deltalake = require_package("deltalake", "a table of Delta", "deltalake")
     newest = None
     try:
-        table = DeltaTable(uri, storage_options=delta_options)
+        table = deltalake.DeltaTable(uri, storage_options=delta_options)
         newest = table.version()
         if version is not None:
             table.load_as_version(version)
         actions = pa.table(table.get_add_actions()).to_pylist()
         paths = {action["path"]: unquote(action["path"]) for action in actions}
         vectors = _read_deletion_vectors(table, set(paths.values()))
-    except (DeltaError, ValueError, OSError, OverflowError) as error:
+    except (deltalake.exceptions.DeltaError, ValueError, OSError, OverflowError) as error:
         which = "" if version is None else f" of version {version}"
         reason = str(error).splitlines()[0]
         if newest is not None and isinstance(version, int) and not 0 <= version <= newest:
@@ -225,14 +220,9 @@ def _format_constant(value: Any) -> str:
 
 
 def _open_iceberg(metadata: str) -> Any:
+    table = require_package("pyiceberg.table", "a table of Iceberg", "pyiceberg")
     try:
-        from pyiceberg.table import StaticTable
-    except ImportError as error:
-        raise InvalidInput(
-            "fit_on_table reads Iceberg tables by the package pyiceberg: pip install pyiceberg."
-        ) from error
-    try:
-        return StaticTable.from_metadata(metadata)
+        return table.StaticTable.from_metadata(metadata)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"The Iceberg table of {metadata} cannot be read: {error}") from error
 
@@ -265,9 +255,8 @@ def _read_iceberg(
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
     defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
-    with_types = [
-        each for each in schema.fields if "uuid" not in str(each.field_type)
-    ]  # pyarrow 14 has no such type
+    # pyarrow 14 has no such type
+    with_types = [each for each in schema.fields if "uuid" not in str(each.field_type)]
     declared = _find_types(type(schema)(*with_types).as_arrow())
     types = {name: kind for name, kind in declared.items() if name not in defaults}
     files = [

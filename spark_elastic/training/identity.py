@@ -150,9 +150,8 @@ def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
         kept = [each for each in (pick_comparable(each, kinds) for each in value) if each is not NOTHING]
         kept = frozenset(kept) if isinstance(value, Set) else kept
     else:
-        is_named = callable(value) and hasattr(
-            value, "__name__"
-        )  # functions, also built in, methods and classes
+        # Functions, also built in, methods and classes
+        is_named = callable(value) and hasattr(value, "__name__")
         is_plain = isinstance(value, (*kinds, *_REPRS, functools.partial, Enum)) or _is_array(value)
         return value if is_plain or is_named or _is_record(value) else NOTHING
     return kept if kept or not value else NOTHING
@@ -165,9 +164,8 @@ def _is_record(value: Any) -> bool:
         return True
     own = isinstance(getattr(kind, "__call__", None), FunctionType) and not _is_of_framework(kind)  # noqa: B004
     file = str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
-    return (
-        own and not hasattr(value, "state_dict") and "-packages" not in file
-    )  # those of others may count or date
+    # Those of others may count or date
+    return own and not hasattr(value, "state_dict") and "-packages" not in file
 
 
 def _list_attributes(thing: Any) -> dict[str, Any]:
@@ -192,11 +190,8 @@ def _describe_array(thing: Any) -> str:
     tensor = thing.detach() if hasattr(thing, "detach") else thing
     try:
         values = np.asarray(tensor.cpu() if hasattr(tensor, "cpu") else tensor)
-    except (
-        TypeError,
-        RuntimeError,
-        NotImplementedError,
-    ):  # a dtype that numpy lacks, or a tensor without values
+    except (TypeError, RuntimeError, NotImplementedError):
+        # A dtype that numpy lacks, or a tensor without values
         return head if str(getattr(thing, "device", "")) == "meta" else f"{head} {tensor.tolist()!r}"
     content = repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
     return f"{head} {hashlib.sha256(content).hexdigest()}"

@@ -23,6 +23,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, WorkerId
+from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import Activation, ChildFds, Header
 from spark_elastic.worker.forking import ChildProcess, start_process
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
@@ -94,7 +95,7 @@ class Child:
             process = start_process(fds, imports, _build_environment(spec.cpus_per_worker))
             failed.pop_all()
         child = cls(process, reader, status_read, on_line, on_warm, on_exit)
-        child._input.put(header.to_line())
+        child._input.put(codec.to_line(header))
         child._input.put(payload)
         for thread in child._threads:
             thread.start()
@@ -109,13 +110,13 @@ class Child:
     def activate(self, activation: Activation) -> None:
         """Make the process a worker. It starts to work when its imports are complete."""
         self.worker = activation.worker
-        self._input.put(activation.to_line())
+        self._input.put(codec.to_line(activation))
 
     def read_successor(self) -> Activation | None:
         """Of a process that ended since its program has to begin again in a new one: what makes that one this worker.
         Before `close`."""
         line = self._reader.read_activation()
-        return Activation.from_line(line) if line else None
+        return codec.from_line(Activation, line) if line else None
 
     def state(self) -> str:
         """The kernel's letter for the process's state (R, S, D, T, Z ...); "" while there is no process."""

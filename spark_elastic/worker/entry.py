@@ -64,13 +64,6 @@ class Header:
     payload_bytes: int  # length of the pickled program, which follows the header
     fds: ChildFds  # for a process that was spawned; one that was forked has its own numbers for them
 
-    def to_line(self) -> bytes:
-        return codec.dumps(self) + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Header:
-        return codec.read(cls, codec.loads(line))
-
 
 @dataclass(frozen=True)
 class Activation:
@@ -80,18 +73,11 @@ class Activation:
     left: Fence | None = None  # as in `WorkerIdentity`
     position: Position | None = None  # as in `WorkerIdentity`
 
-    def to_line(self) -> bytes:
-        return codec.dumps(self) + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Activation:
-        return codec.read(cls, codec.loads(line))
-
 
 def main(fds: ChildFds | None = None) -> int:
     """Returns the exit code of the process."""
     channel = sys.stdin.buffer
-    header = Header.from_line(channel.readline())
+    header = codec.from_line(Header, channel.readline())
     fds = fds or header.fds
     die_with_parent(header.parent)
     stop_ignoring_interrupts()
@@ -107,7 +93,7 @@ def main(fds: ChildFds | None = None) -> int:
     if not activation:
         return 0
     spec = header.spec
-    own = vars(Activation.from_line(activation))
+    own = vars(codec.from_line(Activation, activation))
     me = WorkerIdentity.of_slot(header.identity, ports=spec.worker_port_range, **own)
     threading.Thread(
         target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
@@ -190,7 +176,8 @@ def _run_worker(
         try:
             return loop.run()
         except BeginAgain as again:
-            sampler.write_activation(Activation(me.worker, again.left, again.position).to_line())
+            activation = Activation(me.worker, again.left, again.position)
+            sampler.write_activation(codec.to_line(activation))
             # Still connected to the driver, which would take it for lost if its functions of `atexit` took long.
             exit_process(0)
         finally:

@@ -135,9 +135,8 @@ class StackSampler(WaitRecorder):
 
     def _run(self) -> None:
         while True:
-            with suppress(
-                Exception
-            ):  # no memory left for a moment: the slot keeps the sample that it read last
+            # No memory left for a moment: the slot keeps the sample that it read last
+            with suppress(Exception):
                 self._sample()
             if self._closing.wait(SAMPLE_EVERY):
                 return

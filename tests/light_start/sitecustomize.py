@@ -20,16 +20,26 @@ COMPILER = "torch._dynamo"
 OPTIONAL = {"matplotlib": "keras", "sklearn": "keras", "pygments": "httpx", "rich": "httpx"}
 
 
+def mark(function: Any) -> Any:
+    """Hand back what only the compiler would treat otherwise."""
+    return function
+
+
 class UnusedCompiler(ModuleType):
     """Stands in `sys.modules` for the compiler, which has nothing to leave alone as long as it is not loaded."""
 
+    allow_in_graph = assume_constant_result = staticmethod(mark)
+    OptimizedModule = type("OptimizedModule", (), {})  # which nothing of this process is
+
     def __getattr__(self, name: str) -> Any:
-        if COMPILER not in sys.modules or (name.startswith("__") and name != "__path__"):
+        if COMPILER not in sys.modules or name.startswith("__"):
             raise AttributeError(name)  # what an import looks at
         return getattr(load_compiler(), name)
 
     @staticmethod
     def disable(marked: Any = None, *how: Any, **named: Any) -> Any:
+        if marked is None:
+            return mark
         return marked if isinstance(marked, FunctionType) else load_compiler().disable(marked, *how, **named)
 
     @staticmethod
@@ -41,7 +51,7 @@ def load_compiler() -> ModuleType:
     """The compiler itself, which takes the place of `UnusedCompiler`."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
-        sys.modules.pop(COMPILER)
+        sys.modules.pop(COMPILER, None)
     return importlib.import_module(COMPILER)
 
 
@@ -51,10 +61,15 @@ class LightFinder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if name in OPTIONAL and is_importing(OPTIONAL[name]):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return ModuleSpec(name, self) if name == COMPILER else None
+        if name.startswith(f"{COMPILER}."):
+            load_compiler()
+            importlib.import_module(name)
+        elif name != COMPILER:
+            return None
+        return ModuleSpec(name, self, is_package=name == COMPILER)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return UnusedCompiler(spec.name)
+        return UnusedCompiler(spec.name) if spec.name == COMPILER else sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""

@@ -124,17 +124,6 @@ def test_an_interrupted_cell_ends_the_job(spark: SparkSession, spark_cluster: St
     assert_nothing_is_left(spark, spark_cluster)
 
 
-def test_stopping_spark_ends_the_job(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster
-) -> None:
-    spark = spark_with({"spark.task.maxFailures": "1"})
-    job = Job(spark)
-    taken = job.time_cancel(spark.stop)
-    assert isinstance(job.error, JobCancelled)
-    assert taken < 2 * WITHIN  # the stop itself is Spark's own time
-    await_true(lambda: not children(standalone), "no training process", WITHIN)
-
-
 SCRIPT = """
     from pyspark.sql import SparkSession
     from tests.spark.test_cancel import Running, launch_for_ever

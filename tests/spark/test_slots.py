@@ -19,7 +19,6 @@ from elastic_collectives import Group
 from spark_elastic.clusters.platforms.classic import ClassicPlatform
 from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
-from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
@@ -180,14 +179,3 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     await_true(
         lambda: not any(child.is_running() for child in children), "the executor's workers to end", 10.0
     )
-
-
-@pytest.mark.faults  # for its 30 s: test_run.py has the sentence of preflight, test_reach.py that of the client
-def test_an_address_that_executors_cannot_reach_is_named(spark: SparkSession) -> None:
-    """Nothing listens at that port of that address; the slot gives up within 30 s and says where it knocked."""
-    port = free_port()
-    config = ElasticConfig(advertise_address="127.0.0.2", bind_address="127.0.0.1", driver_port=port)
-    with pytest.raises(NotEnoughWorkers, match=f"127.0.0.2:{port} does not answer"):
-        ClassicPlatform(spark, config).launch(
-            JobSpec(CountingProgram(5), Limits(1, 1, 1, start_timeout=45.0), "unreachable")
-        )

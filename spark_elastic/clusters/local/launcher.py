@@ -22,6 +22,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import is_own_address
 from spark_elastic.worker import pickling
 from spark_elastic.worker.exits import describe_exit
@@ -161,15 +162,14 @@ class LocalLauncher(ThreadPerSlotLauncher):
     def describe(self, launch: int, host: str, parent: int | None) -> bytes:
         """What standard input brings to a slot's process, the program included. parent: as of `LocalSlot`."""
         identity = SlotIdentity(slot=SlotId.build(launch, attempt=0), host=host)
-        return LocalSlot(self.spec, identity, parent, len(self._payload)).to_line() + self._payload
+        return codec.to_line(LocalSlot(self.spec, identity, parent, len(self._payload))) + self._payload
 
     def run_process(self, launch: int, host: str) -> str:
         """Returns why the slot ended."""
         try:
             process = _start_process(self.interpreter)
-        except (
-            OSError
-        ) as error:  # memory, processes or descriptors are used up: the driver launches another slot
+        except OSError as error:
+            # Memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
         self.processes[launch] = process
         assert process.stdin is not None

@@ -38,16 +38,9 @@ class LocalSlot:
     parent: int | None  # process id of the launcher; None: it is on another host
     size: int = 0  # bytes of the pickled program, which follow
 
-    def to_line(self) -> bytes:
-        return codec.dumps(self) + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> LocalSlot:
-        return codec.read(cls, codec.loads(line))
-
 
 def main() -> None:
-    slot = LocalSlot.from_line(sys.stdin.buffer.readline())
+    slot = codec.from_line(LocalSlot, sys.stdin.buffer.readline())
     payload = sys.stdin.buffer.read(slot.size)
     spec, clock = slot.spec, SystemClock()
     if slot.parent is None:

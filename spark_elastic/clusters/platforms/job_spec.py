@@ -19,6 +19,7 @@ class JobSpec:
     name: str  # as people see it; "": the application's name and four hex digits
     preload: tuple[str, ...] = ()  # modules that a process must be able to import before it is warm
     run: OwnedRun | None = None  # the run to which the job's checkpoints belong; None: no checkpoints
+    modules: tuple[str, ...] = ()  # modules that loading the program imports, as early imports
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -28,7 +29,7 @@ class JobSpec:
     @property
     def imports(self) -> tuple[str, ...]:
         """The early imports of the job's processes."""
-        return list_early_imports(self.program, self.preload)
+        return list_early_imports(self.program, (*self.preload, *self.modules))
 
     def complete(self, spec: SlotSpec) -> SlotSpec:
         """The description of the job's slots, with what depends on the program."""

@@ -26,15 +26,18 @@ ADVICE = {
 }
 
 
-def dumps(call: object, called: str = "") -> bytes:
+def dumps(call: object, called: str = "", modules: dict[str, None] | None = None) -> bytes:
     """cloudpickle of (fn, args, kwargs), or of another object that errors are to call by a name.
+
+    Args:
+        modules: gets the names of modules that loading it imports, in their order.
 
     Raises:
         InvalidInput: something in it lives on Spark's driver only, or cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, call, called).dump(call)
+        _Pickler(buffer, call, called, {} if modules is None else modules).dump(call)
     except InvalidInput:
         raise
     except Exception as error:  # objects may raise anything while they are pickled
@@ -46,11 +49,14 @@ def dumps(call: object, called: str = "") -> bytes:
 
 
 class _Pickler(WorkerPickler):
-    def __init__(self, file: io.BytesIO, call: object, called: str) -> None:
+    def __init__(self, file: io.BytesIO, call: object, called: str, modules: dict[str, None]) -> None:
         super().__init__(file)
         self._call, self._called = call, called or "the function"
+        self._modules = modules
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and isinstance(obj.__module__, str):
+            self._modules[obj.__module__] = None
         kind = _find_driver_only_kind(obj)
         if kind is not None:
             name = _find_name(obj, self._call)

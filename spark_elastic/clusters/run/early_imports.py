@@ -24,14 +24,8 @@ from typing import Any
 from spark_elastic.clusters.run.captures import collect_names
 from spark_elastic.worker.imports import AS_HOROVOD, PACKAGE, is_installed_spec
 
-CHANGES = {
-    "insert",
-    "update",
-    "setdefault",
-    "pop",
-    "popitem",
-    "clear",
-}  # methods of `sys.path` and `os.environ`
+# Methods of `sys.path` and `os.environ`
+CHANGES = {"insert", "update", "setdefault", "pop", "popitem", "clear"}
 SETTERS = {"putenv", "unsetenv", "load_dotenv"}
 WATCHED = {"environ", "path", "modules"}  # of `os` and `sys`: what an import depends on
 

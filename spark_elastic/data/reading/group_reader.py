@@ -286,9 +286,8 @@ class SplitGroupCache:
     def _find_shared(self, key: str) -> SplitRowGroup | None:
         """What another worker has split. None if it is still at it: it may have stopped."""
         for folder in find_scratch_folders():
-            with suppress(
-                OSError, ValueError, struct.error
-            ):  # it is not there, not complete yet, or never will be
+            # It is not there, not complete yet, or never will be
+            with suppress(OSError, ValueError, struct.error):
                 with open(folder / key, "rb") as file:
                     if os.fstat(file.fileno()).st_uid == os.getuid():
                         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

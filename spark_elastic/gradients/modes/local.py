@@ -30,9 +30,8 @@ class LocalMode:
         self.layout = layout
         self.views: Views = [None] * len(layout.parameters)  # where gradients are moved; None: they stay
         self.has_open_step = False  # a step was begun, and neither finished nor abandoned: gradients count
-        self.present: Flags = np.zeros(
-            len(layout.parameters), np.bool_
-        )  # parameters that got a gradient in this step
+        # Parameters that got a gradient in this step
+        self.present: Flags = np.zeros(len(layout.parameters), np.bool_)
         self.found_sparse: Flags = self.present.copy()  # parameters that got a sparse one
         self.bulk_seconds: float | None = None  # until the bulk plane was in use; None: it is not, or not yet
         self._launched = 0  # buckets that were launched in this step

@@ -26,9 +26,8 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.training.identity import to_text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
-_COUNTED = re.compile(
-    r'(?<=[a-z])_\d+"'
-)  # "dense_1": another name in a process that made another model before
+# "dense_1": another name in a process that made another model before
+_COUNTED = re.compile(r'(?<=[a-z])_\d+"')
 # Keras warns so of an optimizer that was not built when it was saved.
 _NOTHING_TO_LOAD = "Skipping variable loading for optimizer"
 # What a layer is given besides functions.

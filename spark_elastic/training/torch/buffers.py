@@ -52,10 +52,8 @@ def merge(
         parts: of this process: (number, values, part of the step's rows) each.
         reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one.
     """
-    if kind in (
-        "mean",
-        APPROXIMATE,
-    ):  # zeros, not values times zero, which are NaN where a mask holds infinities
+    # Zeros, not values times zero, which are NaN where a mask holds infinities
+    if kind in ("mean", APPROXIMATE):
         return reduce([own * factor if factor else torch.zeros_like(own) for _, own, factor in parts], "sum")
     if kind == "max":
         return reduce([own for _, own, _ in parts], "max")

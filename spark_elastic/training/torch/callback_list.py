@@ -21,9 +21,8 @@ class _Copied(NamedTuple):
 
     states: list[Any]  # of the callbacks
     settings: list[dict[str, Any]]  # of the optimizer's groups
-    attributes: list[
-        tuple[Any, str, Any]
-    ]  # what is frozen or evaluated, and plain attributes: owner, name, value
+    # What is frozen or evaluated, and plain attributes: owner, name, value
+    attributes: list[tuple[Any, str, Any]]
     buffers: BufferSnapshot
     weights: list[tuple[torch.Tensor, torch.Tensor]]  # parameters and their values; []: they were not copied
 

@@ -21,6 +21,7 @@ from spark_elastic.data.plan import Division, draw_permutation
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.frozen import view_bytes
 from spark_elastic.training.trainer import StepDisputed
 from spark_elastic.training.transformation import BatchTransformation, RowBatch
 from spark_elastic.worker.context import get_context
@@ -50,8 +51,7 @@ class GradientDigest:
         if gradient is None:
             return
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        bits = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._gradients[index] = hashlib.sha256(bits.data).digest()
+        self._gradients[index] = hashlib.sha256(view_bytes(dense)[0].data).digest()
 
     def digest(self) -> bytes:
         whole = hashlib.sha256(struct.pack("<dd", *self.loss))

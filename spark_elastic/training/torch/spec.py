@@ -36,6 +36,7 @@ from spark_elastic.training.model_io import check_numbers, find_input_dtype, ref
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.build_optimizer import TrainerPlan, build_optimizer
 from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
+from spark_elastic.training.torch.frozen import view_bytes
 from spark_elastic.training.torch.lightning_loss import LightningLoss
 from spark_elastic.training.torch.loss import (
     DtypeHints,
@@ -118,7 +119,7 @@ def digest_weights(module: torch.nn.Module) -> str:
     hasher = hashlib.sha256()
     for name, tensor in _list_tensors(module):
         hasher.update(name.encode())
-        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        hasher.update(view_bytes(tensor)[0].data)
     return hasher.hexdigest()[:16]
 
 

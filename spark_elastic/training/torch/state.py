@@ -20,10 +20,11 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
-from spark_elastic.runs.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
+from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
 from spark_elastic.training.callback_states import name_classes, pair_states
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.torch.forward import rng_state, set_rng_state
+from spark_elastic.training.torch.frozen import view_bytes
 from spark_elastic.training.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -43,9 +44,8 @@ def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dev
         return
     model.to(device)
     for group in optimizer.param_groups:
-        steps_there = group.get("fused") or group.get(
-            "capturable"
-        )  # else torch wants their counter on the host
+        # Else torch wants their counter on the host
+        steps_there = group.get("fused") or group.get("capturable")
         for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and (key != "step" or steps_there):
@@ -129,7 +129,7 @@ class TorchTrainingState:
         values = {"model": tensors, "optimizer": self.optimizer.state_dict()}
         for name, tensor in _iter_tensors(values, ""):
             hasher.update(name.encode())
-            hasher.update(_bytes_of(tensor).data)
+            hasher.update(view_bytes(tensor)[0].data)
         return hasher.hexdigest()
 
 
@@ -156,11 +156,6 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _iter_tensors(item, f"{name}.{index}")
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
-    return dense.view(torch.uint8).numpy() if dense.numel() else np.empty(0, np.uint8)
 
 
 class TorchCodec:

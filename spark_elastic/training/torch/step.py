@@ -316,9 +316,8 @@ class TrainStep:
         for part in parts:
             self._draw_rows(part)
             if not len(part):
-                output = self._state.model(
-                    *part.features
-                )  # its layers exchange statistics with the other ranks
+                # Its layers exchange statistics with the other ranks
+                output = self._state.model(*part.features)
                 tensors = [out for out in list_output_parts(output) if isinstance(out, torch.Tensor)]
                 torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue

@@ -107,9 +107,8 @@ class TorchTrainer:
         self._copier = None if self._device == CPU else DeviceCopier(self._device)
         torch.manual_seed(config.seed)
         model = objects.model
-        if (
-            not model.training
-        ):  # a fitted model is in evaluation mode; single parts in it are the user's choice
+        # A fitted model is in evaluation mode; single parts in it are the user's choice
+        if not model.training:
             model.train()
         if config.shares:
             align_tensors((*model.parameters(), *model.buffers()))

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import Group, connect
-from elastic_collectives.arithmetic import narrow, reduce_parts, widen
+from elastic_collectives.arithmetic import narrow, widen
 from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, divide_evenly
 from tests.component.collectives.ranks import Member
+from tests.reductions import reduce_parts
 
 HALVES = ("float16", "bfloat16")
 SIZES = (0, 1, 1023, 70_001)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.pygloo, pytest.mark.timeout(300)]
 
 def move_to_pygloo(member: Member) -> None:
     """From the engine's group to one of pygloo's, whose addresses travel over it."""
-    from elastic_collectives.backends.pygloo import connect
+    from tests.pygloo_group import connect
 
     old = member.live
     member.group = connect("127.0.0.1", old.rank, old.size, old.fence, old.allgather_bytes)

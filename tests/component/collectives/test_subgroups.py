@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
+from tests.fake_group import FakeFabric
 from tests.unit.torch.worlds import run_in_world
 
 Worlds = Callable[[int, Callable[[Group], Any]], list[Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from pathlib import Path
@@ -89,21 +88,3 @@ def test_a_shard_that_is_lost_with_its_copy_comes_from_the_checkpoint(
     run, results = play(folder, [("step", 9, (0, 1))], 3, **given)
     assert_exact(results, alone, EPOCHS)
     assert "training continues from the checkpoint of commit" in run.lines.getvalue()
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(1800)
-def test_twenty_kills_at_random_places(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    blows: Blows = []
-    for step in range(3, 31, 4):
-        for place, at in (
-            ("step", step),
-            (rng.choice(["divide", "build"]), step),
-            (rng.choice(["copies", "complete"]), step + 2),
-        ):
-            blows.append((place, at, (rng.randrange(3),)))
-    epochs = 7
-    run, results = play(tmp_path, blows[:20], 3, epochs)
-    assert_exact(results, train("", [], 1, epochs), epochs)
-    assert len(run.sizes()) > 20

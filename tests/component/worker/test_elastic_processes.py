@@ -9,27 +9,23 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
 import psutil
 import pytest
 
-from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Post
-from spark_elastic.errors import InvalidInput, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.types import Limits, WorkerId, World
+from spark_elastic.protocol.types import Limits, WorkerId
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import Outcome, WorkerHandle, decode_result
+from spark_elastic.worker.program import decode_result
 from spark_elastic.worker.session import get_group
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
@@ -134,20 +130,6 @@ def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
     assert len(seen) >= 2
 
 
-def test_a_stopped_worker_is_evicted_after_its_lease() -> None:
-    job = make_held_job()
-    stopped: list[psutil.Process] = []
-
-    def inject_fault() -> None:
-        stopped.append(job.workers()[0])
-        stopped[0].send_signal(signal.SIGSTOP)
-
-    job.act_at_step(10, inject_fault)
-    job.run(lease=6.0)
-    assert any("its process has not run for" in line for line in job.journal)
-    assert not stopped[0].is_running()
-
-
 def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
     job = make_held_job(size=2)
 
@@ -157,23 +139,6 @@ def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
 
     job.act_at_step(10, inject_fault)
     assert len(job.run().worlds) >= 2
-
-
-class RaisingProgram(CountingProgram):
-    """Raises at step 3, on every rank."""
-
-    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
-        sys.stderr.write("about to raise\n")
-        raise ValueError("the user's own mistake")
-
-
-def test_r13_an_exception_of_user_code_on_every_worker_ends_the_job_with_its_traceback() -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[RaisingProgram.__module__])
-    watcher = RecordingListener()
-    with pytest.raises(WorkerFailed, match="the user's own mistake") as failed:
-        run(launcher(RaisingProgram(5), room=2), 2, watcher)
-    assert "Traceback" in str(failed.value)
-    assert "about to raise" in {line for _, line in watcher.lines}
 
 
 class RaisingListener(RecordingListener):
@@ -196,14 +161,3 @@ def test_a_job_survives_a_failing_listener_and_a_dead_proxy_in_the_environment(
     assert [json.loads(text)["rank"] for text in result.results] == [0, 1, 2]
     assert {json.loads(text)["sum"] for text in result.results} == {program.expected_sum()}
     assert "the job listener failed" in caplog.text
-
-
-def test_a_driver_port_in_use_gives_one_sentence() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = ElasticConfig(driver_port=port)
-        cluster = launcher(CountingProgram(1))
-        with pytest.raises(InvalidInput, match=rf"port {port} .*driver_port"):
-            supervise(
-                cluster, NoDiscovery(), DriverOptions(), Limits(1, 1, 1), config, "test", RecordingListener()
-            )

@@ -378,11 +378,16 @@ def tell_gpus() -> list[object]:
     return [os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
 
 
+# What workers of estimators, functions and Trainers of Hugging Face and Lightning use: imported before the fork.
+EARLY = (
+    "keras", "lightning.pytorch", "pyarrow", "sklearn", "spark_elastic.training.keras.trainer",
+    "spark_elastic.training.torch.trainer", "transformers.trainer",
+)  # fmt: skip
+
+
 def use_frameworks() -> list[object]:
     """Compute with what starts threads of its own; returns what was loaded before."""
-    loaded = sorted(
-        {"transformers.trainer", "lightning.pytorch", "keras", "pyarrow", "sklearn"} & {*sys.modules}
-    )
+    loaded = sorted({*EARLY} & {*sys.modules})
     import keras
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -398,10 +403,13 @@ def use_frameworks() -> list[object]:
 @pytest.mark.timeout(180)
 def test_workers_of_every_kind_of_program_are_forked() -> None:
     """Estimators, functions, Trainers of Hugging Face and Lightning, Keras: their imports leave nothing in the way."""
-    kinds = "torch", "spark_elastic.torch", "transformers:Trainer", "lightning.pytorch", "tensorflow", "keras"
-    with ForkedChild((*kinds, "sklearn.linear_model", "spark_elastic.keras"), use_frameworks) as life:
+    from spark_elastic.estimators import keras_estimator, torch_estimator
+
+    kinds = *torch_estimator.TORCH.preload, *keras_estimator.KERAS.preload, "spark_elastic.torch"
+    others = "transformers:Trainer", "lightning.pytorch", "sklearn.linear_model", "spark_elastic.keras"
+    with ForkedChild((*kinds, *others), use_frameworks) as life:
         loaded, losses, total = life.read_message()
-    assert loaded == ["keras", "lightning.pytorch", "pyarrow", "sklearn", "transformers.trainer"]
+    assert loaded == [*EARLY]
     assert (losses, total) == (1, 499500)
 
 

@@ -107,19 +107,6 @@ def test_a_newcomer_that_leaves_again_stops_no_worker(fault: Fault) -> None:
     assert sizes(result) in ([2], [2, 3])
 
 
-def test_training_survives_the_loss_of_all_slots_but_one(fault: Fault) -> None:
-    job = Job(HeldProgram(20, 0.02), until=lambda now: len(now.sizes) >= 2)
-
-    def inject_fault() -> None:
-        for number in sorted(job.cluster.slots())[1:]:
-            fault(job.cluster.kill, number)
-
-    job.act_at_step(10, inject_fault)
-    result = job.run()
-    assert len(sizes(result)) >= 2
-    assert not any("starts from the beginning" in line for line in job.journal)
-
-
 @pytest.mark.scenario("G8")
 def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Fault) -> None:
     job = Job(HeldProgram(20, 0.02), until=lambda now: len(now.sizes) >= 2, faults=fault.on)

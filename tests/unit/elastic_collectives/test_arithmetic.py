@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastic_collectives.arithmetic import apply_scale, narrow, reduce_parts, widen
+from elastic_collectives.arithmetic import apply_scale, narrow, widen
+from tests.reductions import reduce_parts
 
 
 def test_bfloat16_is_the_upper_half_of_float32_rounded_to_even() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group, GroupAborted, PeerLost
-from elastic_collectives.fakes import FakeFabric
+from tests.fake_group import FakeFabric
 
 
 def _sum_until_error(group: Group) -> tuple[int, CollectiveError | None]:

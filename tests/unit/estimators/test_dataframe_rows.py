@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spark_elastic.data.store import Store
-from spark_elastic.estimators.dataframe_rows import ScannedRows, refuse_conversions
+from spark_elastic.estimators.dataframe_rows import refuse_conversions
 from spark_elastic.estimators.dataframes.file_scan import NoFileScan
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from tests.unit.estimators.requests import request
@@ -45,10 +42,3 @@ def test_rows_in_the_table_s_own_order_may_stay_where_they_are(asked: dict[str, 
 def test_rows_that_are_sorted_split_or_checked_are_written(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(NoFileScan, match=says):
         refuse_conversions(request(**asked))
-
-
-def test_rows_that_stay_where_they_are_are_called_what_they_are_files_of(tmp_path: Path) -> None:
-    kind = "files of version 3 of the Delta table t"
-    rows = ScannedRows(SimpleNamespace(), Store.open(tmp_path), [], {}, kind)  # type: ignore[arg-type]
-    record: Any = SimpleNamespace()
-    assert rows.describe(record) == f"0 {kind} in file://{tmp_path}"

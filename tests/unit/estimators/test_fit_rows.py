@@ -14,7 +14,8 @@ from pyspark.sql.types import DoubleType, StringType, StructType
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit_rows import TableRows, choose_group_bytes
+from spark_elastic.estimators.dataframe_rows import DataFrameRows
+from spark_elastic.estimators.fit_rows import choose_group_bytes
 from spark_elastic.estimators.run_record import plan_rows
 from tests.unit.estimators.requests import request
 
@@ -22,7 +23,7 @@ from tests.unit.estimators.requests import request
 def test_a_stream_is_refused() -> None:
     stream: Any = SimpleNamespace(isStreaming=True)
     with pytest.raises(InvalidInput, match=r"is a stream, which has no end: read its source with spark.read"):
-        TableRows(stream).check(request())
+        DataFrameRows(stream).check(request())
 
 
 def test_a_table_of_pandas_is_refused() -> None:
@@ -32,7 +33,7 @@ def test_a_table_of_pandas_is_refused() -> None:
     with pytest.raises(
         InvalidInput, match=r"got pandas\.DataFrame: make one of it with spark\.createDataFrame"
     ):
-        TableRows(frame).check(request())
+        DataFrameRows(frame).check(request())
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,10 @@ def test_columns_that_spark_cannot_tell_apart_are_refused(more: str, sensitive: 
     session = SimpleNamespace(conf={"spark.sql.caseSensitive": sensitive})
     table: Any = SimpleNamespace(isStreaming=False, schema=schema, columns=schema.names, sparkSession=session)
     if not refused:
-        TableRows(table).check(request())
+        DataFrameRows(table).check(request(materialize="always"))
         return
     with pytest.raises(InvalidInput, match=rf"several columns called 'x' \(x, {more}\).* rename or drop one"):
-        TableRows(table).check(request())
+        DataFrameRows(table).check(request(materialize="always"))
 
 
 def test_a_validation_column_of_strings_is_refused() -> None:
@@ -62,7 +63,7 @@ def test_a_validation_column_of_strings_is_refused() -> None:
     with pytest.raises(
         InvalidInput, match="The validation column 'part' is string: it must be true, or a number"
     ):
-        TableRows(table).check(request(validation="part"))
+        DataFrameRows(table).check(request(validation="part"))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_an_unscaled_learning_rate_is_logged_once(
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     with fitting._show_progress(wanted) as shown:
         training: Any = SimpleNamespace(
-            platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r"
+            platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r", modules=()
         )
         FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines

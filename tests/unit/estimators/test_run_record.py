@@ -12,11 +12,11 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators import fit_rows
+from spark_elastic.estimators import dataframe_rows
+from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.materialize import compare_digests
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.elastic_estimator import check_run_ids
-from spark_elastic.estimators.fit_rows import TableRows
 from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
@@ -104,26 +104,26 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
         asked.append(df)
         return None if df == "mine" else "its rows have other values"
 
-    monkeypatch.setattr(fit_rows, "find_difference", difference)
+    monkeypatch.setattr(dataframe_rows, "find_difference", difference)
     wanted: Any = request(missing=MissingValues())
     RunRecord.create(wanted, "rows", ROWS, None).save(store, "r")
     if ended:
         RunResult("model.pt", "s", "d", 2, [], 48).save(store, "r")
-    mine: Any = TableRows("mine")  # type: ignore[arg-type]
+    mine: Any = DataFrameRows("mine")  # type: ignore[arg-type]
     assert (_load_finished_run(mine, wanted, store, "r") is not None) == ended
     _load_finished_run(mine, wanted, store, "r")
     assert asked == ["mine"], "known to be the same, and asked again"
     with pytest.raises(
         InvalidInput, match=r"began with another table \(its rows have other values\): continue"
     ):
-        _load_finished_run(TableRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
+        _load_finished_run(DataFrameRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
 
 
 def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_memory_store()
     RunRecord.create(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):
-        _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
+        _load_finished_run(DataFrameRows(None), request(), store, "r")  # type: ignore[arg-type]
 
 
 def test_r19_a_run_refuses_fewer_epochs_than_it_has_trained() -> None:

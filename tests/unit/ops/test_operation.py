@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from elastic_collectives import Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.gradients.process_sets import SingleProcessGroup
 from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
 from spark_elastic.horovod.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from tests.fake_group import FakeFabric
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 
@@ -44,7 +44,7 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
     values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])
     own = values.astype("uint16" if dtype == "bfloat16" else dtype)
     assert added.dtype == own.dtype
-    from elastic_collectives.arithmetic import reduce_parts
+    from tests.reductions import reduce_parts
 
     assert reduce_parts([own, added], dtype, op, 1.0).tolist() == own.tolist()
     group.close()
@@ -52,7 +52,7 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
 
 @pytest.mark.parametrize(("op", "factor"), [("min", -1.0), ("max", -2.0), ("product", 2.0), ("min", 0.0)])
 def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, factor: float) -> None:
-    from elastic_collectives.arithmetic import reduce_parts
+    from tests.reductions import reduce_parts
 
     request = OperationRequest(ALLREDUCE, "x", ("float32",), ((3,),), op, (factor, 1.0))
     (added,) = make_neutral_arrays(request)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group, MismatchError
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
@@ -29,6 +28,7 @@ from spark_elastic.horovod.ops.negotiation import (
 )
 from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from tests.fake_group import FakeFabric
 
 CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import (
     ProcessSet,
@@ -21,6 +20,7 @@ from spark_elastic.gradients.process_sets import (
 )
 from spark_elastic.horovod.ops.negotiation import ALLREDUCE, OperationRequest
 from spark_elastic.horovod.ops.operations import get_queue
+from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 

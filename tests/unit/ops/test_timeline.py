@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from elastic_collectives import Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.timeline import start_timeline, stop_timeline
 from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
 from spark_elastic.horovod.ops.operations import get_queue
 from spark_elastic.rendezvous.server_state import KeyValueStore
 from spark_elastic.worker import context
+from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 

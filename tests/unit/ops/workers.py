@@ -10,10 +10,10 @@ from typing import TypeVar
 import pytest
 
 from elastic_collectives import Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.worker import context
 from spark_elastic.worker.context import ProcessContext, WorkerContext
+from tests.fake_group import FakeFabric
 from tests.unit.torch.worlds import run_in_world
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous import codec
 
 SETTINGS: dict[str, Any] = {
     "collective_timeout": 7.0,
@@ -38,7 +39,7 @@ def test_a_slot_spec_does_not_show_its_key() -> None:
 def test_a_local_slots_process_reads_what_its_launcher_wrote() -> None:
     spec = SlotSpec(address="a:7", key=b"\xff\x00", attempt=2, preload=("torch",), **SETTINGS)
     slot = LocalSlot(spec, SlotIdentity(slot=SlotId("5-0"), host="a"), parent=1)
-    assert LocalSlot.from_line(slot.to_line()) == slot
+    assert codec.from_line(LocalSlot, codec.to_line(slot)) == slot
 
 
 def test_settings_of_the_environment_reach_slots_of_the_command_line(

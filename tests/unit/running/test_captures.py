@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import types
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
 from spark_elastic.clusters.run import captures
@@ -138,3 +140,9 @@ def test_a_call_on_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["spark_elastic.clusters.run.call"], "get_context", object)
     with pytest.raises(InvalidInput, match="on a worker"):
         prepare(print, (), {})
+
+
+def test_pickling_tells_which_modules_loading_will_import() -> None:
+    modules: dict[str, None] = {}
+    captures.dumps([partial(json.dumps), np.float32, SessionHolder(None)], modules=modules)
+    assert {"json", "numpy", __name__} <= {*modules}

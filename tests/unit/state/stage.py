@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
@@ -27,6 +26,7 @@ from spark_elastic.protocol.types import (
     World,
 )
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
+from tests.fake_group import FakeFabric
 
 DEADLINE = 20.0  # seconds
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.handwritten.sharded_commits import ShardedCommits
 from spark_elastic.handwritten.shards import (
     CommitKey,
@@ -22,6 +21,7 @@ from spark_elastic.handwritten.shards import (
 )
 from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
+from tests.fake_group import FakeFabric
 
 ROWS = 7  # of a tensor with one float64 in each
 

@@ -317,7 +317,7 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(InvalidInput, match="map-style"):
             ElasticDataLoader(dataset, 2)
     for batch in (0, 2.0, "8", True):
-        with pytest.raises(InvalidInput, match="global_batch_size is"):
+        with pytest.raises(InvalidInput, match="global_batch_size must be the rows of a step"):
             ElasticDataLoader(range(4), batch)  # type: ignore[arg-type]
     for seed in (None, 0.5, "1"):
         with pytest.raises(InvalidInput, match="seed must be a whole number"):

@@ -15,13 +15,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import torch_state
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.torch_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.protocol.types import HostUpdateResult, MembershipVersion
 from spark_elastic.worker.context import GroupContext, get_context, get_process_context
+from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 

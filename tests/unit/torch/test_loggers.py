@@ -155,7 +155,7 @@ def test_a_missing_package_is_one_sentence(
 ) -> None:
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(InvalidInput, match=f"needs {package} on every executor .*: install it there"):
+    with pytest.raises(InvalidInput, match=f"on every executor, needs {package} .*: pip install {package}"):
         callback.on_fit_begin(_make_training(1))
     with pytest.raises(InvalidInput, match="every must be"):
         type(callback)("x", *["y"] * (type(callback) is MLflowLogger), every=0)

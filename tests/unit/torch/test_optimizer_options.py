@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.arithmetic import reduce_parts
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import (
     ProcessSet,
@@ -20,6 +19,7 @@ from spark_elastic.gradients.process_sets import (
 )
 from spark_elastic.gradients.reduction import Compressor
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
+from tests.reductions import reduce_parts
 from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
 from tests.unit.torch.worlds import run_in_world
 

@@ -12,6 +12,7 @@ import pytest
 from elastic_collectives.engine import is_exiting
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import ChildFds, Header
 from tests.patience import until
 
@@ -23,7 +24,7 @@ def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
         address="127.0.0.1:1", key=bytes(range(256)), attempt=1, worker_port_range=span, preload=("torch",)
     )
     header = Header(spec, SlotIdentity(slot=SlotId("1-0"), resources=resources), 1, 10, ChildFds(5, 6, 7))
-    assert Header.from_line(header.to_line()) == header
+    assert codec.from_line(Header, codec.to_line(header)) == header
 
 
 def test_a_programs_own_processes_can_be_interrupted_where_the_worker_ignores_ctrl_c() -> None:
@@ -91,7 +92,7 @@ from spark_elastic.worker.script import Script
 Script.read(sys.argv[1])()
 """
 FUNCTION = """
-from elastic_collectives.fakes import FakeFabric
+from tests.fake_group import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 
 from elastic_collectives import MismatchError
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Completed, WorkerHandle, decode_result
+from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, use_context_per_thread
 
 OF_A_MODULE = ProcessSet([1])
@@ -82,7 +82,7 @@ TALKS = """
 import os, sys, types
 import torch.distributed as dist
 from accelerate import Accelerator
-from elastic_collectives.fakes import FakeFabric
+from tests.fake_group import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle

@@ -17,7 +17,6 @@ from typing import cast
 import numpy as np
 import pytest
 
-from elastic_collectives.fakes import FakeFabric, FakeGroup
 from spark_elastic.clock import SystemClock
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.stack_sampler import (
@@ -28,6 +27,7 @@ from spark_elastic.worker.stack_sampler import (
     gc_paused,
     parse_newest_stack,
 )
+from tests.fake_group import FakeFabric, FakeGroup
 from tests.patience import until
 
 CLOCK = SystemClock()

@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.keras.compiled import (
@@ -18,6 +17,7 @@ from spark_elastic.training.keras.compiled import (
     CompiledMetrics,
     activity_by_row,
 )
+from tests.fake_group import FakeFabric
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 WIDTH, CLASSES = 5, 3

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from elastic_collectives import Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
@@ -20,6 +19,7 @@ from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import RunningStats, Structure, TrainStep, describe_world_dependence
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
+from tests.fake_group import FakeFabric
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # The change of BatchNorm's variance is larger than what float16 holds.

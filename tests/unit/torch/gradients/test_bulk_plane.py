@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, _Planes
 from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS, ExchangeOptions
@@ -22,6 +21,7 @@ from spark_elastic.gradients.modes.bulk import BulkMode
 from spark_elastic.worker.context import CollectiveThread
 from tests import simulated_nccl
 from tests.devices import use_device
+from tests.fake_group import FakeFabric
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native

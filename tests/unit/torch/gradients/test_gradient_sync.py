@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from elastic_collectives import Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set
@@ -22,6 +21,7 @@ from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use, get
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
 from spark_elastic.worker.context import get_context, set_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
+from tests.fake_group import FakeFabric
 from tests.patience import until
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 from tests.unit.torch.worlds import run_in_world

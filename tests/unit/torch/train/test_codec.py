@@ -12,12 +12,12 @@ import torch
 from torch.nn.utils.prune import l1_unstructured
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.callback_list import TorchCallbackList
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule, Training
 from spark_elastic.training.torch.state import TorchTrainingState, check_storable
 from tests.checkpoints import reload_from_checkpoint
+from tests.fake_group import FakeFabric
 from tests.unit.torch.worlds import run_in_world
 
 

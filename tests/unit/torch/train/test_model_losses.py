@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from elastic_collectives import MismatchError
-from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.loss import DtypeHints, ModelLoss, MultiOutputLoss
+from tests.fake_group import FakeFabric
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
 PART = LocalBatch(4, np.arange(4), (X,), (torch.zeros(4),), None)

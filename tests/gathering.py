@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_collectives.arithmetic import apply_scale, narrow, reduce_parts, widen
+from elastic_collectives.arithmetic import apply_scale, narrow, widen
 from elastic_collectives.errors import MismatchError
 from elastic_collectives.group import Array
 from elastic_collectives.operands import (
@@ -26,6 +26,7 @@ from elastic_collectives.operands import (
     validate_splits,
 )
 from elastic_collectives.reducing import ReducingGroup
+from tests.reductions import reduce_parts
 
 
 class GatheringGroup(ReducingGroup):

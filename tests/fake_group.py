@@ -22,9 +22,9 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.gathering import GatheringGroup
 from elastic_collectives.group import Array, WaitObserver
 from elastic_collectives.operands import validate_members
+from tests.gathering import GatheringGroup
 
 TICK = 0.05  # seconds between two checks for missing ranks
 WATCH_DELAY = 2.0  # seconds of waiting before the observer is called

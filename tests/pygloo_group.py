@@ -23,9 +23,9 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.gathering import GatheringGroup
 from elastic_collectives.group import Array, WaitObserver
 from elastic_collectives.operands import Reduction, signature
+from tests.gathering import GatheringGroup
 
 BCUBE_LIMIT = 1 << 20  # bytes up to which "auto" takes bcube
 TIMEOUT = 30.0  # seconds; fixed, since pygloo's setter accepts no Python number

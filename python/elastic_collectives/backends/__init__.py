@@ -1,1 +1,0 @@
-"""Other implementations of `Group`, each made by a `connect` of its own."""
