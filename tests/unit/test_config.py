@@ -84,6 +84,7 @@ def test_values_are_read_by_their_kind() -> None:
         ({"SPARK_ELASTIC_LEDGER": "maybe"}, "SPARK_ELASTIC_LEDGER='maybe'"),
         ({"SPARK_ELASTIC_WORKER_PORT_RANGE": "7010-7000"}, "worker_port_range"),
         ({"SPARK_ELASTIC_DRIVER_PORT": "99999"}, "driver_port"),
+        ({"SPARK_ELASTIC_DEVICE": "cuda:1"}, "device must be one of 'auto', 'cpu', 'cuda'; got 'cuda:1'"),
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "9-3"}, "cooldown_range"),
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "0-3"}, "cooldown_range"),
         ({"SPARK_ELASTIC_TLS_KEY": "key.pem"}, "tls_certificate and tls_key go together"),

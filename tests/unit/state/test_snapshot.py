@@ -29,13 +29,6 @@ def test_r20_a_version_exists_only_when_it_is_complete() -> None:
     assert read_newest(buffer) == (2, bytes([2]) * (1 << 20))
 
 
-def test_unmarked_arrays_are_copied_before_the_commit_returns() -> None:
-    live, buffer = np.full(64, 1, np.uint8), SnapshotBuffer()
-    buffer.begin(at(1), lambda builder: builder.add(live))
-    live[:] = 2
-    assert read_newest(buffer) == (1, bytes([1]) * 64)
-
-
 def test_pieces_are_aligned_and_do_not_overlap() -> None:
     builder = SnapshotBuilder()
     places = [builder.add(np.zeros(n, np.uint8)) for n in (1, 64, 0, 65)]
