@@ -18,7 +18,6 @@ from spark_elastic.checks import (
     VERBOSE,
     WHOLE,
     Check,
-    check_workers,
     make_choice,
     make_range,
     make_whole,
@@ -73,10 +72,3 @@ def test_a_value_that_does_not_fit_is_refused_in_one_sentence(
     with pytest.raises(InvalidInput) as raised:
         check("name", value)
     assert str(raised.value) == sentence
-
-
-@pytest.mark.parametrize("numbers", [(0, 1, 1), (3, 2, 4), (1, 5, 4)])
-def test_numbers_of_workers_that_contradict_each_other_are_refused(numbers: tuple[int, int, int]) -> None:
-    check_workers(1, 2, 3)
-    with pytest.raises(InvalidInput, match=r"min_workers <= num_workers <= max_workers; got \d, \d, \d\.$"):
-        check_workers(*numbers)

@@ -68,9 +68,3 @@ def test_strings_and_dates_stay_arrays() -> None:
         ragged = Ragged.of(rows).tensors()
         assert isinstance(ragged.values, np.ndarray)
         assert as_lists(ragged) == [row.tolist() for row in rows]
-
-
-def test_nested_is_the_same_rows_with_torchs_layout() -> None:
-    nested = Ragged.of(ROWS).nested()
-    assert nested.layout == torch.jagged
-    assert [row.tolist() for row in nested.unbind()] == [row.tolist() for row in ROWS]

@@ -72,17 +72,6 @@ def test_p2_with_a_fixed_global_batch_steps_do_not_depend_on_the_world() -> None
     assert step_rows(1, 12) == step_rows(2, 6) == step_rows(3, 4) == step_rows(4, 3)
 
 
-def test_a_reset_takes_the_world_as_it_is_now() -> None:
-    world = World(2)
-    sampler = world.sampler(16, 0, shuffle=False)
-    assert list(sampler) == [0, 2, 4, 6, 8, 10, 12, 14]
-    sampler.record_batch(0, 4)
-    world.size = 1
-    sampler.reset()
-    assert list(sampler) == [8, 9, 10, 11, 12, 13, 14, 15]
-    assert len(sampler) == 8
-
-
 def test_epochs_differ_and_begin_without_processed_rows() -> None:
     sampler = World(1).sampler(50, 0)
     first = list(sampler)

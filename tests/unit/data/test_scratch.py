@@ -30,12 +30,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_scratch_folder_exists_during_its_block() -> None:
-    with make_scratch_folder() as folder:
-        (folder / "file").touch()
-    assert not folder.exists()
-
-
 def test_only_scratch_folders_of_killed_processes_are_removed(place: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

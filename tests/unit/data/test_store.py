@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -191,11 +189,6 @@ def test_urls_of_stores_are_accepted(tmp_path: Path) -> None:
         assert store.is_local
 
 
-def test_a_store_can_be_pickled(store: Store) -> None:
-    store.write_bytes("x", b"1")
-    assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
-
-
 def test_a_missing_object_is_named(store: Store) -> None:
     with pytest.raises(StoreError, match="has no 'nothing/here'"):
         store.read_bytes("nothing/here")
@@ -300,22 +293,3 @@ def test_a_failed_write_leaves_the_old_object_and_no_part(
         store.write_bytes("x", b"new")
     assert store.read_bytes("x") == b"old"
     assert os.listdir(tmp_path) == ["x"]
-
-
-def test_a_reader_never_sees_a_half_written_object(tmp_path: Path) -> None:
-    store, size = Store.open(str(tmp_path)), 1 << 20
-    store.write_bytes("x", bytes(size))
-    done = threading.Event()
-
-    def rewrite() -> None:
-        for value in range(1, 30):
-            store.write_bytes("x", bytes([value]) * size)
-        done.set()
-
-    writer = threading.Thread(target=rewrite)
-    writer.start()
-    while not done.is_set():
-        data = store.read_bytes("x")
-        assert len(data) == size
-        assert data.count(data[:1]) == size
-    writer.join()

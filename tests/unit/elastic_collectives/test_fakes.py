@@ -28,12 +28,6 @@ def _call_all(fabric: FakeFabric) -> list[tuple[int, CollectiveError | None]]:
         return list(pool.map(_sum_until_error, fabric.groups))
 
 
-def test_undisturbed_fake_groups_compute_sums() -> None:
-    fabric = FakeFabric(4, fence=(2, 7))
-    assert _call_all(fabric) == [(10, None)] * 4
-    assert fabric.group(3).fence == (2, 7)
-
-
 def test_a_rank_is_killed_at_its_nth_collective() -> None:
     fabric = FakeFabric(3)
     fabric.kill_at(1, 4)

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframe_rows import refuse_conversions
 from spark_elastic.estimators.dataframes.file_scan import NoFileScan
 from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.estimators.torch_objects import check_torch_objects
-from spark_elastic.estimators.validation import build_request
-from tests.unit.estimators.requests import request, values
+from tests.unit.estimators.requests import request
 
 
 @pytest.mark.parametrize(
@@ -45,8 +42,3 @@ def test_rows_in_the_table_s_own_order_may_stay_where_they_are(asked: dict[str, 
 def test_rows_that_are_sorted_split_or_checked_are_written(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(NoFileScan, match=says):
         refuse_conversions(request(**asked))
-
-
-def test_materialize_is_one_of_three_words() -> None:
-    with pytest.raises(InvalidInput, match="materialize must be one of 'auto', 'always', 'never'; got None"):
-        build_request(values(materialize=None), check_torch_objects)

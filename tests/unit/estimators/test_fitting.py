@@ -34,8 +34,6 @@ from spark_elastic.estimators.fitting import (
 from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
-from spark_elastic.monitoring import listener
-from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.training.torch.spec import TorchUserObjects
@@ -104,31 +102,6 @@ def test_an_unscaled_learning_rate_is_logged_once(
         )
         FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
-
-
-def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "CLOSE_SECONDS", 0.05)
-    platform: Any = SimpleNamespace(launch=lambda order, progress: "launched")
-    wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
-    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
-    read = threading.Event()
-    training: Any = SimpleNamespace(
-        platform=platform, request=wanted, framework=UNTRIED, listener=None, run_id="r", modules=()
-    )
-    ended = threading.Event()
-
-    def fit() -> None:
-        with log_to_listener(lambda text: read.wait(60.0), enabled=False):
-            FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
-        ended.set()
-
-    thread = threading.Thread(target=fit)
-    thread.start()
-    try:
-        assert ended.wait(20.0)
-    finally:
-        read.set()
-        thread.join()
 
 
 def test_the_ledger_is_in_the_folder_of_the_run(tmp_path: Path) -> None:

@@ -36,13 +36,6 @@ def test_setters_and_getters_exist_for_every_param() -> None:
         assert callable(getattr(holder, f"get{camel}"))
 
 
-def test_set_returns_the_estimator_and_overrides_the_default() -> None:
-    holder = ParamsHolder()
-    assert holder.getBatchSize() == 32
-    assert holder.setBatchSize(8) is holder
-    assert holder.getBatchSize() == 8
-
-
 def test_one_column_may_be_given_by_its_name() -> None:
     assert ParamsHolder().setFeatureCols("x").getFeatureCols() == ["x"]
     assert ParamsHolder().setOutputCols("p").getOutputCols() == ["p"]

@@ -165,6 +165,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"validation": 1.0}, "validation must be a fraction"),
     ({"reader": "csv"}, "There is no reader 'csv'"),
     ({"missing": {"nan": "drop"}}, "missing must be 'refuse', 'drop', or a dict of nulls and nans"),
+    ({"materialize": None}, "materialize must be one of 'auto', 'always', 'never'; got None"),
     ({"row_order": "seed"}, "row_order must be one of 'hash', 'table', or None; got 'seed'"),
     ({"precision": "int8"}, "precision must be one of 'bf16', 'fp16', or None"),
     ({"determinism": "exact"}, "determinism must be 'bitwise', or None"),

@@ -131,18 +131,6 @@ def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
     )
 
 
-def test_the_loss_of_all_workers_is_a_restart() -> None:
-    job = SimulatedJob(1)
-    job.start([1])
-    job.report(7)
-    job.lose_host(1, step=0, regroup=0.0)
-    job.on(on.LaunchEnded(0, 1, "its host is lost"))
-    job.start_worker(2)
-    job.form()
-    assert job.world_changes[-1].kind is WorldChangeKind.RESTART
-    assert job.world_changes[-1].steps_lost == 7
-
-
 def test_restarts_before_the_next_report_do_not_lose_the_same_steps_again() -> None:
     job = SimulatedJob(1)
     job.start([1])

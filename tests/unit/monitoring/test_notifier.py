@@ -65,17 +65,6 @@ def test_a_listener_that_fails_is_logged_and_still_called(caplog: pytest.LogCapt
     }
 
 
-def test_closing_does_not_wait_for_a_listener_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
-    free = threading.Event()
-    before = time.monotonic()
-    with AsyncNotifier() as notifier:
-        notifier.submit(lambda: free.wait(20))
-    assert time.monotonic() - before < 10
-    free.set()
-    notifier._thread.join(20)
-
-
 class Terminal(io.StringIO):
     """Nobody reads it while `goes_on` is cleared."""
 

@@ -113,3 +113,13 @@ def test_metrics_of_a_loop_are_shown_as_a_line_now_and_then() -> None:
         "step 5 loss 0.2500 world 2 auc 0.75",
         "step 6 loss 0.1250 world 2 auc 0.75",
     ]
+
+
+def test_lines_beyond_the_allowance_are_counted() -> None:
+    limiter = LineRateLimiter(rate=1.0, burst=3.0)
+    shown = [limiter.limit(0.0, "0", str(n)) for n in range(10)]
+    assert shown == [("0",), ("1",), ("2",)] + [()] * 7
+    assert limiter.limit(0.0, "1", "other") == ("other",)
+    assert list(limiter.final_notes()) == ["[0] 7 lines were dropped"]
+    assert limiter.limit(2.0, "0", "later") == ("7 lines were dropped", "later")
+    assert list(limiter.final_notes()) == []

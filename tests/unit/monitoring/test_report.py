@@ -1,4 +1,4 @@
-"""The report: its figures, its way through JSON, and its picture."""
+"""The report: its figures, its curves in bounded memory, its way through JSON, and its picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import textwrap
 
 import pytest
 
-from spark_elastic.monitoring.report import EpochRows, JobReport, MetricPoint, WorldChange, WorldChangeKind
+from spark_elastic.monitoring.report import (
+    EpochRows,
+    JobReport,
+    MetricPoint,
+    MetricSeries,
+    Throughput,
+    WorldChange,
+    WorldChangeKind,
+)
 from tests.sources import ROOT
 
 
@@ -45,11 +53,6 @@ def test_missing_and_duplicated_rows_are_counted_against_the_plan() -> None:
     )  # fmt: skip
 
 
-def test_a_report_survives_json() -> None:
-    full = REPORT.with_rows([{"epoch": 0, "rows": 10}], 10)
-    assert JobReport.from_json(full.to_json()) == full
-
-
 def test_a_report_prints_as_a_few_lines() -> None:
     lines = str(REPORT.with_rows([{"epoch": 0, "rows": 10}], 12)).splitlines()
     assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")
@@ -85,3 +88,60 @@ def test_the_plot_of_a_report_has_three_axes(report: JobReport) -> None:
     pytest.importorskip("matplotlib")
     figure = report.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "rows/s", "workers"]
+
+
+def test_a_metric_series_is_thinned_and_keeps_its_ends_and_means() -> None:
+    curve = MetricSeries(max_points=8)
+    for number in range(1000):
+        curve.add(MetricPoint(float(number), number, float(number % 2), 10.0, 3))
+    points = curve.points
+    assert len(points) <= 9
+    assert points[-1].at == 999.0
+    assert [point.at for point in points] == sorted(point.at for point in points)
+    assert points[0].loss == pytest.approx(0.5)
+    assert {point.rows_per_second for point in points} == {10.0}
+
+
+def test_a_short_metric_series_is_kept_as_it_is() -> None:
+    curve, points = MetricSeries(max_points=8), [MetricPoint(float(n), n, None, 0.0, 1) for n in range(8)]
+    for point in points:
+        curve.add(point)
+    assert curve.points == tuple(points)
+
+
+def numbers(epoch: int, step: int) -> dict[str, int]:
+    return {"epoch": epoch, "epochs": 2, "step": step, "steps": 100, "rows": 32}
+
+
+def test_throughput_and_time_left_span_epochs() -> None:
+    speed = Throughput()
+    assert speed.seconds_left is None
+    speed.add(0.0, numbers(0, 90))
+    speed.add(2.0, numbers(1, 10))
+    assert speed.steps_per_second == 10.0
+    assert speed.rows_per_second == 320.0
+    assert speed.seconds_left == 9.0
+
+
+def test_throughput_forgets_old_steps_and_those_undone_by_a_checkpoint() -> None:
+    speed = Throughput(window=5.0)
+    for second in range(20):
+        speed.add(float(second), numbers(0, second if second < 10 else 10 + 3 * (second - 10)))
+    assert speed.steps_per_second == 3.0
+    speed.add(20.0, numbers(0, 5))
+    assert speed.steps_per_second == 0.0
+    assert speed.seconds_left is None
+
+
+@pytest.mark.parametrize(
+    ("every", "still", "stands"),
+    [(0.25, 4.9, False), (0.25, 5.1, True), (60.0, 170.0, False), (60.0, 190.0, True)],
+)
+def test_a_run_is_stalled_after_three_of_its_usual_report_intervals(
+    every: float, still: float, stands: bool
+) -> None:
+    speed = Throughput(window=5.0)
+    assert speed.is_stale(0.0)
+    for number in range(10):
+        speed.add(number * every, numbers(0, number))
+    assert speed.is_stale(9 * every + still) is stands

@@ -22,23 +22,6 @@ def add(accumulator: GradientAccumulator[Array], *values: float | None) -> list[
     return None if sums is None else [None if total is None else float(total) for total in sums]
 
 
-def test_three_passes_make_a_step() -> None:
-    accumulator = make_accumulator(3)
-    results = [add(accumulator, value) for value in (1.0, 2.0, 4.0, 8.0)]
-    assert results == [None, None, [7.0], None]
-
-
-def test_averaged_passes_are_divided_by_their_number() -> None:
-    accumulator = make_accumulator(2, average=True)
-    assert [add(accumulator, 1.0), add(accumulator, 4.0)] == [None, [2.5]]
-
-
-def test_a_gradient_that_some_passes_lack_is_the_sum_of_the_others() -> None:
-    accumulator = make_accumulator(3)
-    passes = [(1.0, None, None), (None, 2.0, None), (4.0, 8.0, None)]
-    assert [add(accumulator, *values) for values in passes] == [None, None, [5.0, 10.0, None]]
-
-
 def test_sums_are_not_written_into_the_gradients_of_a_pass() -> None:
     accumulator, first = make_accumulator(2), np.array([1.0])
     accumulator.add([first])

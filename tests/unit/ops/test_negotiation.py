@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies
 
-from elastic_collectives import CollectiveTimeout, MismatchError
+from elastic_collectives import MismatchError
 from spark_elastic.horovod.ops.negotiation import (
     ALLGATHER,
     ALLREDUCE,
@@ -106,36 +106,6 @@ def test_a_mismatch_names_the_tensor_and_the_ranks(other: OperationRequest, says
     with pytest.raises(MismatchError, match=says):
         raise due.error
     assert ranks.say([reduction("x")], [reduction("x")], [reduction("x")]).responses[0].error is None
-
-
-def test_an_operation_that_waited_too_long_fails_on_every_rank_and_names_the_missing_ranks() -> None:
-    ranks = Ranks(3)
-    assert not ranks.say([reduction("x")], [], [reduction("x")]).responses
-    (due,) = ranks.say([Message(expired="x")], [], []).responses
-    assert isinstance(due.error, CollectiveTimeout)
-    assert due.error.ranks == (1,)
-    assert not ranks.machines[0].pending
-
-
-def test_deadlocked_operations_fail_with_an_error_that_names_them() -> None:
-    ranks = Ranks(2)
-    assert not ranks.say([reduction("x")], [reduction("y")]).responses
-    assert ranks.machines[0].all_ranks_wait
-    first, second = ranks.say([], [], deadlocked=True).responses
-    assert (first.label, second.label) == ("x", "y")
-    assert "operations: rank(s) 0 for 'x', which rank(s) 1 did not request; rank(s) 1 for 'y', which" in str(
-        first.error
-    )
-
-
-def test_joined_ranks_are_not_waited_for_and_all_learn_the_last_one() -> None:
-    ranks = Ranks(3)
-    assert ranks.say([], [Message()], []).last_joined is None
-    (due,) = ranks.say([reduction(None)], [], [reduction(None)]).responses
-    assert (due.label, due.error) == ("allreduce.noname.1", None)
-    assert ranks.say([Message()], [], []).last_joined is None
-    assert ranks.say([], [], [Message()]).last_joined == 2
-    assert ranks.say([reduction(None)], [reduction(None)], [reduction(None)]).responses[0].label == due.label
 
 
 def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:

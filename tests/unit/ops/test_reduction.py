@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from spark_elastic.errors import InvalidInput
@@ -14,7 +12,6 @@ from spark_elastic.gradients.reduction import (
     Compressor,
     Max,
     Min,
-    NoneCompressor,
     Product,
     ReduceOp,
     ReduceOptions,
@@ -24,22 +21,6 @@ from spark_elastic.gradients.reduction import (
 
 class HalfPrecision(Compressor):
     wire = "fp16"
-
-
-def test_horovods_arguments_become_reduce_options() -> None:
-    how = ReduceOptions.from_args(False, None, (2, 1), global_process_set)
-    assert how == ReduceOptions(Sum, (2.0, 1.0), NoneCompressor, global_process_set)
-    assert [type(factor) for factor in how.scale] == [float, float], "they travel as JSON and are compared"
-    assert (
-        ReduceOptions.from_reducescatter_args(1, Max, (1, 1), global_process_set, HalfPrecision).compression
-        is HalfPrecision
-    )
-
-
-@pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
-def test_reducescatter_refuses_other_reductions_and_no_tensors(count: int, op: Any) -> None:
-    with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
-        ReduceOptions.from_reducescatter_args(count, op, (1.0, 1.0), global_process_set)
 
 
 @pytest.mark.parametrize(

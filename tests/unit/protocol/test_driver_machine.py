@@ -47,10 +47,6 @@ def _finish(bench: Bench, *jobs: int) -> None:
 # ---- slots and jobs
 
 
-def test_a_job_begins_with_a_launch_per_slot() -> None:
-    assert [launch.launch for launch in Bench().find_commands(LaunchSlot)] == [1, 2, 3, 4]
-
-
 def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
@@ -84,14 +80,6 @@ def test_r14_slots_of_second_attempts_join_after_others() -> None:
 
 
 # ---- worlds
-
-
-def test_r16_a_world_begins_at_num_workers() -> None:
-    bench = Bench()
-    bench.start_warm(1, 2, 3)
-    assert not bench.find_commands(PublishWorld)
-    bench.start_warm(4)
-    assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
 
 
 @pytest.mark.scenario("U1")
@@ -134,17 +122,6 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
     assert bench.world.receivers == (3,)
 
 
-def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
-    bench.exit(name(1), -9)
-    bench.regroup(4, name(4))
-    bench.regroup(3, name(3), name(2))
-    assert bench.members() == [name(2), name(3), name(4)]
-    assert bench.world.source == 2
-    assert bench.world.receivers == (0, 1)
-
-
 def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
     bench = Bench(regroup_timeout=30.0)
     bench.start(1, 2, 3, 4)
@@ -155,15 +132,6 @@ def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
     assert name(4) in [stop.worker for stop in bench.find_commands(StopWorker) if stop.kill]
     bench.join(name(4), Fence(1, 1), at(3))
     assert [type(command) for command in bench.commands] == [StopWorker]
-
-
-def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
-    before = replace(bench.state.workers[name(2)], last_seen=0.0)
-    bench.join(name(2))
-    assert bench.commands == ()
-    assert replace(bench.state.workers[name(2)], last_seen=0.0) == before
 
 
 def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
@@ -204,13 +172,6 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
 
 
 # ---- planned changes
-
-
-def test_a_newcomer_is_announced_at_once_if_no_other_worker_starts() -> None:
-    bench = Bench()
-    bench.start(1, 2)
-    bench.start_warm(3)
-    assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
 
 
 def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:

@@ -47,34 +47,6 @@ class MachineUnderTest:
         return self
 
 
-def test_a_worker_joins_builds_its_group_syncs_and_runs() -> None:
-    me = MachineUnderTest()
-    assert me.on(on.Warm(0)) == [AskForWorld]
-    assert me.commands[0] == AskForWorld(me.commands[0].reason, None, None)
-    assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [Form]
-    assert me.on(on.GroupFormed(0, Fence(1, 1))) == [Run]
-    assert me.state.position == START
-
-
-def test_r05_a_joiner_holds_no_state_before_it_is_synced() -> None:
-    me = MachineUnderTest()
-    me.on(on.Warm(0))
-    me.on(on.WorldReceived(0, _world(3, b=at(7), a=None)))
-    assert me.on(on.GroupFormed(0, Fence(1, 3))) == [Sync]
-    assert me.state.position is None
-    assert me.on(on.Synced(0, Fence(1, 3), at(7))) == [Run]
-    assert me.state.position == at(7)
-
-
-def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
-    me = MachineUnderTest().start_running(step=5)
-    me.on(on.GroupBroken(0, Fence(1, 1), (1,), "reset"))
-    me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(6))))
-    assert me.on(on.GroupFormed(0, Fence(1, 2))) == [Sync]
-    assert me.on(on.GroupBroken(0, Fence(1, 2), (1,), "reset")) == [CloseGroup, AskForWorld]
-    assert me.commands[1] == AskForWorld("reset", Fence(1, 2), at(5), ("c",), planned=False)
-
-
 def test_a_member_at_the_sources_position_sends_state_and_keeps_its_position() -> None:
     me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))

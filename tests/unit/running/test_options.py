@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 
 from spark_elastic.clusters.run.options import ALIASES, REFUSED, parse
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.job import make_limits
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Limits
 
 # What Horovod's `spark.run_elastic`, `spark.run` and `run` take beside function and arguments.
 HOROVOD = {
@@ -166,17 +163,6 @@ def test_r16_defaults_of_the_numbers_of_workers(
     given: dict[str, int], default: int, expected: tuple[int, int, int]
 ) -> None:
     assert parse(given).resolve_workers(default) == expected
-
-
-def test_every_setting_that_has_the_name_of_a_limit_becomes_that_limit() -> None:
-    changed = ElasticConfig(lease=1.5, start_timeout=3.0, failure_budget=2, reset_limit=7)
-    limits = make_limits(changed, 3, 2, 4)
-    assert (limits.num_workers, limits.min_workers, limits.max_workers) == (3, 2, 4)
-    assert (limits.lease, limits.start_timeout, limits.failure_budget, limits.reset_limit) == (1.5, 3.0, 2, 7)
-    shared = {f.name for f in dataclasses.fields(Limits)} & {
-        f.name for f in dataclasses.fields(ElasticConfig)
-    }
-    assert all(getattr(limits, name) == getattr(changed, name) for name in shared)
 
 
 SECRET = {"secret": "marked-5d20"}

@@ -40,13 +40,6 @@ def write_checkpoint(store: Store, step: int, attempt: int = 1) -> Checkpoint:
     return CheckpointStore(store, "r").write(Fence(attempt, 2), at(step), {"a": b"%d" % step, "b": b"same"})
 
 
-def test_a_written_checkpoint_is_read_back(store: Store) -> None:
-    checkpoint = write_checkpoint(store, 7)
-    assert (checkpoint.fence, checkpoint.position) == (Fence(1, 2), at(7))
-    assert CheckpointStore(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
-    assert CheckpointStore(store, "r").read_published() == ()
-
-
 def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
     run, old, new = (
         CheckpointStore(store, "r"),

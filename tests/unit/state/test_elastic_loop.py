@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_collectives import CollectiveError, MismatchError
+from elastic_collectives import MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.elastic_loop import choose_source, elastic
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, ObjectState, State
@@ -78,56 +78,6 @@ def test_w3_the_counter_equals_the_steps_under_any_schedule(
     results = stage.play(training(stage, commit_every, check))
     assert results
     assert set(results) == {(float(STEPS), STEPS)}
-
-
-def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
-    taken: list[int] = []
-
-    def work(session: FakeSession) -> int:
-        def loop(state: Any) -> int:
-            for step in take_steps(stage, session, state):
-                if session.world.members[0].position is not None or session.group.rank == 0:
-                    taken.append(step - 1)
-                if step % 4 == 0:
-                    state.commit()
-            return int(state.step)
-
-        return elastic(loop, lambda: session)(ObjectState(step=0))
-
-    stage = FakeDriver(2, (Event(6, rank=1, after=1),))
-    assert stage.play(work) == [STEPS]
-    assert stage.sizes == [2, 1]
-    assert taken == [*range(6), *range(4, STEPS)]
-
-
-def test_initial_values_are_those_of_rank_0() -> None:
-    def work(session: FakeSession) -> tuple[int, str]:
-        state = ObjectState(name=f"of rank {session.group.rank}", step=0)
-        return elastic(lambda state: (session.group.rank, state.name), lambda: session)(state)
-
-    assert sorted(FakeDriver(3).play(work)) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
-
-
-def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
-    steps: list[int] = []
-
-    def work(session: FakeSession) -> int:
-        def loop(state: Any) -> int:
-            while state.step < STEPS:
-                if session.group.rank == 0:
-                    stage.reach_step(state.step)
-                    steps.append(state.step)
-                session.allreduce(np.ones(1))
-                state.step += 1
-                state.check_host_updates()
-            return int(state.step)
-
-        return elastic(loop, lambda: session)(ObjectState(step=0))
-
-    stage = FakeDriver(2, (Event(5),))
-    assert stage.play(work) == [STEPS] * 3
-    assert stage.sizes == [2, 3]
-    assert steps == list(range(STEPS))
 
 
 @pytest.mark.parametrize(
@@ -374,12 +324,6 @@ def test_w2_the_source_of_a_sync_follows_from_the_world_alone(
     positions: tuple[Position | None, ...], expected: tuple[int | None, int]
 ) -> None:
     assert choose_source(_world(*positions)) == expected
-
-
-def test_interrupts_outside_of_the_run_loop_reach_the_user() -> None:
-    error: Exception = HostsUpdatedInterrupt(skip_sync=True)
-    assert error.skip_sync  # type: ignore[attr-defined]
-    assert not isinstance(error, CollectiveError)
 
 
 def test_an_elastic_function_takes_a_state_first() -> None:

@@ -50,16 +50,6 @@ def test_saved_values_share_no_memory_with_current_ones() -> None:
     assert (state.history, state.table, state.best.tolist()) == ([1], {"a": [1]}, [0, 1, 2])
 
 
-def test_a_handler_follows_an_attribute_that_is_set_again() -> None:
-    state: Any = WeightsState(weights=Weights())
-    state.weights = Weights(fill=5.0)
-    state.save()
-    state._snapshots.wait()  # what an optimizer's hook does
-    state.weights.add(1.0)
-    state.restore()
-    assert state.weights.numbers[0] == 5.0
-
-
 def test_a_sampler_is_divided_anew_in_each_world() -> None:
     size = [2]
     sampler = ElasticSampler(range(8), shuffle=False, rank=lambda: 0, size=lambda: size[0])
@@ -160,20 +150,6 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
 
     assert (1, 1.0) in FakeDriver(2).play(work)
     assert damaged == [1]
-
-
-def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
-    def work(session: FakeSession) -> Any:
-        state: Any = WeightsState(weights=Weights(fill=float(session.group.rank)), step=session.group.rank)
-        state.attach(session)
-        if session.group.rank == 0:
-            session.close_group()
-            return None
-        with pytest.raises(CollectiveError):
-            state.sync()
-        return state.step, state.weights.numbers[0]
-
-    assert (1, 1.0) in FakeDriver(2).play(work)
 
 
 def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

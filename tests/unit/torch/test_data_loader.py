@@ -105,13 +105,6 @@ def test_drop_last_gives_whole_batches_of_rows_that_come_once(rows: int, batch: 
     assert len(set(seen)) == len(seen)
 
 
-def test_rows_left_out_by_drop_last_differ_by_epoch() -> None:
-    loader = ElasticDataLoader(range(10), 3, drop_last=True)
-    left_out = [set(range(10)) - {row for batch in take(loader, 4) for row in batch} for _ in range(8)]
-    assert {len(rows) for rows in left_out} == {1}
-    assert len(set.union(*left_out)) > 1
-
-
 def test_p2_weighted_mean_losses_average_to_the_mean_of_the_step() -> None:
     values = torch.randn(23, dtype=torch.float64)
     for size in (1, 2, 3, 5):

@@ -346,17 +346,6 @@ def test_a_wrapper_that_hides_its_optimizer_is_refused() -> None:
         hvd.elastic.TorchState(net(), Hiding(OPTIMIZERS["sgd"](net().parameters())))
 
 
-def test_several_models_and_optimizers_by_name() -> None:
-    one, two = net(), net()
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two))
-    state: Any = hvd.elastic.TorchState(generator=one, judge=two, first=first, second=second, epoch=1)
-    kept = copy_states(one, two)
-    step(one, first)
-    step(two, second)
-    state.restore()
-    assert_same(copy_states(one, two), kept)
-
-
 @pytest.mark.parametrize("model", ["part", "state_dict", "list"])
 def test_p4_an_optimizer_of_a_model_that_the_state_does_not_have_is_refused(model: str) -> None:
     whole = torch.nn.Sequential(net(), net())
@@ -533,10 +522,6 @@ def test_a_sync_outside_of_a_job_saves_and_divides_remaining_rows() -> None:
     assert list(sampler) == [3]
     state.restore()
     assert state.epoch == 2
-
-
-def test_a_sampler_needs_no_rank() -> None:
-    assert list(hvd.elastic.ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
 
 
 def test_invalid_arguments_of_a_state_are_refused() -> None:

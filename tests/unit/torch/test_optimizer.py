@@ -28,16 +28,6 @@ def alone() -> Iterator[tuple[torch.nn.Sequential, Any]]:
     opt.close()
 
 
-def test_a_single_process_steps_like_the_plain_optimizer(alone: tuple[torch.nn.Sequential, Any]) -> None:
-    model, opt = alone
-    assert isinstance(opt, torch.optim.Adam)
-    for _ in range(3):
-        opt.zero_grad()
-        model(X).pow(2).mean().backward()
-        opt.step()
-    assert torch.equal(weights(model), train_plain([X] * 3, adam))
-
-
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_average_of_three_ranks_equals_one_process(
@@ -282,15 +272,6 @@ def test_a_closure_is_exchanged_before_the_update(here: CurrentWorker) -> None:
 
     for replica in run_in_world(2, work):
         assert torch.allclose(replica, train_plain([X], adam), rtol=0, atol=1e-12)
-
-
-def test_zero_grad_between_backward_and_step_is_an_error(alone: tuple[torch.nn.Sequential, Any]) -> None:
-    model, opt = alone
-    model(X).sum().backward()
-    with pytest.raises(InvalidInput, match="between backward"):
-        opt.zero_grad()
-    opt.step()
-    opt.zero_grad()
 
 
 def train_gan(wrap: Callable[[Any, Any], Any], *, freeze: bool) -> torch.Tensor:

@@ -269,8 +269,3 @@ def test_adasum_names_a_parameter_that_is_unfrozen_later() -> None:
         opt.step()
     assert torch.equal(weights(model), before)
     opt.close()
-
-
-def test_adasum_refuses_a_custom_compressor() -> None:
-    with pytest.raises(InvalidInput, match="leave compression and groups out"):
-        DistributedOptimizer(adam(net().parameters()), op=Adasum, compression=HalvingCompressor)

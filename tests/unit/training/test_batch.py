@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_collectives import CollectiveError, Group
+from elastic_collectives import CollectiveError
 from spark_elastic.training.batch import LocalBatch, MetricRows
-from tests.unit.torch.worlds import run_in_world
 
 ROWS = np.arange(30.0).reshape(10, 3)
 
@@ -40,42 +39,12 @@ def test_a_batch_has_weight_if_one_of_its_rows_has(made: Callable[[Any], Any]) -
     assert LocalBatch(3, np.arange(3), (), (), None).has_weight
 
 
-def test_a_batch_may_have_no_weights_and_no_rows() -> None:
-    share = LocalBatch(25, np.arange(10), (ROWS,), (ROWS,), None)
-    assert [part.weights for part in share.micro_batches(10)] == [None]
-    empty = LocalBatch(25, np.arange(0), (ROWS[:0],), (ROWS[:0],), None)
-    assert list(empty.micro_batches(4)) == []
-
-
 def fill_rows(rank: int) -> MetricRows:
     """As many rows as the rank has, in parts of one."""
     part = MetricRows()
     for row in range(rank):
         part.add({"loss": (0.5 * rank, 1)}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
     return part
-
-
-@pytest.mark.native
-def test_every_rank_gets_all_rows_of_the_step_in_rank_order() -> None:
-    def take_rows(group: Group) -> Any:
-        part = fill_rows(group.rank)
-        part.gather(group)
-        told, (numbers, pairs) = part.pop_gathered()
-        return told, numbers.tolist(), pairs.tolist(), part.pop_gathered()
-
-    counted = [{"loss": [0.5, 1]}, {"loss": [1.0, 1]}, {"loss": [1.0, 1]}]
-    assert run_in_world(3, take_rows) == [(counted, [10, 20, 21], [[1, 1], [2, 2], [2, 2]], ([], []))] * 3
-
-
-@pytest.mark.native
-def test_metric_rows_may_have_no_columns() -> None:
-    def take_rows(group: Group) -> Any:
-        part = MetricRows()
-        part.add({"loss": (1.5, 3)}, None)
-        part.gather(group)
-        return part.pop_gathered()
-
-    assert run_in_world(2, take_rows) == [([{"loss": [1.5, 3]}] * 2, [])] * 2
 
 
 def test_neither_a_broken_exchange_nor_a_discard_leaves_rows() -> None:

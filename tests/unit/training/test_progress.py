@@ -31,14 +31,6 @@ def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
     }
 
 
-def test_a_loss_that_is_a_sum_is_averaged_over_the_steps() -> None:
-    sums = StepSums()
-    for _ in range(2):
-        sums.add(decision(3.0, 0.0, 4), world_size=1, seconds=0.0)
-
-    assert sums.mean_loss() == 3.0
-
-
 def test_metrics_are_the_floats_without_the_time() -> None:
     assert select_figures({"epoch": 1, "loss": 0.5, "seconds": 2.0, "worlds": [2]}) == {"loss": 0.5}
 

@@ -88,10 +88,14 @@ ctypes.PyDLL(None).pthread_exit(None)
 
 
 SCRIPT = """
+import sys
 from spark_elastic.worker.script import Script
-Script.read(sys.argv[1])()
+
+def run(path):
+    Script.read(path)()
 """
 FUNCTION = """
+import sys
 from tests.fake_group import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
@@ -100,30 +104,28 @@ from tests.unit.ops.workers import enter_group
 
 enter_group(FakeFabric(1).group(0))
 handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, lambda error: None)
-def train():
-    exec(open(sys.argv[1]).read())
-FunctionProgram(train).run(get_context().world, get_context().group, handle)
+
+def run(path):
+    train = FunctionProgram(lambda: exec(open(path).read()))
+    train.run(get_context().world, get_context().group, handle)
 """
+ENDS = {"sys.exit(0)": 0, "sys.exit(5)": 5, "raise ValueError('of the fork')": 1, "pass": 0}
 
 
 @pytest.mark.parametrize("program", [SCRIPT, FUNCTION])
-@pytest.mark.parametrize(
-    ("last_line", "code"),
-    [("sys.exit(0)", 0), ("sys.exit(5)", 5), ("raise ValueError('of the fork')", 1), ("", 0)],
-)
-def test_a_process_forked_by_user_code_ends_where_that_code_ends(
-    program: str, last_line: str, code: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(
-        "import os, sys\n"
-        "forked = os.fork()\n"
-        f"if forked == 0:\n    print('the fork', flush=True)\n    {last_line or 'pass'}\n"
-        "else:\n    print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True)\n"
-    )
-    worker = f"import sys\n{program}\nprint('the worker')\n"
+def test_a_process_forked_by_user_code_ends_where_that_code_ends(program: str, tmp_path: Path) -> None:
+    paths = [tmp_path / f"train_{number}.py" for number in range(len(ENDS))]
+    for path, last_line in zip(paths, ENDS, strict=True):
+        path.write_text(
+            "import os, sys\n"
+            "forked = os.fork()\n"
+            f"if forked == 0:\n    print('the fork', flush=True)\n    {last_line}\n"
+            "else:\n    print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True)\n"
+        )
+    worker = f"{program}\nfor path in sys.argv[1:]:\n    run(path)\n    print('the worker', flush=True)\n"
     done = subprocess.run(
-        [sys.executable, "-c", worker, str(path)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", worker, *paths], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.split("\n") == ["the fork", str(code), "the worker", ""]
-    assert ("ValueError: of the fork" in done.stderr) is ("ValueError" in last_line)
+    said = [line for code in ENDS.values() for line in ("the fork", str(code), "the worker")]
+    assert done.stdout.splitlines() == said
+    assert done.stderr.count("ValueError: of the fork") == 1

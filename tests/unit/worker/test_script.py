@@ -17,25 +17,6 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
 
 
-def test_a_script_runs_in_place_and_imports_modules_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "neighbour_of_a_script", raising=False)
-    (tmp_path / "neighbour_of_a_script.py").write_text("value = 7\n")
-    told = tmp_path / "told"
-    path = tmp_path / "train.py"
-    path.write_text(
-        "import pathlib, sys, neighbour_of_a_script as near\n"
-        f"told = pathlib.Path({str(told)!r})\n"
-        "told.write_text(f'{__name__} {sys.argv[1:]} {near.value} {__file__}')\n"
-        "sys.exit(0)\n"
-    )
-    before = list(sys.path)
-    Script.read(str(path), "--lr", "0.1")()
-    assert told.read_text() == f"__main__ ['--lr', '0.1'] 7 {path}"
-    assert sys.path == before
-
-
 def test_a_script_runs_on_a_host_that_does_not_have_it(tmp_path: Path) -> None:
     path, told = tmp_path / "train.py", tmp_path / "told"
     path.write_text(f"import pathlib\npathlib.Path({str(told)!r}).write_text(__file__)\n")

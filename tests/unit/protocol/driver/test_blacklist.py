@@ -8,7 +8,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, compute_cooldown
 from spark_elastic.protocol.messages import RegisterSlot, WorkerStarted
-from spark_elastic.protocol.types import INITIAL_VERSION, Limits, SlotId
+from spark_elastic.protocol.types import Limits, SlotId
 from tests.unit.protocol.driver_bench import Bench, name
 
 RULES = Limits(4, 1, 4, failure_window=100.0, cooldown_range=(2.0, 30.0))
@@ -43,13 +43,6 @@ def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
     assert [only.find_host_return("h", now) for now in (5.0, 7.0)] == [7.0, None]
 
 
-@pytest.mark.parametrize(("second", "out"), [(50.0, True), (101.0, False)])
-def test_two_blacklisted_slots_within_the_window_blacklist_their_host(second: float, out: bool) -> None:
-    failed = _fail(_fail(Blacklist(), "1-0", 0.0), "2-0", second)
-    assert (failed.find_host_return("h", second) is not None) is out
-    assert failed.find_slot_return("3-0", "h", second) == failed.find_host_return("h", second)
-
-
 @pytest.mark.parametrize(
     ("succeeded", "after", "failures"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
 )
@@ -80,22 +73,6 @@ def _crash(bench: Bench, job: int, started: int = 1) -> None:
 
 def _start_spare(bench: Bench, job: int, started: int = 2) -> None:
     bench.restart(name(job, started))
-
-
-def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
-    bench = Bench(cooldown_range=(3.0, 60.0))
-    bench.start(1, 2, 3, 4)
-    _crash(bench, 2)
-    _start_spare(bench, 2)
-    bench.regroup(3, name(1), name(3), name(4))
-    assert bench.members() == [name(1), name(3), name(4)]
-    bench.form()
-    bench.wait(2.5, heartbeats_of=[1, 2, 3, 4])
-    assert bench.state.current.version == INITIAL_VERSION
-    bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(9, name(1), name(3), name(4))
-    assert bench.members()[-1] == name(2, 2)
-    assert not bench.released  # so short a time it waits out
 
 
 def test_a_host_with_a_long_cooldown_releases_its_slots_and_gets_none() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishCheckpoint, PublishWorld
 from spark_elastic.protocol.messages import (
@@ -94,29 +93,6 @@ def test_r18_a_checkpoint_of_another_attempt_or_a_future_world_never_counts() ->
     report_written(bench, 3, attempt=2)
     report_written(bench, 3, generation=7)
     assert not bench.find_commands(PublishCheckpoint)
-
-
-def test_r18_a_world_without_survivors_begins_from_the_newest_checkpoint() -> None:
-    bench = start_running()
-    report_written(bench, 3)
-    report_written(bench, 6)
-    for job in (1, 2, 3, 4):
-        bench.exit(name(job), -9)
-        bench.restart(name(job, 2))
-    world = bench.find_commands(PublishWorld)[-1].world
-    assert [each.position.step for each in world.resume] == [6, 3]
-    assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
-    assert "continues from checkpoint 1-1-6" in world.reason
-
-
-def test_r18_a_driver_that_opens_a_run_begins_from_its_newest_checkpoint() -> None:
-    bench = Bench()
-    found = (checkpoint(6), checkpoint(3))
-    bench.state, _ = driver_machine.initial(FOUR, 2, found)
-    bench.start_warm(1, 2, 3, 4)
-    assert bench.world.resume == found
-    report_written(bench, 2, generation=1, attempt=2)
-    assert bench.find_commands(PublishCheckpoint)[-1].checkpoints == (checkpoint(2, attempt=2), *found)
 
 
 def test_r18_the_driver_waits_for_old_members_that_may_live() -> None:

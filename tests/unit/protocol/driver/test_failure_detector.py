@@ -79,15 +79,6 @@ def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
     assert isinstance(bench.commands[0], ReleaseSlot)
 
 
-def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
-    bench = _start_running()
-    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
-    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    bench.on(on.ConnectionBack(0, SlotId("2-0"), W2))
-    bench.wait(3.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.find_commands(AbortWorld)
-
-
 def test_r15_a_worker_whose_slot_starts_a_new_process_for_it_may_take_long_to_connect() -> None:
     bench = _start_running()
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
@@ -100,17 +91,6 @@ def _cut_everybody(bench: Bench) -> None:
     for job in (1, 2, 3, 4):
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
-
-
-def test_r12_a_mass_disconnect_evicts_no_worker() -> None:
-    bench = _start_running()
-    _cut_everybody(bench)
-    bench.wait(3.0)
-    for job in (1, 2, 3, 4):
-        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))
-        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0")))
-        bench.wait(0.2)  # they come back one by one
-    assert not bench.find_commands(AbortWorld)
 
 
 def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
@@ -144,14 +124,6 @@ def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> 
     assert bool(bench.find_commands(StopWorker)) is lost
     if lost:
         assert bench.find_commands(StopWorker)[0].kill
-
-
-def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
-    bench = _start_running()
-    bench.wait(4.9, heartbeats_of=[1, 3, 4])
-    assert not bench.find_commands(AbortWorld)
-    bench.wait(0.5, heartbeats_of=[1, 3, 4])
-    assert "its slot was silent" in bench.find_commands(AbortWorld)[0].reason
 
 
 def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:

@@ -41,17 +41,6 @@ def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
     assert set(bench.state.workers) == {name(1)}
 
 
-def test_r12_a_driver_that_was_paused_evicts_no_worker() -> None:
-    bench = _start_running()
-    bench.now += 30.0
-    bench.on(on.Tick(0))
-    for job in ALL:
-        bench.wait(0.05)
-        bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
-    bench.wait(5.0, heartbeats_of=ALL)
-    assert not bench.find_commands(AbortWorld)
-
-
 @pytest.mark.parametrize("first", [1, 3])
 def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_about_other_slots(
     first: int,
@@ -158,14 +147,3 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     )
     bench.wait(5.0, heartbeats_of=[2])
     assert bench.members() == [name(2)]
-
-
-def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
-    """Its connection is back before its next heartbeat."""
-    bench = _start_running()
-    bench.on(on.ConnectionLost(0, SlotId("1-0")))
-    bench.wait(4.5, heartbeats_of=(2, 3, 4))
-    bench.on(on.ConnectionBack(0, SlotId("1-0")))
-    bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
-    bench.wait(1.5, heartbeats_of=(2, 3, 4))
-    assert not bench.find_commands(AbortWorld)

@@ -68,12 +68,6 @@ def _count_launches(bench: Bench, seconds: float, host: str) -> int:
     return len(bench.find_commands(LaunchSlot)) - before
 
 
-def test_a_host_whose_slots_may_not_be_used_gets_fewer_and_fewer_launches() -> None:
-    bench = Bench(num_workers=1, max_workers=1, start_timeout=3600.0)
-    bench.on(on.DrainRequested(0, "maintenance", host="h1"))
-    assert _count_launches(bench, 600.0, "h1") < 30
-
-
 def test_a_host_that_is_listed_again_does_not_wait_for_delayed_launches() -> None:
     bench = Bench(num_workers=1, max_workers=1, start_timeout=3600.0)
     bench.on(on.HostsDiscovered(0, (("h2", 1),)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AnnounceChange, LaunchSlot, StopWorker
+from spark_elastic.protocol.commands import AnnounceChange, LaunchSlot
 from spark_elastic.protocol.messages import WorkerExited, WorkerStraggles
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import Bench, name
@@ -26,18 +26,6 @@ def let_spare_join(bench: Bench) -> None:
     bench.wait(0.2, heartbeats_of=ALL)
     bench.stop_planned(9, *bench.members())
     bench.form()
-
-
-def test_a_straggler_leaves_at_a_step_boundary_and_its_spare_takes_its_place() -> None:
-    bench = Bench()
-    bench.start(*ALL)
-    exchange(bench, name(2), 6)
-    assert bench.members() == [name(1), name(3), name(4)]
-    assert [stop.worker for stop in bench.find_commands(StopWorker) if not stop.kill] == [name(2)]
-    assert not bench.released, "the slot keeps its core"
-    let_spare_join(bench)
-    assert bench.members() == [name(1), name(3), name(4), SPARE]
-    assert len(bench.find_commands(LaunchSlot)) == 4
 
 
 def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host_cools_down() -> None:

@@ -15,18 +15,6 @@ def _start_one(**limits: float) -> Bench:
     return bench
 
 
-def test_max_runtime_ends_the_job_once_all_members_have_stopped() -> None:
-    bench = _start_one(max_runtime=100.0)
-    bench.wait(99.0, heartbeats_of=[1])
-    assert not bench.find_commands(AnnounceChange)
-    bench.wait(2.0, heartbeats_of=[1])
-    (announced,) = bench.find_commands(AnnounceChange)
-    assert "max_runtime" in announced.reason
-    assert not bench.find_commands(End)
-    bench.stop_planned(0, name(1))
-    assert bench.end.outcome is JobOutcome.TIME_LIMIT
-
-
 @pytest.mark.parametrize(
     ("limits", "world", "seconds"),
     [

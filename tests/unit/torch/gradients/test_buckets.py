@@ -1,12 +1,18 @@
-"""Layouts: every parameter once, nothing overlaps, the same cut on every rank (R7)."""
+"""Layouts: every parameter once, nothing overlaps, the same cut on every rank (R7); where their memory lies."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_elastic.gradients import host_memory
+from spark_elastic.gradients.bucket_memory import BucketMemory
 from spark_elastic.gradients.buckets import (
     ALIGN,
     FIRST_BUCKET,
@@ -14,6 +20,7 @@ from spark_elastic.gradients.buckets import (
     build_buckets,
     hash_layout,
 )
+from spark_elastic.gradients.layout import build_specs
 
 SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
 DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])
@@ -64,3 +71,26 @@ def test_the_first_bucket_is_small_so_that_it_is_sent_early() -> None:
     first, second, *_ = build_buckets(specs, 1 << 22)
     assert first.numel * 4 == FIRST_BUCKET
     assert second.numel * 4 == 1 << 22
+
+
+class Memory:
+    """What a `BucketMemory` asks of a group when it is made."""
+
+    def buffer(self, nbytes: int) -> Any:
+        return np.zeros(nbytes, np.uint8)
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("meta", 1)])
+def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
+    device: str, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Memory()
+    host_memory.warn_about_gpus.cache_clear()
+    parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    buckets = build_buckets(build_specs(["a", "b"], parameters), bucket_bytes=1)
+    for _ in range(2):  # in the next world, too, it is known
+        BucketMemory(parameters, buckets, group)  # type: ignore[arg-type]
+    assert len(buckets) == 2
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "tensors of GPUs are exchanged through the host"
+    ] * times
