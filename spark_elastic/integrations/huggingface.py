@@ -8,7 +8,7 @@ between, and everything around it, is the Trainer's. Training thread only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import new_class
 from typing import Any
@@ -64,6 +64,7 @@ class ElasticTrainer(_OwnLoss):
         global_batch_size: int,
         commit_every: int = 1,
         determinism: str | None = None,
+        gather_rows: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """
@@ -73,6 +74,8 @@ class ElasticTrainer(_OwnLoss):
             commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
             determinism: "rows": what the data set draws for a row does not depend on the worker that reads it; see
                 `ElasticDataLoader`.
+            gather_rows: names of the model's outputs, and of inputs such as labels, that the loss gets for all rows of
+                the step, and not for those of this rank; see `hvd.gather_rows`.
             options: those of the Trainer's class.
 
         Raises:
@@ -82,7 +85,7 @@ class ElasticTrainer(_OwnLoss):
             raise InvalidInput("ElasticTrainer needs transformers 5.3 or newer: pip install -U transformers.")
         self.global_batch_size = COUNT("global_batch_size", global_batch_size)
         self.determinism = make_choice("rows").or_none()("determinism", determinism)
-        self._adapter = TrainerProgress(self, commit_every)
+        self._adapter = TrainerProgress(self, commit_every, gather_rows)
         super().__init__(*args, **options)
         if isinstance(self.train_dataset, Rows):
             self.train_dataset = self.train_dataset.dataset()
@@ -143,9 +146,11 @@ class ElasticTrainer(_OwnLoss):
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
         self.compute_loss = partial(self._adapter.compute_weighted, compute)  # type: ignore[method-assign]
+        gathering = self.model.register_forward_hook(self._adapter.gather_outputs)
         try:
             loss = super().training_step(*args, **options)
         finally:
+            gathering.remove()
             self.compute_loss = compute  # type: ignore[method-assign]
         self._adapter.check_weighted()
         return loss

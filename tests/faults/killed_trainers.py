@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
+    "ddp_find_unused_parameters": False,  # the forward pass knows no ledger
     "use_cpu": True,
     "seed": SEED,
 }

@@ -23,7 +23,7 @@ from tests.patience import until
 class Killer:
     """`with Killer(...):` kills one worker in each of the first worlds, once enough of them hold the newest state.
 
-    On Spark every fourth kill takes the worker's executor with it.
+    On Spark every eighth kill takes the worker's executor with it.
     """
 
     def __init__(self, folder: Path, lines: io.StringIO, holders: int, after_a_step: bool = False) -> None:
@@ -37,6 +37,7 @@ class Killer:
         # Where the table of the programs is, too.
         self.folder, self._lines, self._holders = folder, lines, holders
         self._after_a_step = after_a_step
+        self.executors: set[int] = set()  # that were killed
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._kill_at_events, name="killer")
         (folder / "kills").write_bytes(b"")
@@ -72,7 +73,9 @@ class Killer:
             SystemClock().sleep(random.uniform(0, 0.1))
             worlds, newest = self.count_worlds(), max(self._read_newest().values())
             doomed = random.choice(self._find_holders(0))
-            os.kill(_find_executor(doomed) if number % 4 == 3 else doomed, signal.SIGKILL)
+            executor = _find_executor(doomed) if number % 8 == 7 else None
+            self.executors.update([executor] if executor else [])
+            os.kill(executor or doomed, signal.SIGKILL)
             with open(self.folder / "kills", "ab") as file:
                 file.write(b"x")
 
@@ -90,12 +93,12 @@ class Killer:
         return [pid for pid, at in noted.items() if newest >= step and at >= newest - 1 and _is_alive(pid)]
 
 
-def _find_executor(pid: int) -> int:
-    """The executor that a worker lives in; itself, if it lives in none."""
-    above = [
-        each.pid for each in psutil.Process(pid).parents() if "CoarseGrainedExecutorBackend" in each.cmdline()
-    ]
-    return (*above, pid)[0]
+def _find_executor(pid: int) -> int | None:
+    """The executor that a worker lives in; None on plain processes."""
+    for process in psutil.Process(pid).parents():
+        if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
+            return process.pid
+    return None
 
 
 def _is_alive(pid: int) -> bool:
@@ -117,7 +120,8 @@ def assert_exact(results: list[dict[str, Any]], killer: Killer, train: Callable[
         apart = max(apart, float((got - expected).abs().max() / expected.abs().max()))
         miscounted = max(miscounted, *(abs(count - EPOCHS) for count in result["ledger"]))
     counted = len(results[0]["ledger"])
-    print(f"{killer.count_worlds()} worlds; {counted} counts {miscounted:.0e} off; weights {apart:.0e} off")  # noqa: T201 - what `pytest -rP` shows
+    seen = f"{KILLS} kills, {len(killer.executors)} of executors; {killer.count_worlds()} worlds"
+    print(f"{seen}; {counted} counts {miscounted:.0e} off; weights {apart:.0e} off")  # noqa: T201 - what `pytest -rP` shows
     assert apart < 1e-9
     assert miscounted < 1e-9
     for steps in killer.read_histories().values():

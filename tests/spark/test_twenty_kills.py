@@ -99,6 +99,7 @@ def test_loops_and_integrations_are_exact_after_twenty_kills(
     assert_exact(results, killer, train_plain_tokens if train is train_tokens else train_plain)
 
 
+@pytest.mark.filterwarnings("ignore")  # the libraries' own, of the undisturbed training
 @pytest.mark.parametrize("rig", ["cpu", SPARK], indirect=True)
 @pytest.mark.parametrize(
     ("train", "library"),
