@@ -104,6 +104,7 @@ class ElasticTrainer(_OwnLoss):
             InvalidInput: this kind of training cannot be elastic.
         """
         self._check_training(trial)
+        self._adapter.check_losses()
         self._adapter.takes_count = None
         loader = self._adapter.loader = self._make_loader()
         max_steps = self.set_initial_training_values(self.args, loader)[-1]

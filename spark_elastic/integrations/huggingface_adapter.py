@@ -6,6 +6,7 @@ Training thread only.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from spark_elastic.gradients.generators import get_generators, set_generators
 from spark_elastic.horovod.torch.gathering import gather_rows
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
 from spark_elastic.runs.snapshot import SnapshotBuilder
+
+log = logging.getLogger(__name__)
 
 
 class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
@@ -177,6 +180,29 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
             # The Trainer believes that the count did this.
             weight /= self._trainer.current_gradient_accumulation_steps
         return loss * weight
+
+    def check_losses(self) -> None:
+        """Losses of Sentence Transformers say whether they compare rows, so that their result depends on the world.
+
+        Raises:
+            InvalidInput: one gathers rows itself, or goes through them in parts, besides `gather_rows`.
+        """
+        for loss in _list_modules(self._trainer):
+            name, across = type(loss).__name__, getattr(loss, "gather_across_devices", None)
+            in_parts = across is not None and hasattr(loss, "mini_batch_size")
+            if self._gathered and (across or in_parts):
+                raise InvalidInput(
+                    f"{name} gathers rows itself, or goes through them in parts: leave gather_rows out of the "
+                    "arguments of the trainer, and let gather_across_devices be True."
+                )
+            if across is False and not self._gathered:
+                remedy = "give the trainer gather_rows=('sentence_embedding', 'label')"
+                remedy = "give it gather_across_devices=True" if in_parts else remedy
+                log.warning(
+                    "%s compares the rows of one rank alone, so weights depend on the world: %s.",
+                    name,
+                    remedy,
+                )
 
     def gather_outputs(self, model: Any, given: Any, outputs: Any) -> Any:
         """A forward hook."""

@@ -33,8 +33,6 @@ ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "seed": SEED,
 }
-# Rows of a step of embeddings: so many times k, which 1, 2 and 3 workers divide evenly, as the loss wants it.
-EVEN = 6
 WORDS = [f"w{number}" for number in range(16)]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
@@ -106,18 +104,18 @@ def train_embeddings(folder: str) -> dict[str, list[float]]:
             loss = super().compute_loss(model, inputs, *more, **named)
             return loss - self.model.ledger[row].mean() * self.get_train_dataloader().global_rows
 
-    rows = ROWS - ROWS % (8 * EVEN)
-    anchors = write_sentences(1)[:rows]
+    anchors = write_sentences(1)
     columns = {"anchor": anchors, "positive": [" ".join(reversed(text.split())) for text in anchors]}
     model = make_bert(folder)
     trainer = Counted(
         model,
         SentenceTransformerTrainingArguments(folder, batch_sampler="no_duplicates", **ARGUMENTS),
         train_dataset=Dataset.from_dict(columns),
-        loss=losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
-        global_batch_size=rows // 8,
+        loss=losses.MultipleNegativesRankingLoss(model),
+        gather_rows=("sentence_embedding",),
+        global_batch_size=BATCH,
     )
-    return train(trainer, folder, rows)
+    return train(trainer, folder, ROWS)
 
 
 def count_rows(kind: Any) -> Any:

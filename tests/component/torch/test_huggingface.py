@@ -577,6 +577,38 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
 
 
+def test_a_loss_that_compares_rows_is_told_of_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    from spark_elastic.integrations.huggingface import ElasticTrainer
+
+    def prepare(names: tuple[str, ...], **attributes: Any) -> Any:
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        trainer = ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, gather_rows=names)
+        trainer.loss = type("Ranking", (torch.nn.Module,), attributes)()
+        return trainer._adapter
+
+    prepare(("embedding",), gather_across_devices=False).check_losses()
+    prepare((), gather_across_devices=True).check_losses()
+    prepare((), mini_batch_size=2).check_losses()
+    assert not caplog.messages
+    for more, remedy in (
+        ({}, "give the trainer gather_rows"),
+        ({"mini_batch_size": 2}, "give it gather_across"),
+    ):
+        prepare((), gather_across_devices=False, **more).check_losses()
+        assert "Ranking compares the rows of one rank alone" in caplog.messages[-1]
+        assert remedy in caplog.messages[-1]
+    for attributes in (
+        {"gather_across_devices": True},
+        {"gather_across_devices": False, "mini_batch_size": 2},
+    ):
+        with pytest.raises(InvalidInput, match="Ranking gathers rows itself, or goes through them in parts"):
+            prepare(("embedding",), **attributes).check_losses()
+
+
 class Pairs(torch.utils.data.BatchSampler):
     """Rows 0 and 1, then 2 and 3 ..., in another order of the pairs in each epoch."""
 
