@@ -67,7 +67,8 @@ class Loss(Callback):
 
 
 def make_pairs(spark: SparkSession) -> DataFrame:
-    view = "transform(sequence(1, 16), k -> cast((pmod(hash(id, k), 201) + pmod(hash(id, k, {}), 41)) / 121 - 1 as float))"
+    point, noise = "pmod(hash(id, k), 201)", "pmod(hash(id, k, {}), 41)"
+    view = f"transform(sequence(1, 16), k -> cast(({point} + {noise}) / 121 - 1 as float))"
     return spark.range(PAIRS).selectExpr(
         f"{view.format(1)} as left", f"{view.format(2)} as right", "cast(id as float) as pair"
     )

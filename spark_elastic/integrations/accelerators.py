@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import gather, recursively_apply
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU
@@ -43,3 +46,19 @@ def check_distributed(accelerator: Accelerator) -> None:
             f"Accelerate takes each of the {world.size} workers for a training of its own, on {accelerator.device}: "
             "set device='cpu' or device='cuda' of the job, or ACCELERATE_USE_CPU=true on its workers."
         )
+    if (
+        accelerator.num_processes > 1
+    ):  # not bound: only a collection would free it, with the models of its world
+        accelerator.gather = partial(recursively_apply, _gather_rows, error_on_other_type=True)
+
+
+def _gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Accelerate's `gather`, of ranks whose parts of a step differ by a row: TRL's trainers gather metrics by it."""
+    if tensor.ndim == 0:
+        return gather(tensor)
+    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    if len(set(counts)) == 1:
+        return gather(tensor)
+    padding = tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])
+    parts = gather(torch.cat([tensor, padding])).split(max(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

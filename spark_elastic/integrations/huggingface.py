@@ -8,7 +8,7 @@ between, and everything around it, is the Trainer's. Training thread only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import new_class
 from typing import Any
@@ -65,6 +65,7 @@ class ElasticTrainer(_OwnLoss):
         global_batch_size: int,
         commit_every: int = 1,
         determinism: str | None = None,
+        gather_rows: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """
@@ -74,6 +75,8 @@ class ElasticTrainer(_OwnLoss):
             commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
             determinism: "rows": what the data set draws for a row does not depend on the worker that reads it; see
                 `ElasticDataLoader`.
+            gather_rows: names of the model's outputs, and of inputs such as labels, that the loss gets for all rows of
+                the step, and not for those of this rank; see `hvd.gather_rows`.
             options: those of the Trainer's class.
 
         Raises:
@@ -83,7 +86,7 @@ class ElasticTrainer(_OwnLoss):
             raise InvalidInput("ElasticTrainer needs transformers 5.3 or newer: pip install -U transformers.")
         self.global_batch_size = COUNT("global_batch_size", global_batch_size)
         self.determinism = make_choice("rows").or_none()("determinism", determinism)
-        self._adapter = TrainerProgress(self, commit_every)
+        self._adapter = TrainerProgress(self, commit_every, gather_rows)
         given = (
             inspect.signature(super().__init__).bind_partial(*args, **options).arguments.get("train_dataset")
         )
@@ -106,6 +109,7 @@ class ElasticTrainer(_OwnLoss):
             InvalidInput: this kind of training cannot be elastic.
         """
         self._check_training(trial)
+        self._adapter.check_losses()
         self._adapter.takes_count = None
         loader = self._adapter.loader = self._make_loader()
         max_steps = self.set_initial_training_values(self.args, loader)[-1]
@@ -148,9 +152,11 @@ class ElasticTrainer(_OwnLoss):
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
         self.compute_loss = partial(self._adapter.compute_weighted, compute)  # type: ignore[method-assign]
+        gathering = self.model.register_forward_hook(self._adapter.gather_outputs)
         try:
             loss = super().training_step(*args, **options)
         finally:
+            gathering.remove()
             self.compute_loss = compute  # type: ignore[method-assign]
         self._adapter.check_weighted()
         return loss

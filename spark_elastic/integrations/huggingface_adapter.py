@@ -6,7 +6,8 @@ Training thread only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import get_generators, set_generators
+from spark_elastic.horovod.torch.gathering import gather_rows
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
 from spark_elastic.runs.snapshot import SnapshotBuilder
+
+log = logging.getLogger(__name__)
 
 
 class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
@@ -25,9 +29,10 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
     As a callback it puts right what the Trainer derives from a count of steps that begins with each world.
     """
 
-    def __init__(self, trainer: Any, commit_every: int) -> None:
+    def __init__(self, trainer: Any, commit_every: int, gathered: Sequence[str] = ()) -> None:
         super().__init__(commit_every)
         self._trainer = trainer
+        self._gathered = gathered  # names of outputs and inputs that the loss gets for the rows of all ranks
         self.has_ended = False  # a callback has ended the training, whose end may come in another world
         self._fetched: list[float] = []  # weights of the batches that were fetched and are not trained yet
         self._weighted = False  # the loss of the training step under way is
@@ -160,7 +165,8 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
         """
         weight = self._fetched.pop(0) if self._fetched else self.loss_weight
         self._weighted, count = True, num_items_in_batch
-        if self.takes_count is False:
+        inputs = self._gather(inputs)
+        if self.takes_count is False or self._gathered:  # which make a loss that all ranks have alike
             count = None
         elif self.takes_count is None and count is not None:
             count = torch.as_tensor(count).detach().float().requires_grad_()
@@ -174,6 +180,40 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
             # The Trainer believes that the count did this.
             weight /= self._trainer.current_gradient_accumulation_steps
         return loss * weight
+
+    def check_losses(self) -> None:
+        """Losses of Sentence Transformers say whether they compare rows, so that their result depends on the world.
+
+        Raises:
+            InvalidInput: one gathers rows itself, or goes through them in parts, besides `gather_rows`.
+        """
+        for loss in _list_modules(self._trainer):
+            name, across = type(loss).__name__, getattr(loss, "gather_across_devices", None)
+            in_parts = across is not None and hasattr(loss, "mini_batch_size")
+            if self._gathered and (across or in_parts):
+                raise InvalidInput(
+                    f"{name} gathers rows itself, or goes through them in parts: leave gather_rows out of the "
+                    "arguments of the trainer, and let gather_across_devices be True."
+                )
+            if across is False and not self._gathered:
+                remedy = "give the trainer gather_rows=('sentence_embedding', 'label')"
+                remedy = "give it gather_across_devices=True" if in_parts else remedy
+                log.warning(
+                    "%s compares the rows of one rank alone, so weights depend on the world: %s.",
+                    name,
+                    remedy,
+                )
+
+    def gather_outputs(self, model: Any, given: Any, outputs: Any) -> Any:
+        """A forward hook."""
+        return self._gather(outputs) if isinstance(outputs, Mapping) else outputs
+
+    def _gather(self, named: Any) -> Any:
+        if self._trainer.accelerator.num_processes > 1:
+            for name in self._gathered:
+                if isinstance(named.get(name), torch.Tensor):
+                    named[name] = gather_rows(named[name])
+        return named
 
     def check_weighted(self) -> None:
         """After a training step.

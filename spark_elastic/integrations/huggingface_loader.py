@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from spark_elastic.estimators.rows import Rows
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.session import get_session
+
+log = logging.getLogger(__name__)
 
 # What torch's DataLoader keeps under the names of its arguments.
 _KEPT: tuple[str, ...] = ("collate_fn", "num_workers", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -134,6 +137,14 @@ class SampledDataLoader(ElasticDataLoader):
                 f"{type(sampler).__name__} gives other batches each time it is asked for those of an epoch, so another "
                 "worker cannot repeat them: let its set_epoch(epoch) seed whatever it draws from."
             )
+        if len(self._drawn[1]) > len(sampler):  # the Trainer would leave rows out without a word
+            log.warning(
+                "%s makes %d batches of an epoch, of which the Trainer takes %d, as its len() says: the rows of "
+                "the others are left out. For NO_DUPLICATES, lower global_batch_size or remove rows that are alike.",
+                type(sampler).__name__,
+                len(self._drawn[1]),
+                len(sampler),
+            )
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -149,7 +160,7 @@ class SampledDataLoader(ElasticDataLoader):
             return
         session.wait_until_idle()
         digest = zlib.crc32(json.dumps(self._list_steps()).encode())
-        if len({*session.group.allgather(np.array([digest])).tolist()}) > 1:
+        if len({*session.group.allgather(np.array(digest)).tolist()}) > 1:
             raise InvalidInput(
                 f"{type(self._sampler).__name__} gives each rank other batches, and ElasticTrainer divides each batch "
                 "over the ranks: let it give batches of all ranks."

@@ -7,6 +7,7 @@ how to restore it. Training thread only.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -80,9 +81,13 @@ class TrainerAdapter(ABC):
         self.pending, self.has_begun, self._committed_step = None, False, 0
         self.forget()
         self.state = TrainerState(adapter=self, **values)
+        # Trainers collect garbage as they begin in a world, and would visit all that this process has imported.
+        gc.collect()
+        gc.freeze()
         try:
             return run(lambda _: train())(self.state)
         finally:
+            gc.unfreeze()
             self.state = None
 
     def restore(self) -> bool:

@@ -33,8 +33,12 @@ FOLLOWERS = {
     "lightning.pytorch.strategies.parallel": RANKS,
     "pytorch_lightning.strategies.parallel": RANKS,
 }
-# Framework -> what it imports itself with its first optimizer, which takes seconds.
-LATE_PARTS = {"torch": "torch._dynamo"}
+# Framework -> what it imports itself with its first optimizer, which takes seconds, with its first step, or to wrap
+# a model: survivors of a loss would wait.
+LATE_PARTS = {
+    "torch": ("torch._dynamo", "torch.profiler._cupti_monitor?"),
+    "accelerate": ("torch.distributed.algorithms.ddp_comm_hooks?",),
+}
 PACKAGE = __name__.partition(".")[0]
 AS_HOROVOD = f"{PACKAGE}.as_horovod"  # in workers where it is in the process that starts the job
 INSTALLED = {"site-packages", "dist-packages"}  # folders
@@ -123,9 +127,10 @@ def import_early(
                 changed.append(_set_variable(text, environment))
             elif is_installed(text.rstrip("?")) and is_done(text, _try_import(text.rstrip("?"))):
                 return
-        for framework, part in LATE_PARTS.items():
-            if framework in sys.modules and is_done(part, _try_import(part)):
-                return
+        for framework, parts in LATE_PARTS.items():
+            for part in parts if framework in sys.modules else ():
+                if is_done(part, _try_import(part.rstrip("?"))):
+                    return
     finally:
         for name in changed:
             environment.pop(name, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,41 @@ EPOCHS, SEED = 6, 5
 ROWS = int(os.environ.get("KILLED_ROWS", "50"))
 BATCH = -(-ROWS // 8)
 STEPS = EPOCHS * -(-ROWS // BATCH)
+LONGEST = 12  # tokens of a row; each has its number in the table, from 1 on
 
 
 class Net(torch.nn.Module):
     """A linear net. A row's count in the ledger grows by exactly 1 when a step with the row is applied."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: int = ROWS) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.linear = torch.nn.Linear(4, 1).double()
-        self.ledger = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+        self.ledger = torch.nn.Parameter(torch.zeros(counted, dtype=torch.float64))
 
     def forward(self, row: Any, x: Any, y: Any, rows: int) -> Any:
         """The mean loss over these rows. rows: of the step, over all ranks."""
         return (self.linear(x).squeeze(1) - y).pow(2).mean() - self.ledger[row].mean() * rows
+
+
+class TokenNet(Net):
+    """Its ledger counts tokens of ragged rows, and of packed ones."""
+
+    def __init__(self) -> None:
+        super().__init__(int(count_tokens(ROWS)[-1]))
+
+    def forward(self, batch: Any, rows: int) -> Any:  # type: ignore[override]
+        token, valid = batch["input_ids"], batch.get("document_ids")
+        token = token.pad(0) if valid is None else token
+        valid = token > 0 if valid is None else valid > 0
+        x = torch.stack([torch.sin(token * scale) for scale in (1.0, 0.5, 0.2, 0.1)], -1).double()
+        errors = (self.linear(x).squeeze(-1) - torch.cos(token.double())).pow(2)
+        return (errors * valid).sum() / len(token) - self.ledger[token[valid] - 1].sum() / len(token) * rows
+
+
+def count_tokens(rows: int) -> Any:
+    """The number of tokens up to the end of each row."""
+    return (1 + 5 * torch.arange(rows) % LONGEST).cumsum(0)
 
 
 def find_device() -> str:
@@ -52,8 +74,10 @@ def write_rows(folder: Path) -> None:
     row = np.arange(2 * ROWS)
     for part in np.array_split(row, 3):
         values = pa.FixedSizeListArray.from_arrays(x[part].reshape(-1), 4).cast(pa.list_(pa.float64()))
-        y = np.sin(x[part].sum(axis=1))
-        write_deltalake(table, pa.table({"row": part, "x": values, "y": y}), mode="append")
+        y, ends = np.sin(x[part].sum(axis=1)), [0, *count_tokens(2 * ROWS).tolist()]
+        tokens = [range(ends[row] + 1, ends[row + 1] + 1) for row in part]
+        columns = {"row": part, "x": values, "y": y, "input_ids": pa.array(map(list, tokens))}
+        write_deltalake(table, pa.table(columns), mode="append")
     DeltaTable(table).delete(f"row >= {ROWS + ROWS // 4}")
     for path, first, count in _list_files(table):
         deleted = [place for place in range(count) if first + place >= ROWS]
@@ -79,7 +103,29 @@ def _list_files(table: str) -> list[tuple[str, int, int]]:
 def open_rows(folder: str) -> Any:
     from spark_elastic import Rows
 
-    return Rows.open(f"{folder}/rows.json")
+    return Rows.open(f"{folder}/rows.json").select("row", "x", "y")
+
+
+def open_documents(folder: str) -> tuple[Any, Any]:
+    """The same tokens in rows of different lengths, and packed."""
+    from spark_elastic import Packing, Rows
+
+    ragged = Rows.open(f"{folder}/rows.json").select("input_ids")
+    return ragged, ragged.pack(Packing(length=LONGEST))
+
+
+def load_documents(folder: str) -> list[Any]:
+    from spark_elastic.handwritten.torch_state import ElasticDataLoader
+
+    return [ElasticDataLoader(rows, -(-rows.count // 8), SEED) for rows in open_documents(folder)]
+
+
+def iter_documents(ragged: Any, packed: Any) -> Iterator[tuple[Any, Any]]:
+    """Batches with their loaders: an epoch of the one, then an epoch of the other."""
+    while min(ragged.epoch, packed.epoch) < EPOCHS // 2:
+        loader = min(ragged, packed, key=lambda each: each.epoch)
+        for batch in loader:
+            yield batch, loader
 
 
 def make_optimizer(net: Any) -> torch.optim.Optimizer:
@@ -131,6 +177,63 @@ def train_plain(folder: str) -> dict[str, list[float]]:
             optimizer.zero_grad()
             net(**batch, rows=loader.global_rows).backward()
             optimizer.step()
+    return read_weights(net)
+
+
+def train_plain_tokens(folder: str) -> dict[str, list[float]]:
+    net = TokenNet()
+    optimizer = make_optimizer(net)
+    for batch, loader in iter_documents(*load_documents(folder)):
+        optimizer.zero_grad()
+        net(batch, loader.global_rows).backward()
+        optimizer.step()
+    return read_weights(net)
+
+
+def train_by_optimizer(folder: str) -> dict[str, list[float]]:
+    """`elastic.run` around Horovod's optimizer."""
+    import spark_elastic.torch as hvd
+
+    device = find_device()
+    net = Net().to(device)
+    optimizer = hvd.DistributedOptimizer(make_optimizer(net), named_parameters=net.named_parameters())
+    loader = hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while loader.epoch < EPOCHS:
+            for batch in loader:
+                optimizer.zero_grad()
+                batch = {name: part.to(device) for name, part in batch.items()}
+                (net(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
+                optimizer.step()
+                state.step += 1
+                state.commit()
+                after_step(folder, state.step, state)
+
+    loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
+    return read_weights(net)
+
+
+def train_tokens(folder: str) -> dict[str, list[float]]:
+    """Ragged rows and packed ones, by Horovod's optimizer, on the CPU."""
+    import spark_elastic.torch as hvd
+
+    net = TokenNet()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(net), named_parameters=net.named_parameters())
+    ragged, packed = load_documents(folder)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        for batch, loader in iter_documents(ragged, packed):
+            optimizer.zero_grad()
+            (net(batch, loader.global_rows) * loader.loss_weight).backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+            after_step(folder, state.step, state)
+
+    loop(hvd.elastic.TorchState(net, optimizer, ragged=ragged, packed=packed, step=0))
     return read_weights(net)
 
 
@@ -303,4 +406,11 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
     return read_weights(module.net)
 
 
-PROGRAMS = [train_loop, train_by_lightning, train_by_trainer, train_by_accelerate]
+PROGRAMS = [
+    train_by_optimizer,
+    train_tokens,
+    train_loop,
+    train_by_lightning,
+    train_by_trainer,
+    train_by_accelerate,
+]

@@ -19,15 +19,26 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.torch.hand_written import Run
 from tests.devices import ACCELERATORS, use_device
-from tests.faults import killed_programs
-from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS, train_by_fsdp, write_rows
+from tests.faults import killed_programs, killed_trainers
+from tests.faults.killed_programs import (
+    KILLS,
+    PROGRAMS,
+    STEPS,
+    train_by_fsdp,
+    train_plain,
+    train_plain_tokens,
+    train_tokens,
+    write_rows,
+)
+from tests.faults.killed_trainers import train_by_dpo, train_by_sft, train_embeddings
 from tests.faults.killer import Killer, assert_exact, assert_resumed
 from tests.leaks import SessionOwned
 from tests.sources import ROOT
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(1200)]
 
-cloudpickle.register_pickle_by_value(killed_programs)
+for module in (killed_programs, killed_trainers):
+    cloudpickle.register_pickle_by_value(module)
 
 ON_SPARK: dict[str, Any] = {
     "num_workers": 3,
@@ -85,7 +96,26 @@ def test_loops_and_integrations_are_exact_after_twenty_kills(
     lines, call = rig(train, (str(tmp_path),))
     with Killer(tmp_path, lines, holders=2, after_a_step=train is train_by_fsdp) as killer:
         results = call()
-    assert_exact(results, killer)
+    assert_exact(results, killer, train_plain_tokens if train is train_tokens else train_plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own, of the undisturbed training
+@pytest.mark.parametrize("rig", ["cpu", SPARK], indirect=True)
+@pytest.mark.parametrize(
+    ("train", "library"),
+    [(train_by_sft, "trl"), (train_by_dpo, "trl"), (train_embeddings, "sentence_transformers")],
+)
+def test_fine_tuning_is_exact_after_twenty_kills(
+    rig: Rig, train: Callable[[str], Any], library: str, session_owned: SessionOwned, tmp_path: Path
+) -> None:
+    """In an environment of `works_with.py` that has the library."""
+    pytest.importorskip(library)
+    with session_owned.adopt():
+        write_rows(tmp_path)
+    lines, call = rig(train, (str(tmp_path),))
+    with Killer(tmp_path, lines, holders=2) as killer:
+        results = call()
+    assert_exact(results, killer, train)
 
 
 @pytest.mark.parametrize("rig", ["cpu", SPARK], indirect=True)

@@ -116,6 +116,9 @@ class EngineWork(dist.Work):
             self._at_end()
         error = self._running.exception()
         if error is not None:
+            # It may have frames of this thread. By them the group, which torch's reducer holds where the collector does
+            # not look, would keep the model's wrapper alive, and the wrapper's hooks would fire in the next world.
+            error.__traceback__ = None
             self._group.raise_error()
             raise error
         return True

@@ -442,8 +442,11 @@ def make_mistakes(found: dict[str, Any], rank: int) -> None:
 STEPS, KILLED_AT = 12, 5
 
 
-def train_ddp(device: str = "cpu") -> dict[str, Any]:
-    """DDP under `elastic.run`; rank 1 of the first world kills itself in the middle of a backward pass."""
+def train_ddp(device: str = "cpu", measures: bool = False) -> dict[str, Any]:
+    """DDP under `elastic.run`; rank 1 of the first world kills itself in the middle of a backward pass.
+
+    measures: each step exchanges its loss before, so that the world breaks there.
+    """
     import os
     import signal
 
@@ -468,6 +471,8 @@ def train_ddp(device: str = "cpu") -> dict[str, Any]:
             if state.step == KILLED_AT and hvd.size() == 3 and hvd.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
+                if measures:
+                    dist.all_reduce(loss.detach())
                 loss.backward()
             except hvd.HorovodInternalError as error:
                 errors.append(str(error))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -110,13 +111,13 @@ def train_classifier(
     holds: dict[int, int | str],
     takes_all: bool = True,
     own_loss: bool = False,
-    compares: bool = False,
+    compares: str = "",
 ) -> dict[str, Any]:
     """A net that averages its loss by itself, as BERT does; two batches make a step.
 
     takes_all: its forward takes any argument, so that the Trainer gives it a count of items.
     own_loss: the Trainer's class has a `compute_loss` of its own.
-    compares: and so it has, of the rows of all ranks.
+    compares: and so it has, of the rows of all ranks: "loss": its loss gathers them, "trainer": the Trainer does.
     """
     import transformers
 
@@ -140,24 +141,28 @@ def train_classifier(
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            outputs = model(**inputs)
+            labels = inputs["labels"]
+            outputs = model(inputs["x"], labels[: len(inputs["x"])])
             if compares:
-                unit = torch.nn.functional.normalize(hvd.gather_rows(outputs["logits"]))
-                labels = hvd.gather_rows(inputs["labels"])
+                gather = hvd.gather_rows if compares == "loss" else torch.clone
+                unit = torch.nn.functional.normalize(gather(outputs["logits"]))
+                labels = gather(labels)
                 same = (labels[:, None] == labels).double()
                 loss = (unit @ unit.T - same).square().mean()
                 return (loss, outputs) if return_outputs else loss
-            loss = torch.nn.functional.cross_entropy(outputs["logits"], inputs["labels"])
+            loss = torch.nn.functional.cross_entropy(outputs["logits"], labels)
             return (loss, outputs) if return_outputs else loss
 
     torch.manual_seed(7)
     net = (LenientNet if takes_all else Net)(4, 4).double()
     kind = elastic_trainer(OwnLoss if own_loss or compares else transformers.Trainer)
-    return _train(folder, net, rows, holds, [], accumulation=2, kind=kind, eval_dataset=rows)
+    names = ("logits", "labels") if compares == "trainer" else ()
+    options: dict[str, Any] = {"kind": kind, "eval_dataset": rows, "gather_rows": names}
+    return _train(folder, net, rows, holds, [], accumulation=2, **options)
 
 
 def train_contrastive(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
-    return train_classifier(folder, holds, compares=True)
+    return train_classifier(folder, holds, compares="loss")
 
 
 def _train(
@@ -317,21 +322,23 @@ def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_worl
 
 
 @pytest.mark.parametrize(
-    ("size", "takes_all", "own_loss"),
+    ("size", "takes_all", "own_loss", "compares"),
     [
-        (1, True, False),
-        (2, True, False),
-        (2, True, True),
-        pytest.param(3, True, True, marks=pytest.mark.faults),
-        pytest.param(3, True, False, marks=pytest.mark.faults),
-        pytest.param(3, False, True, marks=pytest.mark.faults),
+        (1, True, False, ""),
+        (2, True, False, ""),
+        (2, True, True, ""),
+        (2, True, True, "trainer"),
+        pytest.param(3, True, True, "", marks=pytest.mark.faults),
+        pytest.param(3, True, False, "", marks=pytest.mark.faults),
+        pytest.param(3, False, True, "", marks=pytest.mark.faults),
+        pytest.param(3, True, True, "trainer", marks=pytest.mark.faults),
     ],
 )
-def test_p2_a_mean_of_a_ranks_rows_becomes_that_of_all_rows(
-    size: int, takes_all: bool, own_loss: bool, tmp_path: Path
+def test_p2_a_loss_of_a_ranks_rows_becomes_that_of_all_rows(
+    size: int, takes_all: bool, own_loss: bool, compares: str, tmp_path: Path
 ) -> None:
-    expected = train_classifier(str(tmp_path), {}, takes_all=False)
-    given = str(tmp_path), {}, takes_all, own_loss
+    expected = train_classifier(str(tmp_path), {}, takes_all=False, compares=compares)
+    given = str(tmp_path), {}, takes_all, own_loss, compares
     if size == 1:
         results = [train_classifier(*given)]
     else:
@@ -474,9 +481,11 @@ def train_by_accelerate(steps: int) -> list[float]:
         prepared, stepper = accelerator.prepare(model, optimizer)
         while state.step < steps:
             batch = torch.randn(
-                6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
+                7, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
             )
             mine = batch[accelerator.process_index :: accelerator.num_processes]
+            gathered = accelerator.gather_for_metrics({"rows": mine, "ranks": torch.tensor(hvd.rank())})
+            assert len(gathered["rows"]) == len(batch), "ranks whose parts differ by a row"
             stepper.zero_grad()
             loss = prepared(mine).pow(2).sum() * accelerator.num_processes / len(batch)
             accelerator.backward(loss)
@@ -568,6 +577,38 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
 
 
+def test_a_loss_that_compares_rows_is_told_of_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    from spark_elastic.integrations.huggingface import ElasticTrainer
+
+    def prepare(names: tuple[str, ...], **attributes: Any) -> Any:
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        trainer = ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, gather_rows=names)
+        trainer.loss = type("Ranking", (torch.nn.Module,), attributes)()
+        return trainer._adapter
+
+    prepare(("embedding",), gather_across_devices=False).check_losses()
+    prepare((), gather_across_devices=True).check_losses()
+    prepare((), mini_batch_size=2).check_losses()
+    assert not caplog.messages
+    for more, remedy in (
+        ({}, "give the trainer gather_rows"),
+        ({"mini_batch_size": 2}, "give it gather_across"),
+    ):
+        prepare((), gather_across_devices=False, **more).check_losses()
+        assert "Ranking compares the rows of one rank alone" in caplog.messages[-1]
+        assert remedy in caplog.messages[-1]
+    for attributes in (
+        {"gather_across_devices": True},
+        {"gather_across_devices": False, "mini_batch_size": 2},
+    ):
+        with pytest.raises(InvalidInput, match="Ranking gathers rows itself, or goes through them in parts"):
+            prepare(("embedding",), **attributes).check_losses()
+
+
 class Pairs(torch.utils.data.BatchSampler):
     """Rows 0 and 1, then 2 and 3 ..., in another order of the pairs in each epoch."""
 
@@ -643,6 +684,22 @@ def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused_by_name(
         trainer.train()
 
 
+def test_rows_that_a_batch_sampler_puts_behind_its_length_are_spoken_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+
+    class Longer(Pairs):
+        def __len__(self) -> int:
+            return 2
+
+    for kind in (Pairs, Longer):
+        theirs = torch.utils.data.DataLoader(range(6), batch_sampler=kind(6, 2, again=True))
+        make_elastic_loader(theirs, 2, 5, None)
+    (told,) = caplog.messages
+    assert "Longer makes 3 batches of an epoch, of which the Trainer takes 2" in told
+
+
 def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_elastic.handwritten import data_loader
     from spark_elastic.integrations.huggingface_loader import make_elastic_loader
@@ -676,10 +733,13 @@ def test_p1_a_batch_sampler_that_gives_each_rank_other_batches_is_refused(
 ) -> None:
     from spark_elastic.integrations import huggingface_loader
 
-    other = SimpleNamespace(size=2, allgather=lambda digest: torch.tensor([digest[0], digest[0] + 1]))
-    session = SimpleNamespace(group=other, wait_until_idle=lambda: None)
+    apart = 0  # the digests of the ranks
+    group = SimpleNamespace(size=2, allgather=lambda digest: np.stack([digest, digest + apart]))
+    session = SimpleNamespace(group=group, wait_until_idle=lambda: None)
     monkeypatch.setattr(huggingface_loader, "get_session", lambda: session)
     theirs = torch.utils.data.DataLoader(range(4), batch_sampler=Pairs(4, 2, again=True))
+    iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
+    apart = 1
     with pytest.raises(InvalidInput, match="Pairs gives each rank other batches"):
         iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
 
