@@ -20,7 +20,7 @@ from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
-from spark_elastic.integrations.accelerators import check_distributed
+from spark_elastic.integrations.accelerators import check_distributed, check_fsdp, divide_models
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress
 from spark_elastic.integrations.huggingface_loader import make_elastic_loader
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
@@ -119,6 +119,7 @@ class ElasticTrainer(_OwnLoss):
             GradientState._reset_state()
             self.create_accelerator_and_postprocess()
             check_distributed(self.accelerator)
+            self._adapter.share_values()
             # An int until the first step, which a worker that joins after the last one never takes; the Trainer gathers
             # these numbers, so all ranks need one dtype.
             self.current_flos = float(self.current_flos)
@@ -128,17 +129,26 @@ class ElasticTrainer(_OwnLoss):
         lasting = {
             "get_train_dataloader": lambda: loader,
             "create_optimizer": lambda *_, **__: self.optimizer,
-            "create_scheduler": lambda *_, **__: self.lr_scheduler,
+            "create_scheduler": lambda *_, **__: self._adapter.fill_model(self.args.device) or self.lr_scheduler,
         }
         self.__dict__.update(lasting)
+        values = {"model": self.model, "optimizer": optimizer}
+        if self.args.fsdp:
+            self._adapter.divide(values.pop("model"), lambda: [optimizer], [values.pop("optimizer")])
         try:
-            return self._adapter.train_in_worlds(
-                train, model=self.model, optimizer=optimizer, scheduler=scheduler, loader=loader
-            )
+            return self._adapter.train_in_worlds(train, **values, scheduler=scheduler, loader=loader)
         finally:
             self.model_init = model_init
             for name in lasting:
                 delattr(self, name)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.args.fsdp:
+            check_fsdp(self.args)
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            divide_models(self.accelerator, self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
@@ -159,7 +169,9 @@ class ElasticTrainer(_OwnLoss):
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         with leave_frozen_out(self.model):
-            return super()._prepare_for_training(*args, **options)
+            prepared = super()._prepare_for_training(*args, **options)
+        self._adapter.finish_world()
+        return prepared
 
     def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **options: Any) -> None:
         """The rest of an epoch. The Trainer counts from the position on; `TrainerProgress` puts the epoch right."""
@@ -213,11 +225,8 @@ class ElasticTrainer(_OwnLoss):
                 "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
                 f"{self.args.train_sampling_strategy!r}."
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise InvalidInput(
-                "ElasticTrainer trains with DistributedDataParallel only: remove fsdp and deepspeed from the "
-                "TrainingArguments."
-            )
+        if self.is_deepspeed_enabled:
+            raise InvalidInput("ElasticTrainer trains by DistributedDataParallel or FSDP2: leave deepspeed out.")
 
 
 def elastic_trainer(kind: Any) -> type[Any]:

@@ -218,8 +218,11 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     return read_weights(net)
 
 
-def train_by_trainer(folder: str) -> dict[str, list[float]]:
-    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise."""
+def train_by_trainer(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
+    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise.
+
+    fsdp: no worker has the whole of the model.
+    """
     import transformers
 
     from spark_elastic.integrations.huggingface import elastic_trainer
@@ -257,17 +260,26 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
         use_cpu=find_device() == "cpu",
         disable_tqdm=True,
         seed=SEED,
+        fsdp=fsdp,
+        fsdp_config={"transformer_layer_cls_to_wrap": ["Linear"]} if fsdp else None,
     )
     net = TrainerNet().to(args.device)
     trainer = elastic_trainer(Own)(net, args, global_batch_size=BATCH)
     hold_after_commits(trainer._adapter, folder)
     trainer.train()
+    assert trainer.model is net
     base = net.base
+    whole = base.full_tensor() if fsdp else base
     del net.base
-    return {**read_weights(net), "base": base.unique().tolist()}
+    return {**read_weights(net), "base": whole.unique().tolist()}
 
 
-def train_by_lightning(folder: str) -> dict[str, list[float]]:
+def train_by_trainer_and_fsdp(folder: str) -> dict[str, list[float]]:
+    return train_by_trainer(folder, fsdp=True)
+
+
+def train_by_lightning(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
+    """fsdp: no worker has the whole of the model."""
     import lightning.pytorch as pl
 
     from spark_elastic.handwritten.torch_state import ElasticDataLoader
@@ -303,4 +315,9 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
     return read_weights(module.net)
 
 
+def train_by_lightning_and_fsdp(folder: str) -> dict[str, list[float]]:
+    return train_by_lightning(folder, fsdp=True)
+
+
+FSDP_PROGRAMS = [train_by_fsdp, train_by_trainer_and_fsdp, train_by_lightning_and_fsdp]
 PROGRAMS = [train_loop, train_by_lightning, train_by_trainer, train_by_accelerate]
