@@ -66,8 +66,13 @@ def check_fsdp(args: Any) -> None:
     }
     for name in (name for name, is_set in refused.items() if is_set):
         raise InvalidInput(
-            f"ElasticTrainer divides a model by rows over all workers, as FSDP2 does, and not with {name}: leave it out "
-            "of the TrainingArguments."
+            f"ElasticTrainer divides a model by rows over all workers, as FSDP2 does, and not with {name}: leave it "
+            "out of the TrainingArguments."
+        )
+    if get_context() is None:
+        raise InvalidInput(
+            "ElasticTrainer with fsdp divides a model over the workers of a job: call it in a function of "
+            "spark_elastic.run, or leave fsdp out of the TrainingArguments."
         )
 
 

@@ -44,15 +44,27 @@ class DividedModel:
         """
         self._model, self._list_optimizers = model, list_optimizers
         self._parts = [
-            (part, type(part), {*vars(part)}, {n: vars(part)[n].copy() for n in _STRUCTURE if n in vars(part)})
+            (
+                part,
+                type(part),
+                {*vars(part)},
+                {n: vars(part)[n].copy() for n in _STRUCTURE if n in vars(part)},
+            )
             for part in model.modules()
         ]
         self._has_values = True  # the parts still hold the parameters as the program has made them
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._optimizers = [
-            (optimizer, [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups])
+        # By number, as wrappers change names.
+        numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        self._groups = [
+            (optimizer, group, [numbers.get(id(parameter), -1) for parameter in group["params"]])
             for optimizer in lasting
+            for group in optimizer.param_groups
         ]
+        if any(-1 in own for *_, own in self._groups):
+            raise InvalidInput(
+                "the optimizer trains a parameter that belongs to no part of the model, so it could not be divided: "
+                "make it an attribute of one of the model's modules."
+            )
 
     def make_state(self, **values: Any) -> DividedTrainerState:
         return DividedTrainerState(self._build, **values)
@@ -92,7 +104,9 @@ class DividedModel:
         for *_, structure in self._parts:
             for name, parameter in structure["_parameters"].items():
                 if parameter is not None and id(parameter) not in stands_for:
-                    empty = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    empty = torch.nn.Parameter(
+                        torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                    )
                     stands_for[id(parameter)] = parameter, empty
                 if parameter is not None:
                     structure["_parameters"][name] = stands_for[id(parameter)][1]
@@ -109,16 +123,15 @@ class DividedModel:
             self._follow_parameters()
 
     def _follow_parameters(self) -> None:
-        parameters = dict(self._model.named_parameters())
-        for optimizer, names in self._optimizers:
+        parameters = list(self._model.parameters())
+        for optimizer, group, own in self._groups:
             optimizer.state.clear()
-            for group, own in zip(optimizer.param_groups, names, strict=True):
-                group["params"] = [parameters[name] for name in own]
+            group["params"] = [parameters[number] for number in own]
 
     def _build(self, _: Any) -> dict[str, Any]:
         return {
             "model": self._model,
-            **{f"optimizer {number}": each for number, each in enumerate(self._list_optimizers())},
+            **{f"optimizer_{number}": each for number, each in enumerate(self._list_optimizers())},
         }
 
 

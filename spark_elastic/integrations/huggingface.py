@@ -19,10 +19,8 @@ from transformers import Trainer
 from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.rows import Rows
-from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.accelerators import check_distributed, check_fsdp, divide_models
-from spark_elastic.integrations.huggingface_adapter import TrainerProgress
-from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+from spark_elastic.integrations.huggingface_adapter import TrainerProgress, check_training
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 
 
@@ -35,8 +33,6 @@ class _OwnLoss(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         compute = partial(super().compute_loss, model, inputs, return_outputs)
-        if getattr(super().compute_loss, "__func__", None) is not Trainer.compute_loss:
-            return compute(num_items_in_batch)  # as in `class E(ElasticTrainer, SFTTrainer)`
         return self._adapter.compute_own(compute, num_items_in_batch, return_outputs)
 
 
@@ -57,6 +53,9 @@ class ElasticTrainer(_OwnLoss):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _check_loop(cls)
+        order = cls.__mro__
+        if order[order.index(_OwnLoss) + 1] is not Trainer:  # `class E(ElasticTrainer, SFTTrainer)`
+            cls.__bases__ = (*cls.__bases__, _OwnLoss)
 
     def __init__(
         self,
@@ -100,18 +99,18 @@ class ElasticTrainer(_OwnLoss):
         Raises:
             InvalidInput: this kind of training cannot be elastic.
         """
-        self._check_training(trial)
+        check_training(self, trial)
         self._adapter.takes_count = None
-        loader = self._adapter.loader = self._make_loader()
+        loader = self._adapter.loader = self._adapter.make_loader()
         max_steps = self.set_initial_training_values(self.args, loader)[-1]
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         optimizer, scheduler, self._created_lr_scheduler = self.optimizer, self.lr_scheduler, False
         model_init, self.model_init = self.model_init, None  # the model lives through all worlds
-        forward = self.model.__dict__.get("forward")
+        model, forward = self.model, self.model.__dict__.get("forward")
 
         def train() -> Any:
+            self.model, self.optimizer = model, optimizer
             self._adapter.undo_preparation(forward)
-            self.optimizer = optimizer
             begins = not self._adapter.restore()
             # Cached: rank, size and device, by the process group.
             self.args.__dict__.pop("_setup_devices", None)
@@ -129,12 +128,14 @@ class ElasticTrainer(_OwnLoss):
         lasting = {
             "get_train_dataloader": lambda: loader,
             "create_optimizer": lambda *_, **__: self.optimizer,
-            "create_scheduler": lambda *_, **__: self._adapter.fill_model(self.args.device) or self.lr_scheduler,
+            "create_scheduler": lambda *_, **__: (
+                self._adapter.fill_model(self.args.device) or self.lr_scheduler
+            ),
         }
         self.__dict__.update(lasting)
-        values = {"model": self.model, "optimizer": optimizer}
+        values = {} if self.args.fsdp else {"model": model, "optimizer": optimizer}
         if self.args.fsdp:
-            self._adapter.divide(values.pop("model"), lambda: [optimizer], [values.pop("optimizer")])
+            self._adapter.divide(model, lambda: [optimizer], [optimizer])
         try:
             return self._adapter.train_in_worlds(train, **values, scheduler=scheduler, loader=loader)
         finally:
@@ -201,32 +202,6 @@ class ElasticTrainer(_OwnLoss):
         stops = self.control.should_training_stop or self.control.should_epoch_stop
         if loader is not None and loader.step < len(loader) and self._adapter.is_due() and not stops:
             self._adapter.commit()
-
-    def _make_loader(self) -> ElasticDataLoader:
-        """The rows that the Trainer's own loader would give, with that one's collator and settings."""
-        args, own = self.args, (self.args.per_device_train_batch_size, self._train_batch_size)
-        # Where a batch sampler decides the rows of a batch, it is that of all ranks.
-        args.per_device_train_batch_size = self._train_batch_size = self.global_batch_size
-        try:
-            theirs = self.get_train_dataloader()
-        finally:
-            args.per_device_train_batch_size, self._train_batch_size = own
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return make_elastic_loader(theirs, self.global_batch_size, seed, self.determinism)
-
-    def _check_training(self, trial: Any) -> None:
-        if trial is not None:
-            raise InvalidInput(
-                "ElasticTrainer searches no hyperparameters: start one training for each trial."
-            )
-        if getattr(self.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
-            raise InvalidInput(
-                "ElasticTrainer gives each row once per epoch, in an order that no world changes: leave "
-                "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
-                f"{self.args.train_sampling_strategy!r}."
-            )
-        if self.is_deepspeed_enabled:
-            raise InvalidInput("ElasticTrainer trains by DistributedDataParallel or FSDP2: leave deepspeed out.")
 
 
 def elastic_trainer(kind: Any) -> type[Any]:

@@ -75,7 +75,9 @@ class TrainerAdapter(ABC):
 
     def divide(self, model: torch.nn.Module, *described: Any) -> None:
         """The trainer will divide the model, which is whole yet, by FSDP2. described: see `DividedModel`."""
-        divided_models: Any = importlib.import_module("spark_elastic.integrations.divided_models")  # needs torch 2.7
+        divided_models: Any = importlib.import_module(
+            "spark_elastic.integrations.divided_models"
+        )  # needs torch 2.7
         self.divided = divided_models.DividedModel(model, *described)
 
     def train_in_worlds(self, train: Callable[[], R], **values: Any) -> R:

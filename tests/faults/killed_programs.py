@@ -283,7 +283,7 @@ def train_by_lightning(folder: str, fsdp: bool = False) -> dict[str, list[float]
     import lightning.pytorch as pl
 
     from spark_elastic.handwritten.torch_state import ElasticDataLoader
-    from spark_elastic.integrations.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticModelParallelStrategy, ElasticStrategy
 
     loader = ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
@@ -292,13 +292,20 @@ def train_by_lightning(folder: str, fsdp: bool = False) -> dict[str, list[float]
             super().__init__()
             self.net = Net()
 
+        def configure_model(self) -> None:
+            if fsdp:
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(self.net.linear, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
         def training_step(self, batch: Any) -> Any:
             return self.net(**batch, rows=loader.global_rows)
 
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.net)
 
-    strategy = ElasticStrategy()
+    strategy = ElasticModelParallelStrategy() if fsdp else ElasticStrategy()
     hold_after_commits(strategy._adapter, folder)
     module = LightningNet()
     trainer = pl.Trainer(
