@@ -117,7 +117,8 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
             name: _add_piece(builder, parameter, f"parameter {name!r}")
             for name, parameter in self._list_divided()
         }
-        return {"divided": divided, **super().capture(builder)}
+        frozen = [name for name, parameter in self._list_divided() if not parameter.requires_grad]
+        return {"divided": divided, "divided frozen": frozen, **super().capture(builder)}
 
     def load(self, values: Any, memory: Bytes) -> None:
         divided = dict(self._list_divided())
@@ -132,6 +133,7 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
         with torch.no_grad():
             for name, ref in saved.items():
                 _local(divided[name]).copy_(_read_piece(ref, self.pieces))
+                divided[name].requires_grad_(name not in values["divided frozen"])
         super().load(values, memory)
 
     def _list_divided(self) -> Iterator[tuple[str, DTensor]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,8 +76,6 @@ class ShardedCommit:
     shards: dict[int, Bytes]  # by number: the rank's own shard, and those that it keeps a copy of
     # By number: the checksums of these shards, computed by the ranks that made them.
     checksums: dict[int, int]
-    # The memory in which they lie, for use by a later commit once this one is dropped.
-    memory: list[Bytes] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[DividedTensor]:
@@ -89,8 +87,6 @@ class ShardedCommits:
 
     def __init__(self) -> None:
         self._held: list[ShardedCommit] = []
-        # Memory of a commit that was dropped, for the next one.
-        self._free_memory: list[Bytes] = []
         self._places: tuple[Place, ...] = ()
 
     def get_newest_complete(self) -> ShardedCommit | None:
@@ -99,12 +95,11 @@ class ShardedCommits:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the commits' tensors occupy in this process, with the memory of the next commit."""
-        held = [memory for commit in self._held for memory in commit.memory]
-        return sum(memory.nbytes for memory in (*held, *self._free_memory))
+        """Bytes that the commits' tensors occupy in this process: between two commits, so that a step has the rest."""
+        return sum(shard.nbytes for commit in self._held for shard in commit.shards.values())
 
     def clear(self) -> None:
-        self._held, self._free_memory = [], []
+        self._held = []
 
     def save(self, group: Group, position: Position, fence: tuple[int, int], capture: Capture) -> None:
         """Make a commit, complete on all ranks when this returns.
@@ -123,10 +118,10 @@ class ShardedCommits:
         builder = ShardBuilder()
         common = build_snapshot(position, lambda _: {**capture(builder), LAYOUT: builder.tensors}, builder)
         extents, nbytes = lay_out(builder.tensors, key.size, rank)
-        own = self._allocate(nbytes)
+        own = np.empty(nbytes, np.uint8)
         for extent, piece in zip(extents, builder.locals, strict=True):
             extent.of(own)[...] = piece
-        return ShardedCommit(key, common, self._places, {rank: own}, {rank: _compute_checksum(own)}, [own])
+        return ShardedCommit(key, common, self._places, {rank: own}, {rank: _compute_checksum(own)})
 
     def _exchange_copies(self, group: Group, commit: ShardedCommit) -> None:
         """Send this rank's shard to the rank that keeps its copy, and receive those that this rank keeps."""
@@ -135,25 +130,16 @@ class ShardedCommits:
         splits = [own.nbytes if to == targets[group.rank] != group.rank else 0 for to in range(group.size)]
         sources = [rank for rank in range(group.size) if targets[rank] == group.rank != rank]
         sizes = [lay_out(commit.tensors, group.size, rank)[1] for rank in sources]
-        kept = self._allocate(sum(sizes))
+        kept = np.empty(sum(sizes), np.uint8)
         group.alltoall(own if sum(splits) else own[:0], splits, out=kept)
-        commit.memory.append(kept)
         checksums = group.allgather(np.array(commit.checksums[group.rank], np.uint64)).tolist()
         for rank, copy in zip(sources, split(kept, sizes), strict=True):
             _require_checksum(group, copy, checksums[rank], f"the copy of rank {rank}'s shard")
             commit.shards[rank], commit.checksums[rank] = copy, checksums[rank]
 
     def keep_only(self, commit: ShardedCommit) -> None:
-        """Drop all others; the newest one's memory serves the next commit."""
-        dropped = [each for each in self._held if each is not commit]
+        """Drop all others."""
         self._held = [commit]
-        self._free_memory = [memory for each in dropped[-1:] for memory in each.memory]
-
-    def _allocate(self, nbytes: int) -> Bytes:
-        for number, memory in enumerate(self._free_memory):
-            if memory.nbytes == nbytes:
-                return self._free_memory.pop(number)
-        return np.empty(nbytes, np.uint8)
 
     # ---- at the beginning of a world
 

@@ -52,6 +52,8 @@ class DividedHandler(SnapshotHandler):
 class ShardedState(ObjectState):
     """Values by name that do not depend on the world, and those that `build` returns in each world."""
 
+    builds_late = False  # whether `finish_world` is called by whoever builds, and not when a world begins
+
     def __init__(self, build: Build, **values: Any) -> None:
         """
         Args:
@@ -69,6 +71,8 @@ class ShardedState(ObjectState):
         self._build = build
         self._commits = ShardedCommits()
         self._built: list[str] = []  # names of what `build` has returned
+        # The commit that this world continues, and what all ranks have alike in it; None: nothing was committed.
+        self._chosen: tuple[RestorableCommit, Snapshot] | None = None
         super().__init__(**values)
         for name, handler in self._handlers.items():
             if isinstance(handler, DividedHandler):
@@ -153,7 +157,8 @@ class ShardedState(ObjectState):
     # ---- at the beginning of a world
 
     def begin_alone(self) -> None:
-        self._build_values()
+        if not self.builds_late:
+            self.finish_world()
 
     def on_reset(self) -> None:
         """The world changed; callbacks run once the state is there."""
@@ -172,10 +177,31 @@ class ShardedState(ObjectState):
         chosen = self._commits.agree_on_commit(group, place)
         if isinstance(chosen, LostCommit):
             chosen = self._replace_lost(session, place, chosen)
+        self._chosen = None
+        if chosen is not None:
+            common = self._commits.share_common(group, chosen)
+            self._load_values(common)
+            self._chosen = chosen, common
+        if not self.builds_late:
+            self.finish_world()
+
+    @property
+    def continues(self) -> bool:
+        """Whether this world continues a commit."""
+        return self._chosen is not None
+
+    def finish_world(self) -> None:
+        """Build, and continue the commit that `begin_world` has chosen; commit again, as this world divides it.
+        Collective."""
+        self._build_values()
+        session, chosen, self._chosen = self._session, self._chosen, None
+        if session is None:
+            return
+        group = _wait_for_idle_group(session)
         if chosen is None:
             self._begin_training(group)
         else:
-            self._continue(group, chosen)
+            self._continue(group, *chosen)
         self.renew_commit()
         self._report_commit()
 
@@ -203,7 +229,6 @@ class ShardedState(ObjectState):
     def _begin_training(self, group: Group) -> None:
         """Nothing was committed: rank 0's values, and what each rank has built."""
         self._number = 0
-        self._build_values()
         commit = self._commits.copy_state(group.rank, CommitKey(0, (0, 0), group.size), START, self._capture)
         common = broadcast_snapshot(group, 0, commit.common, PickleCodec())
         if common is not None:
@@ -211,10 +236,7 @@ class ShardedState(ObjectState):
             self._load_values(common)
             self._load_built(common, [extent.of(commit.shards[group.rank]) for extent in extents])
 
-    def _continue(self, group: Group, chosen: RestorableCommit) -> None:
-        common = self._commits.share_common(group, chosen)
-        self._load_values(common)
-        self._build_values()
+    def _continue(self, group: Group, chosen: RestorableCommit, common: Snapshot) -> None:
         tensors = [DividedTensor(*each) for each in common.values[LAYOUT]]
         self._load_built(common, self._commits.divide(group, chosen, tensors))
         if chosen.key.fence != FROM_CHECKPOINT:

@@ -20,10 +20,9 @@ from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.estimators.rows import Rows
-from spark_elastic.handwritten.data_loader import ElasticDataLoader
-from spark_elastic.integrations.accelerators import check_distributed
-from spark_elastic.integrations.huggingface_adapter import TrainerProgress
-from spark_elastic.integrations.huggingface_loader import initialize_on_rows, make_elastic_loader
+from spark_elastic.integrations.accelerators import check_distributed, check_fsdp, divide_models
+from spark_elastic.integrations.huggingface_adapter import TrainerProgress, check_training
+from spark_elastic.integrations.huggingface_loader import initialize_on_rows
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 
 
@@ -36,8 +35,6 @@ class _OwnLoss(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         compute = partial(super().compute_loss, model, inputs, return_outputs)
-        if getattr(super().compute_loss, "__func__", None) is not Trainer.compute_loss:
-            return compute(num_items_in_batch)  # as in `class E(ElasticTrainer, SFTTrainer)`
         return self._adapter.compute_own(compute, num_items_in_batch, return_outputs)
 
 
@@ -58,6 +55,9 @@ class ElasticTrainer(_OwnLoss):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _check_loop(cls)
+        order = cls.__mro__
+        if order[order.index(_OwnLoss) + 1] is not Trainer:  # `class E(ElasticTrainer, SFTTrainer)`
+            cls.__bases__ = (*cls.__bases__, _OwnLoss)
 
     def __init__(
         self,
@@ -108,19 +108,19 @@ class ElasticTrainer(_OwnLoss):
         Raises:
             InvalidInput: this kind of training cannot be elastic.
         """
-        self._check_training(trial)
+        check_training(self, trial)
         self._adapter.check_losses()
         self._adapter.takes_count = None
-        loader = self._adapter.loader = self._make_loader()
+        loader = self._adapter.loader = self._adapter.make_loader()
         max_steps = self.set_initial_training_values(self.args, loader)[-1]
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         optimizer, scheduler, self._created_lr_scheduler = self.optimizer, self.lr_scheduler, False
         model_init, self.model_init = self.model_init, None  # the model lives through all worlds
-        forward = self.model.__dict__.get("forward")
+        model, forward = self.model, self.model.__dict__.get("forward")
 
         def train() -> Any:
+            self.model, self.optimizer = model, optimizer
             self._adapter.undo_preparation(forward)
-            self.optimizer = optimizer
             begins = not self._adapter.restore()
             # Cached: rank, size and device, by the process group.
             self.args.__dict__.pop("_setup_devices", None)
@@ -128,6 +128,7 @@ class ElasticTrainer(_OwnLoss):
             GradientState._reset_state()
             self.create_accelerator_and_postprocess()
             check_distributed(self.accelerator)
+            self._adapter.share_values()
             # An int until the first step, which a worker that joins after the last one never takes; the Trainer gathers
             # these numbers, so all ranks need one dtype.
             self.current_flos = float(self.current_flos)
@@ -137,17 +138,28 @@ class ElasticTrainer(_OwnLoss):
         lasting = {
             "get_train_dataloader": lambda: loader,
             "create_optimizer": lambda *_, **__: self.optimizer,
-            "create_scheduler": lambda *_, **__: self.lr_scheduler,
+            "create_scheduler": lambda *_, **__: (
+                self._adapter.fill_model(self.args.device) or self.lr_scheduler
+            ),
         }
         self.__dict__.update(lasting)
+        values = {} if self.args.fsdp else {"model": model, "optimizer": optimizer}
+        if self.args.fsdp:
+            self._adapter.divide(model, lambda: [optimizer], [optimizer])
         try:
-            return self._adapter.train_in_worlds(
-                train, model=self.model, optimizer=optimizer, scheduler=scheduler, loader=loader
-            )
+            return self._adapter.train_in_worlds(train, **values, scheduler=scheduler, loader=loader)
         finally:
             self.model_init = model_init
             for name in lasting:
                 delattr(self, name)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.args.fsdp:
+            check_fsdp(self.args)
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            divide_models(self.accelerator, self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
@@ -170,7 +182,9 @@ class ElasticTrainer(_OwnLoss):
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         with leave_frozen_out(self.model):
-            return super()._prepare_for_training(*args, **options)
+            prepared = super()._prepare_for_training(*args, **options)
+        self._adapter.finish_world()
+        return prepared
 
     def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **options: Any) -> None:
         """The rest of an epoch. The Trainer counts from the position on; `TrainerProgress` puts the epoch right."""
@@ -200,35 +214,6 @@ class ElasticTrainer(_OwnLoss):
         stops = self.control.should_training_stop or self.control.should_epoch_stop
         if loader is not None and loader.step < len(loader) and self._adapter.is_due() and not stops:
             self._adapter.commit()
-
-    def _make_loader(self) -> ElasticDataLoader:
-        """The rows that the Trainer's own loader would give, with that one's collator and settings."""
-        args, own = self.args, (self.args.per_device_train_batch_size, self._train_batch_size)
-        # Where a batch sampler decides the rows of a batch, it is that of all ranks.
-        args.per_device_train_batch_size = self._train_batch_size = self.global_batch_size
-        try:
-            theirs = self.get_train_dataloader()
-        finally:
-            args.per_device_train_batch_size, self._train_batch_size = own
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return make_elastic_loader(theirs, self.global_batch_size, seed, self.determinism)
-
-    def _check_training(self, trial: Any) -> None:
-        if trial is not None:
-            raise InvalidInput(
-                "ElasticTrainer searches no hyperparameters: start one training for each trial."
-            )
-        if getattr(self.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
-            raise InvalidInput(
-                "ElasticTrainer gives each row once per epoch, in an order that no world changes: leave "
-                "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
-                f"{self.args.train_sampling_strategy!r}."
-            )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise InvalidInput(
-                "ElasticTrainer trains with DistributedDataParallel only: remove fsdp and deepspeed from the "
-                "TrainingArguments."
-            )
 
 
 def elastic_trainer(kind: Any) -> type[Any]:

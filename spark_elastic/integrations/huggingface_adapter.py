@@ -16,7 +16,9 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import get_generators, set_generators
+from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.horovod.torch.gathering import gather_rows
+from spark_elastic.integrations.huggingface_loader import make_elastic_loader
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
 from spark_elastic.runs.snapshot import SnapshotBuilder
 
@@ -64,6 +66,19 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
             "callbacks": [copy.deepcopy(each.state()["attributes"]) for each in self._list_exportable()],
             "random": get_generators(),
         }
+
+    def make_loader(self) -> ElasticDataLoader:
+        """The rows that the Trainer's own loader would give, with that one's collator and settings."""
+        trainer, args = self._trainer, self._trainer.args
+        own = args.per_device_train_batch_size, trainer._train_batch_size
+        # Where a batch sampler decides the rows of a batch, it is that of all ranks.
+        args.per_device_train_batch_size = trainer._train_batch_size = trainer.global_batch_size
+        try:
+            theirs = trainer.get_train_dataloader()
+        finally:
+            args.per_device_train_batch_size, trainer._train_batch_size = own
+        seed = args.seed if args.data_seed is None else args.data_seed
+        return make_elastic_loader(theirs, trainer.global_batch_size, seed, trainer.determinism)
 
     def restore_state(self) -> int:
         """What the Trainer has made anew before it prepares model and optimizer; returns the epoch."""
@@ -227,6 +242,28 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
                 "weighted by this rank's rows: compute the loss there."
             )
         self._weighted = False
+
+
+def check_training(trainer: Any, trial: Any) -> None:
+    """
+    Args:
+        trial: of `Trainer.train`.
+
+    Raises:
+        InvalidInput: this kind of training cannot be elastic.
+    """
+    if trial is not None:
+        raise InvalidInput("ElasticTrainer searches no hyperparameters: start one training for each trial.")
+    if getattr(trainer.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
+        raise InvalidInput(
+            "ElasticTrainer gives each row once per epoch, in an order that no world changes: leave "
+            "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
+            f"{trainer.args.train_sampling_strategy!r}."
+        )
+    if trainer.is_deepspeed_enabled:
+        raise InvalidInput(
+            "ElasticTrainer trains by DistributedDataParallel or FSDP2: remove deepspeed from the TrainingArguments."
+        )
 
 
 def _list_modules(trainer: Trainer) -> Iterator[torch.nn.Module]:

@@ -1,11 +1,13 @@
-"""Elastic training by Lightning's Trainer: `ElasticStrategy`, for the packages `lightning` and `pytorch_lightning`.
+"""Elastic training by Lightning's Trainer: `ElasticStrategy` and `ElasticModelParallelStrategy`, for the packages
+`lightning` and `pytorch_lightning`.
 
-It says where this process is, and wraps and steps as DistributedDataParallel does. In each world the Trainer's own
-`fit` runs from the newest commit; see `lightning_loops`. Training thread only.
+A strategy says where this process is, and wraps and steps as DistributedDataParallel or FSDP2 do. In each world the
+Trainer's own `fit` runs from the newest commit; see `lightning_loops`. Training thread only.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,40 +29,24 @@ from spark_elastic.worker.context import get_context
 
 _ClusterEnvironment: Any = import_lightning("plugins.environments").ClusterEnvironment
 _DDPStrategy: Any = import_lightning("strategies").DDPStrategy
+_ParallelStrategy: Any = import_lightning("strategies").ParallelStrategy
+_ModelParallelStrategy: Any = import_lightning("strategies").ModelParallelStrategy
 _Launcher: Any = import_lightning("strategies.launchers.launcher")._Launcher
 
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters.keys() - {"self", "module"}
 
 
-class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
-    """`Trainer(strategy=ElasticStrategy())`: a `fit` that survives the loss of workers, on CPUs or on GPUs.
-
-    The rows come from one `ElasticDataLoader`, so that each comes once per epoch and weights do not depend on the
-    world. `training_step` returns the mean loss of its rows; the gradients are then those of the mean over the rows of
-    all ranks. Outside of a job, the Trainer trains in this process alone.
-    """
+class _Elastic(_ParallelStrategy):  # type: ignore[misc]
+    """What a strategy of Lightning's needs to be elastic, however it divides the work."""
 
     strategy_name = "elastic"
     restore_checkpoint_after_setup = True  # model and optimizers have their final types and places by then
 
-    def __init__(self, commit_every: int = 1, timeout: timedelta | None = None, **options: Any) -> None:
-        """
-        Args:
-            commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
-            timeout: how long a collective waits for a rank that is alive; None takes torch's default.
-            options: those of DistributedDataParallel.
-
-        Raises:
-            InvalidInput: an argument is wrong.
-        """
+    def __init__(self, commit_every: int, timeout: timedelta | None, **options: Any) -> None:
         self._adapter = LightningFit(self, commit_every)
-        for name in options.keys() - _DDP_OPTIONS:
-            raise InvalidInput(
-                f"ElasticStrategy has no option {name!r}: it takes those of DistributedDataParallel, as in "
-                "ElasticStrategy(find_unused_parameters=True)."
-            )
         waits = {} if timeout is None else {"timeout": timeout}
-        super().__init__(cluster_environment=_ElasticEnvironment(), **waits, **options)
+        super().__init__(**waits, **options)
+        self.cluster_environment = _ElasticEnvironment()
 
     # ---- where this process is
 
@@ -88,31 +74,11 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
             )
         self._launcher = _ElasticLauncher(self._adapter)
 
-    def setup_distributed(self) -> None:
-        self.set_world_ranks()
-        if get_context() is not None and not dist.is_initialized():
-            dist.init_process_group(timeout=self._timeout)
-
-    def configure_ddp(self) -> None:
-        if dist.is_initialized():
-            self._wrapped_for = self._list_trained()
-            with leave_frozen_out(self.lightning_module) if self._adapter.resumes else nullcontext():
-                super().configure_ddp()
-
-    def _list_trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.lightning_module.parameters()]
-
-    def training_step(self, *args: Any, **options: Any) -> Any:
-        """DistributedDataParallel exchanges what was trained when it was made: a callback or a commit has frozen or
-        unfrozen layers since."""
-        if isinstance(self.model, DistributedDataParallel) and self._wrapped_for != self._list_trained():
-            self.model: torch.nn.Module = self.lightning_module
-            self.configure_ddp()
-        return super().training_step(*args, **options)
-
     # ---- training
 
     def setup(self, trainer: Any) -> None:
+        if self._adapter.state is not None:
+            self._adapter.fill_model(self.root_device)
         super().setup(trainer)
         if self._adapter.state is not None:
             self._adapter.handle_values()
@@ -137,10 +103,105 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
             mark_applied(optimizer)  # also where the scaler of fp16 has skipped the step: it is over
         return result
 
+    # ---- commits, which hold model and optimizers in a way of their own
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {} if self._adapter.is_capturing else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {} if self._adapter.is_capturing else super().optimizer_state(optimizer)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         if checkpoint_path == COMMIT:
             return self._adapter.load_checkpoint()
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+class ElasticStrategy(_Elastic, _DDPStrategy):  # type: ignore[misc]
+    """`Trainer(strategy=ElasticStrategy())`: a `fit` that survives the loss of workers, on CPUs or on GPUs.
+
+    The rows come from one `ElasticDataLoader`, so that each comes once per epoch and weights do not depend on the
+    world. `training_step` returns the mean loss of its rows; the gradients are then those of the mean over the rows of
+    all ranks. Outside of a job, the Trainer trains in this process alone.
+    """
+
+    def __init__(self, commit_every: int = 1, timeout: timedelta | None = None, **options: Any) -> None:
+        """
+        Args:
+            commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
+            timeout: how long a collective waits for a rank that is alive; None takes torch's default.
+            options: those of DistributedDataParallel.
+
+        Raises:
+            InvalidInput: an argument is wrong.
+        """
+        for name in options.keys() - _DDP_OPTIONS:
+            raise InvalidInput(
+                f"ElasticStrategy has no option {name!r}: it takes those of DistributedDataParallel, as in "
+                "ElasticStrategy(find_unused_parameters=True)."
+            )
+        super().__init__(commit_every, timeout, **options)
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        if get_context() is not None and not dist.is_initialized():
+            dist.init_process_group(timeout=self._timeout)
+
+    def configure_ddp(self) -> None:
+        if dist.is_initialized():
+            self._wrapped_for = self._list_trained()
+            with leave_frozen_out(self.lightning_module) if self._adapter.resumes else nullcontext():
+                super().configure_ddp()
+
+    def _list_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.lightning_module.parameters()]
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        """DistributedDataParallel exchanges what was trained when it was made: a callback or a commit has frozen or
+        unfrozen layers since."""
+        if isinstance(self.model, DistributedDataParallel) and self._wrapped_for != self._list_trained():
+            self.model: torch.nn.Module = self.lightning_module
+            self.configure_ddp()
+        return super().training_step(*args, **options)
+
+
+class ElasticModelParallelStrategy(_Elastic, _ModelParallelStrategy):  # type: ignore[misc]
+    """As `ElasticStrategy`, for a model of which no worker has the whole: `configure_model` of the LightningModule
+    divides it by `fully_shard(part, mesh=self.device_mesh["data_parallel"])`, in each world anew."""
+
+    def __init__(
+        self,
+        commit_every: int = 1,
+        timeout: timedelta | None = None,
+        save_distributed_checkpoint: bool = True,
+    ) -> None:
+        """
+        Args:
+            commit_every: as for `ElasticStrategy`.
+            timeout: likewise.
+            save_distributed_checkpoint: as for Lightning's ModelParallelStrategy.
+
+        Raises:
+            InvalidInput: an argument is wrong, or torch is too old.
+        """
+        importlib.import_module("spark_elastic.handwritten.fsdp")  # needs torch 2.7
+        super().__init__(commit_every, timeout, save_distributed_checkpoint=save_distributed_checkpoint)
+        self._adapter.divides = True
+
+    def setup_environment(self) -> None:
+        if get_context() is None:
+            raise InvalidInput(
+                "ElasticModelParallelStrategy divides a model over the workers of a job: call fit in a function of "
+                "spark_elastic.run, or leave the strategy out of the Trainer."
+            )
+        self._data_parallel_size, self._tensor_parallel_size = size(), 1
+        super().setup_environment()
+
+    def _setup_distributed(self) -> None:
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        if not dist.is_initialized():
+            dist.init_process_group(timeout=self._timeout)
 
 
 class _ElasticLauncher(_Launcher):  # type: ignore[misc]

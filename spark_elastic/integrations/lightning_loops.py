@@ -49,14 +49,18 @@ COMMIT = "the newest commit, in memory"  # in place of a checkpoint's path
 class LightningFit(TrainerAdapter):
     """The `fit` of a Trainer. Lightning makes optimizers, loaders and what wraps the model again in each world."""
 
-    has_memory = True
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]
+        return self.divided is None
 
     def __init__(self, strategy: Any, commit_every: int) -> None:
         super().__init__(commit_every)
         self._strategy = strategy
         self.trainer: Any = None  # that of the `fit` under way
-        # Of this world's model and optimizers; None before Lightning has made them.
-        self._handlers: tuple[ModelStateHandler, list[OptimizerStateHandler]] | None = None
+        self.divides = False  # whether `configure_model` divides the model by FSDP2
+        # Of this world's model and optimizers, unless the model is divided; None before Lightning has made them.
+        self._handlers: tuple[list[ModelStateHandler], list[OptimizerStateHandler]] | None = None
+        self.is_capturing = False
         self.frozen = FrozenCopies()  # of the model of the `fit` under way
         self.generators: Any = None  # to be set when training begins with a commit
         self.resumes = False  # in this world the Trainer has begun with a commit, and trained no batch yet
@@ -81,8 +85,11 @@ class LightningFit(TrainerAdapter):
             arguments: those of `fit`; one of them is the path of a checkpoint, which counts until the first commit.
         """
         self.trainer, self.frozen = trainer, FrozenCopies()
-        parameters = self._strategy.lightning_module.named_parameters()
-        self.frozen.take({name: parameter for name, parameter in parameters if not parameter.requires_grad})
+        model = self._strategy.lightning_module
+        if self.divides:
+            self.divide(model, lambda: self._strategy.optimizers)
+        else:
+            self.frozen.take({name: p for name, p in model.named_parameters() if not p.requires_grad})
         _replace_loops(trainer, self)
         place = list(inspect.signature(fit).parameters).index("ckpt_path")
 
@@ -100,17 +107,22 @@ class LightningFit(TrainerAdapter):
     def handle_values(self) -> None:
         """Take the model and the optimizers that Lightning has made for this world."""
         assert self.state is not None
-        model, optimizers = self._strategy.lightning_module, self._strategy.optimizers
-        handlers = [OptimizerStateHandler(optimizer) for optimizer in optimizers]
-        self._handlers = ModelStateHandler(model), handlers
-        self._handlers[0].frozen = self.frozen
-        self._handlers[0].trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
-        for handler in handlers:
-            handler.list_parameters = model.named_parameters
-        self.state._hooked.clear()
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         if scaler is not None:
             forget_gradients(scaler)
+        if self.divided is not None:
+            self.finish_world()
+            self._handlers = [], []
+            return
+        model, optimizers = self._strategy.lightning_module, self._strategy.optimizers
+        handlers = [OptimizerStateHandler(optimizer) for optimizer in optimizers]
+        whole = ModelStateHandler(model)
+        self._handlers = [whole], handlers
+        whole.frozen = self.frozen
+        whole.trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+        for handler in handlers:
+            handler.list_parameters = model.named_parameters
+        self.state._hooked.clear()
 
     # ---- commits
 
@@ -118,13 +130,16 @@ class LightningFit(TrainerAdapter):
         """Everything that a checkpoint of Lightning holds; None before the model is set up."""
         if self._handlers is None:
             return None
-        trainer, (model, optimizers) = self.trainer, self._handlers
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        trainer, (models, optimizers) = self.trainer, self._handlers
+        self.is_capturing = True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self.is_capturing = False
         del checkpoint["state_dict"], checkpoint["optimizer_states"]
         connector = trainer._logger_connector
         return {
-            "model": model.capture(builder),
-            "optimizers": [optimizer.capture(builder) for optimizer in optimizers],
+            "parts": [handler.capture(builder) for handler in (*models, *optimizers)],
             "rest": pickle_value(
                 {
                     "checkpoint": checkpoint,
@@ -139,10 +154,9 @@ class LightningFit(TrainerAdapter):
     def load_checkpoint(self) -> dict[str, Any]:
         """Restore model and optimizers; returns what the Trainer restores."""
         assert self._handlers is not None
-        (values, memory), (model, optimizers) = self.pending, self._handlers
-        model.load(values["model"], memory)
-        for optimizer, saved in zip(optimizers, values["optimizers"], strict=True):
-            optimizer.load(saved, memory)
+        (values, memory), (models, optimizers) = self.pending, self._handlers
+        for handler, saved in zip((*models, *optimizers), values["parts"], strict=True):
+            handler.load(saved, memory)
         checkpoint: dict[str, Any] = pickle.loads(values["rest"])["checkpoint"]
         return {
             **checkpoint,

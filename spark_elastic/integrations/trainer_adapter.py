@@ -8,6 +8,7 @@ how to restore it. Training thread only.
 from __future__ import annotations
 
 import gc
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +45,9 @@ class TrainerAdapter(ABC):
         self.loader: Any = (
             None  # an ElasticDataLoader, the rows of all epochs; None before the first training
         )
-        self.state: TrainerState | None = None  # what the worlds hand on; None outside of training
+        # What the worlds hand on, a `TrainerState`, or that of a divided model; None outside of training.
+        self.state: Any = None
+        self.divided: Any = None  # a `DividedModel`; None: each rank has the whole model
         # A commit (its values, their memory) that the trainer has not restored yet; None: live values are newer.
         self.pending: Any = None
         self.has_begun = False  # a world came before this one
@@ -71,6 +74,13 @@ class TrainerAdapter(ABC):
         """Copies of frozen parameters in its commits that this process has made itself, by key."""
         return {}
 
+    def divide(self, model: torch.nn.Module, *described: Any) -> None:
+        """The trainer will divide the model, which is whole yet, by FSDP2. described: see `DividedModel`."""
+        divided_models: Any = importlib.import_module(
+            "spark_elastic.integrations.divided_models"
+        )  # needs torch 2.7
+        self.divided = divided_models.DividedModel(model, *described)
+
     def train_in_worlds(self, train: Callable[[], R], **values: Any) -> R:
         """Train in world after world, until the last step.
 
@@ -80,7 +90,8 @@ class TrainerAdapter(ABC):
         """
         self.pending, self.has_begun, self._committed_step = None, False, 0
         self.forget()
-        self.state = TrainerState(adapter=self, **values)
+        make_state = TrainerState if self.divided is None else self.divided.make_state
+        self.state = make_state(adapter=self, **values)
         # Trainers collect garbage as they begin in a world, and would visit all that this process has imported.
         gc.collect()
         gc.freeze()
@@ -97,7 +108,27 @@ class TrainerAdapter(ABC):
         if self.has_begun:
             self.state.restore()
         self.has_begun = True
+        if self.divided is not None:
+            self.divided.restore(with_values=not self.state.continues)
         return self.pending is not None
+
+    # ---- a model that FSDP2 divides; without one these do nothing
+
+    def share_values(self) -> None:
+        """Have all ranks begin with the model of rank 0, which is not divided yet. Collective."""
+        if self.divided is not None and not self.state.continues:
+            self.divided.share_values()
+
+    def fill_model(self, device: torch.device) -> None:
+        """The model is divided now: give it memory."""
+        if self.divided is not None:
+            self.divided.fill(device)
+
+    def finish_world(self) -> None:
+        """Model and optimizers of this world are there: they take the values of the newest commit. Collective."""
+        if self.divided is not None:
+            self.state.finish_world()
+            self.divided.drop_values()
 
     def finish_restoring(self) -> None:
         """The trainer has restored what was pending."""
@@ -118,7 +149,7 @@ class TrainerAdapter(ABC):
         return 1.0 if self.loader is None else self.loader.loss_weight
 
 
-class _AdapterHandler(SnapshotHandler):
+class AdapterHandler(SnapshotHandler):
     """A commit waits until the trainer restores it."""
 
     def capture(self, builder: SnapshotBuilder) -> Any:
@@ -144,7 +175,7 @@ class TrainerState(TorchState):
 
     @property
     def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
-        return [(TrainerAdapter, _AdapterHandler), *get_handler_registry()]
+        return [(TrainerAdapter, AdapterHandler), *get_handler_registry()]
 
     def list_kept(self) -> dict[tuple[str, int, int], Kept]:
         return {**super().list_kept(), **self._handlers["adapter"].value.list_kept()}

@@ -1,5 +1,5 @@
 """Lightning's Trainer on elastic workers: the public name of `integrations.lightning`."""
 
-from spark_elastic.integrations.lightning import ElasticStrategy
+from spark_elastic.integrations.lightning import ElasticModelParallelStrategy, ElasticStrategy
 
-__all__ = ["ElasticStrategy"]
+__all__ = ["ElasticModelParallelStrategy", "ElasticStrategy"]

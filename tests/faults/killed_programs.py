@@ -321,8 +321,11 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     return read_weights(net)
 
 
-def train_by_trainer(folder: str) -> dict[str, list[float]]:
-    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise."""
+def train_by_trainer(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
+    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise.
+
+    fsdp: no worker has the whole of the model.
+    """
     import transformers
 
     from spark_elastic.integrations.huggingface import elastic_trainer
@@ -360,21 +363,30 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
         use_cpu=find_device() == "cpu",
         disable_tqdm=True,
         seed=SEED,
+        fsdp=fsdp,
+        fsdp_config={"transformer_layer_cls_to_wrap": ["Linear"]} if fsdp else None,
     )
     net = TrainerNet().to(args.device)
     trainer = elastic_trainer(Own)(net, args, global_batch_size=BATCH)
     hold_after_commits(trainer._adapter, folder)
     trainer.train()
+    assert trainer.model is net
     base = net.base
+    whole = base.full_tensor() if fsdp else base
     del net.base
-    return {**read_weights(net), "base": base.unique().tolist()}
+    return {**read_weights(net), "base": whole.unique().tolist()}
 
 
-def train_by_lightning(folder: str) -> dict[str, list[float]]:
+def train_by_trainer_and_fsdp(folder: str) -> dict[str, list[float]]:
+    return train_by_trainer(folder, fsdp=True)
+
+
+def train_by_lightning(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
+    """fsdp: no worker has the whole of the model."""
     import lightning.pytorch as pl
 
     from spark_elastic.handwritten.torch_state import ElasticDataLoader
-    from spark_elastic.integrations.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticModelParallelStrategy, ElasticStrategy
 
     loader = ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
@@ -383,13 +395,20 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
             super().__init__()
             self.net = Net()
 
+        def configure_model(self) -> None:
+            if fsdp:
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(self.net.linear, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
         def training_step(self, batch: Any) -> Any:
             return self.net(**batch, rows=loader.global_rows)
 
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.net)
 
-    strategy = ElasticStrategy()
+    strategy = ElasticModelParallelStrategy() if fsdp else ElasticStrategy()
     hold_after_commits(strategy._adapter, folder)
     module = LightningNet()
     trainer = pl.Trainer(
@@ -406,6 +425,11 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
     return read_weights(module.net)
 
 
+def train_by_lightning_and_fsdp(folder: str) -> dict[str, list[float]]:
+    return train_by_lightning(folder, fsdp=True)
+
+
+FSDP_PROGRAMS = [train_by_fsdp, train_by_trainer_and_fsdp, train_by_lightning_and_fsdp]
 PROGRAMS = [
     train_by_optimizer,
     train_tokens,

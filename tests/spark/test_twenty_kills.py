@@ -21,10 +21,10 @@ from tests.component.torch.hand_written import Run
 from tests.devices import ACCELERATORS, use_device
 from tests.faults import killed_programs, killed_trainers
 from tests.faults.killed_programs import (
+    FSDP_PROGRAMS,
     KILLS,
     PROGRAMS,
     STEPS,
-    train_by_fsdp,
     train_plain,
     train_plain_tokens,
     train_tokens,
@@ -87,14 +87,14 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 @pytest.mark.parametrize("rig", ["cpu", *ACCELERATORS, SPARK], indirect=True)
-@pytest.mark.parametrize("train", [*PROGRAMS, train_by_fsdp])
+@pytest.mark.parametrize("train", [*PROGRAMS, *FSDP_PROGRAMS])
 def test_loops_and_integrations_are_exact_after_twenty_kills(
     rig: Rig, train: Callable[[str], Any], session_owned: SessionOwned, tmp_path: Path
 ) -> None:
     with session_owned.adopt():  # deltalake's own event loop
         write_rows(tmp_path)
     lines, call = rig(train, (str(tmp_path),))
-    with Killer(tmp_path, lines, holders=2, after_a_step=train is train_by_fsdp) as killer:
+    with Killer(tmp_path, lines, holders=2, after_a_step=train in FSDP_PROGRAMS) as killer:
         results = call()
     assert_exact(results, killer, train_plain_tokens if train is train_tokens else train_plain)
 

@@ -26,8 +26,11 @@ for name in (__name__, hold.__module__):
 ROWS, EPOCHS, BATCH = 38, 3, 6
 
 
-def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
-    """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
+def train_net(folder: str, holds: dict[int, int | str], **given: Any) -> dict[str, Any]:
+    """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied.
+
+    given: further arguments of `_train`.
+    """
     import transformers
 
     from spark_elastic.integrations.huggingface import elastic_trainer
@@ -82,8 +85,19 @@ def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     taken: list[list[int]] = []
     torch.manual_seed(7)
     net = Net()
-    result = _train(folder, net, rows, holds, trainers, kind=elastic_trainer(Own))
+    result = _train(folder, net, rows, holds, trainers, kind=elastic_trainer(Own), **given)
     return {**result, "in_order": all(batch == sorted(batch) for batch in taken)}
+
+
+def train_divided_net(folder: str, holds: dict[int, int | str], resume: str | None = None) -> dict[str, Any]:
+    """The same net, divided by FSDP2 over the workers of a job; it saves a checkpoint and, at the end, the model."""
+    from spark_elastic.worker.context import get_context
+
+    if get_context() is None:
+        return train_net(folder, holds)
+    settings = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Linear"]}}
+    settings |= {"save_strategy": "steps", "save_steps": 15}
+    return train_net(folder, holds, settings=settings, resume=resume)
 
 
 def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
@@ -173,8 +187,11 @@ def _train(
     trainers: list[Any],
     accumulation: int = 1,
     kind: Any = None,
+    settings: dict[str, Any] | None = None,
+    resume: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
+    """settings: of `TrainingArguments`. resume: a checkpoint's folder. options: of the Trainer."""
     import time
 
     import transformers
@@ -202,7 +219,7 @@ def _train(
         learning_rate=0.05,
         max_grad_norm=0.0,
         logging_steps=4,
-        save_strategy="no",
+        **{"save_strategy": "no", **(settings or {})},
         report_to="none",
         use_cpu=torch.cuda.is_available(),  # a worker without a GPU needs no argument
         dataloader_pin_memory=False,
@@ -229,8 +246,11 @@ def _train(
         model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
     )
     trainers.append(trainer)
-    output = trainer.train()
-    weights = {name: p.detach().reshape(-1).tolist() for name, p in model.named_parameters()}
+    output = trainer.train(resume)
+    if args.fsdp:
+        trainer.save_model(f"{folder}/saved")
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()}
+    weights = {name: p.detach().reshape(-1).tolist() for name, p in whole.items()}
     return {
         "ledger": weights.pop("ledger", [EPOCHS] * ROWS),
         "weights": [value for values in weights.values() for value in values],
@@ -250,6 +270,7 @@ def _train(
     ("train", "steps"),
     [
         (train_net, 21),
+        (train_divided_net, 21),
         pytest.param(train_classifier, 12, marks=pytest.mark.faults),
         pytest.param(train_contrastive, 12, marks=pytest.mark.faults),
         pytest.param(train_language_model, 12, marks=pytest.mark.faults),
@@ -269,6 +290,33 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
         rank, size, *_, name = result["outside"]
         assert result["outside"] == [rank, size, rank, size, list(range(size)), name]
         assert name == "a name"
+    if train is train_divided_net:
+        assert_saved(tmp_path, results[0])
+
+
+def assert_saved(folder: Path, result: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "saved" / "model.safetensors")
+    assert saved.pop("ledger").tolist() == result["ledger"]
+    assert (
+        torch.cat([saved[f"linear.{name}"].reshape(-1) for name in ("weight", "bias")]).tolist()
+        == result["weights"]
+    )
+
+
+@pytest.mark.faults
+def test_a_checkpoint_of_a_divided_model_resumes_in_another_world(tmp_path: Path) -> None:
+    for size, resume in ((2, None), (3, str(tmp_path / "checkpoint-15"))):
+        run = Run(
+            train_divided_net, (str(tmp_path), {}, resume), room=size, num_workers=size, max_workers=size
+        )
+        results = run.results()
+        assert results[0]["trained"] == list(range(1 if resume is None else 16, 22))
+        alone = train_net(str(tmp_path), {})
+        assert results[0]["weights"] == pytest.approx(alone["weights"], rel=1e-9)
+        assert results[0]["ledger"] == pytest.approx(alone["ledger"], rel=1e-9)
+        assert_saved(tmp_path, results[0])
 
 
 def stop_after_an_evaluation(folder: str, epochs: int) -> list[int]:
@@ -562,8 +610,12 @@ def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
             {},
             "leave train_sampling_strategy of",
         ),
+        ({"fsdp": True}, {}, "over the workers of a job: call it in a function of spark_elastic.run"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, r"not with FSDP1 \(version=1\): leave it out"),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, {}, "not with cpu_offload: leave it out"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:FSDP1 .* is deprecated")
 def test_a_trainer_that_cannot_be_elastic_is_refused(
     options: dict[str, Any], call: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:
@@ -571,7 +623,9 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
 
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
-    given = {name: options.pop(name) for name in ("train_sampling_strategy",) if name in options}
+    names = "train_sampling_strategy", "fsdp", "fsdp_config"
+    given = {name: options[name] for name in names if name in options}
+    options = {name: value for name, value in options.items() if name not in names}
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
     with pytest.raises(ValueError, match=advice):
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
@@ -780,6 +834,9 @@ def test_the_elastic_class_of_a_trainer_is_one_class() -> None:
     assert issubclass(kind, ElasticTrainer)
     assert kind.__name__ == "ElasticSeq2SeqTrainer"
     assert elastic_trainer(transformers.Trainer) is ElasticTrainer
+    # Written by hand it has the same order, in which a compute_loss that calls super() reaches ours before Trainer's.
+    written = type("Written", (ElasticTrainer, transformers.Seq2SeqTrainer), {})
+    assert written.__mro__[1:] == kind.__mro__[1:]
 
 
 def test_a_training_step_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -27,16 +27,22 @@ ROWS, EPOCHS, BATCH = 38, 3, 6
 
 
 def train_net(
-    folder: str, package: str, holds: dict[int, int | str], options: dict[str, Any]
+    folder: str, package: str, holds: dict[int, int | str], options: dict[str, Any], divides: bool = False
 ) -> dict[str, Any]:
     """A net whose backbone is unfrozen in the second epoch, in a group of its own, and a ledger that is trained with
-    it: a row's count grows by exactly 1 when its step is applied."""
+    it: a row's count grows by exactly 1 when its step is applied.
+
+    divides: the workers of a job have the net divided by FSDP2, and save a checkpoint at the end.
+    """
     import importlib
     import time
 
     pl = importlib.import_module(package)
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.lightning import ElasticStrategy
+    from spark_elastic.integrations.lightning import ElasticModelParallelStrategy, ElasticStrategy
+    from spark_elastic.worker.context import get_context
+
+    divides = divides and get_context() is not None
 
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
@@ -44,20 +50,34 @@ def train_net(
     loader = hvd.elastic.ElasticDataLoader(rows, BATCH)
     trained: list[int] = []
 
+    class Ledger(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+
+        def forward(self, row: Any) -> Any:
+            return self.counts[row]
+
     class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(7)
             self.backbone = torch.nn.Linear(4, 4).double()
             self.linear = torch.nn.Linear(4, 1).double()
-            self.ledger = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+            self.ledger = Ledger()
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+
+            for part in (self.backbone, self.linear, self.ledger) if divides else ():
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any) -> Any:
             row, features, labels = batch
             loss = (self.linear(self.backbone(features)).squeeze(1) - labels).pow(2).mean()
             self.log("loss", loss, sync_dist=True)
             rate = self.trainer.optimizers[0].param_groups[1]["lr"]
-            return loss - self.ledger[row].mean() * loader.global_rows / rate
+            return loss - self.ledger(row).mean() * loader.global_rows / rate
 
         def validation_step(self, batch: Any) -> None:
             _, features, labels = batch
@@ -67,7 +87,10 @@ def train_net(
         def configure_optimizers(self) -> Any:
             steps = self.trainer.estimated_stepping_batches  # makes Lightning ask for the rows early
             optimizer = torch.optim.SGD(
-                [{"params": self.linear.parameters(), "momentum": 0.9}, {"params": [self.ledger], "lr": 1.0}],
+                [
+                    {"params": self.linear.parameters(), "momentum": 0.9},
+                    {"params": self.ledger.parameters(), "lr": 1.0},
+                ],
                 lr=0.05,
             )
             # Not LambdaLR: torch refuses groups that come after it.
@@ -82,7 +105,9 @@ def train_net(
             trained.append(trainer.global_step)
             print(f"step {trainer.global_step}", flush=True)  # noqa: T201 - what the test waits for
 
-    strategy = ElasticStrategy()
+    strategy = (
+        ElasticModelParallelStrategy(save_distributed_checkpoint=False) if divides else ElasticStrategy()
+    )
     adapter: Any = strategy._adapter
     commit = adapter.commit
 
@@ -107,11 +132,12 @@ def train_net(
     )
     net = Net()
     trainer.fit(net, loader, torch.utils.data.DataLoader(rows, 4))
-    trained_parts = [*net.backbone.parameters(), *net.linear.parameters()]
-    weights = [float(value) for p in trained_parts for value in p.detach().reshape(-1)]
+    if divides:
+        trainer.save_checkpoint(f"{folder}/saved.ckpt")
+    whole = {n: getattr(p, "full_tensor", lambda p=p: p)().detach() for n, p in net.named_parameters()}
     return {
-        "ledger": net.ledger.detach().tolist(),
-        "weights": weights,
+        "ledger": whole.pop("ledger.counts").tolist(),
+        "weights": torch.cat([p.reshape(-1) for p in whole.values()]).tolist(),
         "trained": trained,
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
@@ -123,26 +149,34 @@ def train_net(
 
 @pytest.mark.scenario("G2")
 @pytest.mark.parametrize(
-    ("package", "options", "steps"),
+    ("package", "options", "steps", "divides"),
     [
-        ("lightning.pytorch", {}, 21),
-        pytest.param("pytorch_lightning", {"val_check_interval": 3}, 21, marks=pytest.mark.faults),
-        pytest.param("lightning.pytorch", {"accumulate_grad_batches": 2}, 12, marks=pytest.mark.faults),
+        ("lightning.pytorch", {}, 21, False),
+        ("lightning.pytorch", {}, 21, True),
+        pytest.param("pytorch_lightning", {"val_check_interval": 3}, 21, False, marks=pytest.mark.faults),
+        pytest.param("pytorch_lightning", {"accumulate_grad_batches": 2}, 12, True, marks=pytest.mark.faults),
+        pytest.param(
+            "lightning.pytorch", {"accumulate_grad_batches": 2}, 12, False, marks=pytest.mark.faults
+        ),
     ],
 )
 def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
-    package: str, options: dict[str, Any], steps: int, fault: Fault, tmp_path: Path
+    package: str, options: dict[str, Any], steps: int, divides: bool, fault: Fault, tmp_path: Path
 ) -> None:
     alone = train_net(str(tmp_path), "lightning.pytorch", {}, options)
     assert alone["trained"] == list(range(1, steps + 1))
     count = EPOCHS / options.get("accumulate_grad_batches", 1)
-    arguments = (str(tmp_path), package, {9: 2, 11: 3} if fault.on else {}, options)
+    arguments = (str(tmp_path), package, {9: 2, 11: 3} if fault.on else {}, options, divides)
     run = Run(train_net, arguments, room=2, num_workers=2, max_workers=2)
     run.at(5, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert_continued(run, results, alone, count, "steps", "epoch", "batches", "rate")
     for result in results:
         assert result["validated"] == pytest.approx(alone["validated"], rel=1e-9)
+    if divides:
+        saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)["state_dict"]
+        assert saved.pop("ledger.counts").tolist() == results[0]["ledger"]
+        assert torch.cat([part.reshape(-1) for part in saved.values()]).tolist() == results[0]["weights"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from spark_elastic.handwritten.torch_state import (
     OptimizerStateHandler,
     TorchState,
 )
+from spark_elastic.integrations.divided_models import DividedModel
 from spark_elastic.runs.snapshot import SnapshotBuilder
 
 RANK, SIZE = 1, 4
@@ -110,6 +111,7 @@ def test_an_optimizer_that_divides_its_state_is_refused() -> None:
 @pytest.mark.usefixtures("world")
 def test_parameters_and_moments_are_restored_divided() -> None:
     _, source = make()
+    source.norm.bias.requires_grad_(False)  # training has frozen it
     optimizer = torch.optim.AdamW(source.parameters(), lr=0.1)
     for parameter in source.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -126,6 +128,7 @@ def test_parameters_and_moments_are_restored_divided() -> None:
         handler.pieces = [local.copy() for local in builder.locals]
         handler.load(values, memory)
     assert fresh.param_groups[0]["lr"] == 0.1
+    assert [name for name, p in target.named_parameters() if not p.requires_grad] == ["norm.bias"]
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
         for name in ("exp_avg", "exp_avg_sq"):
@@ -139,6 +142,33 @@ def test_parameters_and_moments_are_restored_divided() -> None:
         assert fresh.state[mine]["step"] == 1
         mine.grad = torch.ones_like(mine)
     fresh.step()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_trainers_model_is_divided_again_in_place_without_values() -> None:
+    model = Net().double()
+    whole, hooks = list(model.parameters()), len(model._forward_hooks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    divided = DividedModel(model, lambda: [optimizer], [optimizer])
+    fully_shard(model.first)
+    fully_shard(model)
+    divided.restore(with_values=True)
+    assert list(model.parameters()) == whole, "nothing was committed yet, and the initial weights are gone"
+    divided.restore(with_values=False)
+    assert (type(model), type(model.first), len(model._forward_hooks)) == (Net, torch.nn.Linear, hooks)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    fully_shard(model.first)
+    fully_shard(model)
+    divided.fill(torch.device("cpu"))
+    assert [tuple(p.to_local().shape) for p in model.first.parameters()] == [(2, 3), (2,)]
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    trained = optimizer.param_groups[0]["params"]
+    assert all(mine is theirs for mine, theirs in zip(trained, model.parameters(), strict=True))
+    with pytest.raises(InvalidInput, match="lost before the first step, and the initial weights with them"):
+        divided.restore(with_values=True)
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(InvalidInput, match="trains a parameter that belongs to no part of the model"):
+        DividedModel(model, lambda: [stranger], [stranger])
 
 
 @pytest.mark.usefixtures("world")

@@ -1,0 +1,159 @@
+"""Models that FSDP2 divides under another library's trainer: `DividedModel`, and the state of such a training.
+
+The trainer divides the model in each world anew, in place, so that everything that holds the model keeps it. No worker
+has the whole of it by then: from the second world on it is divided without values, and the newest commit fills it.
+Training thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._composable_state import _module_state_mapping
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.handwritten.fsdp import FSDPState
+from spark_elastic.integrations.trainer_adapter import AdapterHandler, TrainerAdapter
+from spark_elastic.runs.handlers import Registry
+from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
+
+# What a module consists of beside its buffers: parameters, submodules, hooks.
+_STRUCTURE = [
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict) and name != "_buffers"
+]
+
+
+class DividedModel:
+    """A model as it was before a trainer divided it, and as each world divides it again."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        list_optimizers: Callable[[], list[torch.optim.Optimizer]],
+        lasting: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        """
+        Args:
+            model: not divided yet.
+            list_optimizers: returns those of the present world, once the trainer has made it.
+            lasting: optimizers that stay through all worlds.
+        """
+        self._model, self._list_optimizers = model, list_optimizers
+        self._parts = [
+            (
+                part,
+                type(part),
+                {*vars(part)},
+                {n: vars(part)[n].copy() for n in _STRUCTURE if n in vars(part)},
+            )
+            for part in model.modules()
+        ]
+        self._has_values = True  # the parts still hold the parameters as the program has made them
+        # By number, as wrappers change names.
+        numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        self._groups = [
+            (optimizer, group, [numbers.get(id(parameter), -1) for parameter in group["params"]])
+            for optimizer in lasting
+            for group in optimizer.param_groups
+        ]
+        if any(-1 in own for *_, own in self._groups):
+            raise InvalidInput(
+                "the optimizer trains a parameter that belongs to no part of the model, so it could not be divided: "
+                "make it an attribute of one of the model's modules."
+            )
+
+    def make_state(self, **values: Any) -> DividedTrainerState:
+        return DividedTrainerState(self._build, **values)
+
+    def restore(self, *, with_values: bool) -> None:
+        """Take back whatever a former world has made of the model.
+
+        Args:
+            with_values: nothing was committed yet, so training begins with those of the program.
+
+        Raises:
+            InvalidInput: these are gone.
+        """
+        if not with_values:
+            self.drop_values()
+        elif not self._has_values:
+            raise InvalidInput(
+                "a worker and the one that held the copy of its part of the model were lost before the first step, and "
+                "the initial weights with them: start the job again, and spread the workers over more hosts."
+            )
+        for part, kind, names, structure in self._parts:
+            if type(part) is not kind:
+                part.__class__ = kind
+                for name in vars(part).keys() - names:
+                    del vars(part)[name]
+            _module_state_mapping.pop(part, None)  # torch has no public name for what it has divided
+            for name, own in structure.items():
+                vars(part)[name].clear()
+                vars(part)[name].update(own)
+        self._follow_parameters()
+
+    def drop_values(self) -> None:
+        """Let go of the parameters as the program has made them; others of the same shapes take no memory."""
+        if not self._has_values:
+            return
+        self._has_values, stands_for = False, {}
+        for *_, structure in self._parts:
+            for name, parameter in structure["_parameters"].items():
+                if parameter is not None and id(parameter) not in stands_for:
+                    empty = torch.nn.Parameter(
+                        torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                    )
+                    stands_for[id(parameter)] = parameter, empty
+                if parameter is not None:
+                    structure["_parameters"][name] = stands_for[id(parameter)][1]
+
+    def share_values(self) -> None:
+        """Have all ranks begin with those of rank 0. Collective."""
+        for parameter in self._model.parameters():
+            dist.broadcast(parameter.detach(), 0)
+
+    def fill(self, device: torch.device) -> None:
+        """Give memory to what was divided without values, and to the optimizers what they train."""
+        if any(parameter.is_meta for parameter in self._model.parameters()):
+            self._model.to_empty(device=device)
+            self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        parameters = list(self._model.parameters())
+        for optimizer, group, own in self._groups:
+            optimizer.state.clear()
+            group["params"] = [parameters[number] for number in own]
+
+    def _build(self, _: Any) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            **{f"optimizer_{number}": each for number, each in enumerate(self._list_optimizers())},
+        }
+
+
+class DividedTrainerState(FSDPState):
+    """The state of a training whose model is divided: its adapter, and what all worlds keep."""
+
+    builds_late = True
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, ElasticDataLoader) or super().__contains__(value)
+
+    @property
+    def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
+        return [(TrainerAdapter, AdapterHandler), *super().registry]
+
+    def _build_values(self) -> None:
+        super()._build_values()
+        for handler in self._handlers.values():
+            if isinstance(handler, OptimizerStateHandler):
+                handler.list_parameters = self._list_parameters
+
+    def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        handler = self._handlers["model"]
+        assert isinstance(handler, ModelStateHandler)
+        return handler.value.named_parameters()
