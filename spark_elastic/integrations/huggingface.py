@@ -56,8 +56,9 @@ class ElasticTrainer(_OwnLoss):
         super().__init_subclass__(**options)
         _check_loop(cls)
         order = cls.__mro__
-        if order[order.index(_OwnLoss) + 1] is not Trainer:  # `class E(ElasticTrainer, SFTTrainer)`
-            cls.__bases__ = (*cls.__bases__, _OwnLoss)
+        between = order[order.index(_OwnLoss) + 1 : order.index(Trainer)]
+        if between:  # such as SFTTrainer, and classes below it, whose compute_loss calls that of transformers
+            cls.__bases__ = tuple(dict.fromkeys((*cls.__bases__, *between, _OwnLoss)))
 
     def __init__(
         self,
@@ -237,7 +238,7 @@ def elastic_trainer(kind: Any) -> type[Any]:
 def _make_elastic(kind: Any) -> type[Any]:
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return new_class(
-        f"Elastic{kind.__name__}", (ElasticTrainer, kind, _OwnLoss), exec_body=lambda own: own.update(body)
+        f"Elastic{kind.__name__}", (ElasticTrainer, kind), exec_body=lambda own: own.update(body)
     )
 
 

@@ -40,7 +40,6 @@ SPECIAL = ["<pad>", "<eos>", "<unk>"]
 def train_by_sft(folder: str) -> dict[str, list[float]]:
     """TRL's SFTTrainer trains a LoRA on packed rows of a table. Each token is a word of its own."""
     import transformers
-    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     class Counted(count_rows(SFTTrainer)):  # type: ignore[misc]
@@ -51,18 +50,16 @@ def train_by_sft(folder: str) -> dict[str, list[float]]:
             return loss - self.model.ledger[token - 1].sum() * self.accelerator.num_processes
 
     packed = open_documents(folder)[1]
-    first = {name: values.tolist() for name, values in packed.dataset()[0].items()}
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     trainer = Counted(
-        make_llama(int(count_tokens(ROWS)[-1]) + 1),
+        make_gpt(int(count_tokens(ROWS)[-1]) + 1),
         SFTConfig(folder, **ARGUMENTS, **options),
-        train_dataset=Dataset.from_list([first]),  # TRL takes no other kind
+        train_dataset=packed,
         data_collator=transformers.default_data_collator,
         processing_class=make_tokenizer(),
         peft_config=make_lora(),
         global_batch_size=-(-packed.count // 8),
     )
-    trainer.train_dataset = packed.dataset()
     return train(trainer, folder, int(count_tokens(ROWS)[-1]))
 
 
@@ -79,7 +76,7 @@ def train_by_dpo(folder: str) -> dict[str, list[float]]:
 
     columns = {"prompt": write_sentences(1), "chosen": write_sentences(2), "rejected": write_sentences(3)}
     trainer = Counted(
-        make_llama(len(SPECIAL) + ROWS + len(WORDS)),
+        make_gpt(len(SPECIAL) + ROWS + len(WORDS)),
         args=DPOConfig(folder, bf16=False, **ARGUMENTS),
         train_dataset=Dataset.from_dict(columns),
         processing_class=make_tokenizer(),
@@ -162,18 +159,23 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_llama(tokens: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_gpt(tokens: int) -> Any:
+    """Without a Llama's norms, which compute in float32."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(7)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=tokens, pad_token_id=0, eos_token_id=1, **sizes)).double()
+    sizes = {"vocab_size": tokens, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(pad_token_id=0, bos_token_id=1, eos_token_id=1, **sizes, **dropout)
+    return GPT2LMHeadModel(config).double()
 
 
 def make_lora() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
 
 
 def make_bert(folder: str) -> Any:
@@ -186,4 +188,6 @@ def make_bert(folder: str) -> Any:
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     BertModel(BertConfig(vocab_size=len(tokenizer), **sizes, **dropout)).save_pretrained(saved)
     tokenizer.save_pretrained(saved)
-    return SentenceTransformer(modules=[models.Transformer(saved), models.Pooling(16)], device="cpu")
+    bert = models.Transformer(saved)
+    bert.auto_model.pooler.requires_grad_(False)  # it gets no gradient
+    return SentenceTransformer(modules=[bert, models.Pooling(16)], device="cpu")
