@@ -125,7 +125,7 @@ class DividedModel:
             self._follow_parameters()
 
     def reshard(self) -> None:
-        """Undo what a validation has left: whole parameters, which callbacks cannot compare to those that are trained."""
+        """Undo what a validation has left: whole parameters, which a callback cannot compare to divided ones."""
         reshard(self._model)
 
     def _follow_parameters(self) -> None:
