@@ -92,6 +92,13 @@ def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRe
     return _PieceRef(builder.add_piece(DividedTensor(shape[0], row_bytes), memory), tensor.dtype, shape)
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Take the parameters apart, which are still whole after a forward pass alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _local(tensor: DTensor) -> torch.Tensor:
     """This rank's rows, in the tensor's own memory."""
     with torch.no_grad():
@@ -110,9 +117,7 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
     """A model of which `fully_shard` has divided parameters; other modules as well."""
 
     def capture(self, builder: SnapshotBuilder) -> Any:
-        for module in self.value.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward pass alone, parameters are still whole
+        reshard(self.value)
         divided = {
             name: _add_piece(builder, parameter, f"parameter {name!r}")
             for name, parameter in self._list_divided()

@@ -16,7 +16,7 @@ from torch.distributed._composable_state import _module_state_mapping
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
-from spark_elastic.handwritten.fsdp import FSDPState
+from spark_elastic.handwritten.fsdp import FSDPState, reshard
 from spark_elastic.integrations.trainer_adapter import AdapterHandler, TrainerAdapter
 from spark_elastic.runs.handlers import Registry
 from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
@@ -55,12 +55,14 @@ class DividedModel:
         self._has_values = True  # the parts still hold the parameters as the program has made them
         # By number, as wrappers change names.
         numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        self._groups = [
-            (optimizer, group, [numbers.get(id(parameter), -1) for parameter in group["params"]])
+        self._trained = [
+            (
+                optimizer,
+                [[numbers.get(id(p), -1) for p in group["params"]] for group in optimizer.param_groups],
+            )
             for optimizer in lasting
-            for group in optimizer.param_groups
         ]
-        if any(-1 in own for *_, own in self._groups):
+        if any(-1 in own for _, groups in self._trained for own in groups):
             raise InvalidInput(
                 "the optimizer trains a parameter that belongs to no part of the model, so it could not be divided: "
                 "make it an attribute of one of the model's modules."
@@ -122,11 +124,17 @@ class DividedModel:
             self._model.to_empty(device=device)
             self._follow_parameters()
 
+    def reshard(self) -> None:
+        """Undo what a validation has left: whole parameters, which a callback cannot compare to divided ones."""
+        reshard(self._model)
+
     def _follow_parameters(self) -> None:
         parameters = list(self._model.parameters())
-        for optimizer, group, own in self._groups:
+        for optimizer, groups in self._trained:
             optimizer.state.clear()
-            group["params"] = [parameters[number] for number in own]
+            del optimizer.param_groups[len(groups) :]  # a commit brings back those that training has added
+            for group, own in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [parameters[number] for number in own]
 
     def _build(self, _: Any) -> dict[str, Any]:
         return {

@@ -111,7 +111,8 @@ class LightningFit(TrainerAdapter):
         if scaler is not None:
             forget_gradients(scaler)
         if self.divided is not None:
-            self.finish_world()
+            if self.pending is None:  # else callbacks come first, as before a checkpoint is loaded
+                self.finish_world()
             self._handlers = [], []
             return
         model, optimizers = self._strategy.lightning_module, self._strategy.optimizers
@@ -154,6 +155,7 @@ class LightningFit(TrainerAdapter):
     def load_checkpoint(self) -> dict[str, Any]:
         """Restore model and optimizers; returns what the Trainer restores."""
         assert self._handlers is not None
+        self.finish_world()
         (values, memory), (models, optimizers) = self.pending, self._handlers
         for handler, saved in zip((*models, *optimizers), values["parts"], strict=True):
             handler.load(saved, memory)
@@ -166,6 +168,8 @@ class LightningFit(TrainerAdapter):
 
     def finish_restoring(self) -> None:
         """The Trainer has restored what a checkpoint of Lightning holds; here is the rest."""
+        if self.divided is not None:
+            self.divided.reshard()
         if self.pending is None:
             return
         rest = pickle.loads(self.pending[0]["rest"])

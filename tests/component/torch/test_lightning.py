@@ -154,7 +154,7 @@ def train_net(
         ("lightning.pytorch", {}, 21, False),
         ("lightning.pytorch", {}, 21, True),
         pytest.param("pytorch_lightning", {"val_check_interval": 3}, 21, False, marks=pytest.mark.faults),
-        pytest.param("pytorch_lightning", {"accumulate_grad_batches": 2}, 12, True, marks=pytest.mark.faults),
+        pytest.param("lightning.pytorch", {"accumulate_grad_batches": 2}, 12, True, marks=pytest.mark.faults),
         pytest.param(
             "lightning.pytorch", {"accumulate_grad_batches": 2}, 12, False, marks=pytest.mark.faults
         ),
