@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError
 
 MANIFEST = Manifest(
     (Column("x", "float32", (28, 28)), Column("y", "int64")),
@@ -49,3 +49,8 @@ WHOLE = MANIFEST.to_json()
 def test_a_damaged_document_is_refused(document: str, says: str) -> None:
     with pytest.raises(StoreError, match=says):
         Manifest.from_json(document)
+
+
+def test_an_unknown_column_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidInput, match=r"no column 'z'; it has the columns \['x', 'y'\]"):
+        MANIFEST.column("z")

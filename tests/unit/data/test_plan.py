@@ -165,6 +165,16 @@ def test_golden_vectors_of_the_plan() -> None:
     ]
 
 
+def test_splitmix64_is_the_published_one() -> None:
+    """The first outputs for the seed 1234567, as the reference implementation gives them."""
+    from spark_elastic.data import plan
+
+    counters = np.arange(1, 4, dtype=np.uint64) * np.uint64(plan._GOLDEN) + np.uint64(1234567)
+    assert plan._splitmix64(counters).tolist() == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423,
+    ]  # fmt: skip
+
+
 def test_permutations_look_random() -> None:
     """Mean of where each of 50 rows lands over 400 epochs: 24.5 ± 5 standard errors of a uniform one."""
     places = np.array([np.argsort(draw_permutation(50, 9, epoch)) for epoch in range(400)])

@@ -102,6 +102,13 @@ def test_a_metric_series_is_thinned_and_keeps_its_ends_and_means() -> None:
     assert {point.rows_per_second for point in points} == {10.0}
 
 
+def test_a_thinned_metric_series_has_the_newest_point() -> None:
+    curve = MetricSeries(max_points=8)
+    for number in range(9):
+        curve.add(MetricPoint(float(number), number, None, 0.0, 1))
+    assert [point.at for point in curve.points] == [1.0, 3.0, 5.0, 7.0, 8.0]
+
+
 def test_a_short_metric_series_is_kept_as_it_is() -> None:
     curve, points = MetricSeries(max_points=8), [MetricPoint(float(n), n, None, 0.0, 1) for n in range(8)]
     for point in points:

@@ -18,12 +18,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.ops.negotiation import (
-    ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
-    BARRIER,
     BROADCAST,
-    REDUCESCATTER,
     OperationRequest,
 )
 from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
@@ -90,30 +87,6 @@ def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
 
     expected = {name: 10.0 * (int(name[1:]) + 1) for name in names}
     assert on_ranks(4, work) == [expected] * 4
-
-
-def test_every_kind_of_operation_gives_its_result_on_every_rank() -> None:
-    def work(queue: OperationQueue) -> list[Any]:
-        rank = queue.group.rank
-        rows = np.full((rank + 1, 2), rank)
-        gathered = queue.submit(OperationRequest(ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
-        sent = queue.submit(OperationRequest(BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
-        own, splits = np.arange(3) + 10 * rank, [2 - rank, 1 + rank]
-        split = queue.submit(OperationRequest(ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
-        scattered = OperationRequest(REDUCESCATTER, None, ("int64",), ((3,),), "sum")
-        part = queue.submit(scattered, [np.arange(3) * (rank + 1)])
-        queue.submit(OperationRequest(BARRIER)).wait()
-        return [
-            gathered.wait()[0].tolist(),
-            sent.wait()[0].tolist(),
-            [part.tolist() for part in split.wait()],
-            part.wait()[0].tolist(),
-        ]
-
-    assert on_ranks(2, work) == [
-        [[[0, 0], [1, 1], [1, 1]], [1], [[0, 1, 10], [2, 1]], [0, 3]],
-        [[[0, 0], [1, 1], [1, 1]], [1], [[2, 11, 12], [1, 2]], [6]],
-    ]
 
 
 def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_continues() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spark_elastic.errors import InvalidInput
@@ -21,6 +23,12 @@ from spark_elastic.gradients.reduction import (
 
 class HalfPrecision(Compressor):
     wire = "fp16"
+
+
+@pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
+def test_reducescatter_refuses_other_reductions_and_no_tensors(count: int, op: Any) -> None:
+    with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
+        ReduceOptions.from_reducescatter_args(count, op, (1.0, 1.0), global_process_set)
 
 
 @pytest.mark.parametrize(

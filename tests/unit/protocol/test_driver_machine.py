@@ -134,6 +134,15 @@ def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
     assert [type(command) for command in bench.commands] == [StopWorker]
 
 
+def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3, 4)
+    before = replace(bench.state.workers[name(2)], last_seen=0.0)
+    bench.join(name(2))
+    assert bench.commands == ()
+    assert replace(bench.state.workers[name(2)], last_seen=0.0) == before
+
+
 def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)

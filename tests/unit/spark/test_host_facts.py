@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+import spark_elastic
 from spark_elastic.clusters.spark.host_facts import (
     DESCRIPTION,
+    collect_host_facts,
     describe_jobs,
     get_session,
     set_description,
@@ -91,6 +94,13 @@ def test_the_error_of_a_block_in_which_the_session_stops_comes_through() -> None
 
     with pytest.raises(ValueError, match="the write ended"):
         write()
+
+
+def test_host_facts_are_those_of_this_process() -> None:
+    found = collect_host_facts()
+    assert found["python"] == platform.python_version()
+    assert found["spark_elastic"] == spark_elastic.__version__
+    assert found["host"]
 
 
 def test_a_master_is_no_session() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.runs.snapshot import SnapshotBuffer, SnapshotBuilder
@@ -27,6 +28,19 @@ def test_r20_a_version_exists_only_when_it_is_complete() -> None:
     buffer.wait()
     live[:] = 3
     assert read_newest(buffer) == (2, bytes([2]) * (1 << 20))
+
+
+def test_r20_a_version_that_was_changed_while_it_was_copied_does_not_count() -> None:
+    live, changes = np.full(1 << 20, 1, np.uint8), [0]
+    buffer = SnapshotBuffer()
+    buffer.begin(at(1), lambda builder: builder.add(live, lambda: changes[0]))
+    buffer.wait()
+    marks = iter([0, 1])
+    buffer.begin(at(2), lambda builder: builder.add(live, lambda: next(marks)))
+    with pytest.warns(RuntimeWarning, match="changed in place"):
+        assert read_newest(buffer)[0] == 1
+    buffer.begin(at(3), lambda builder: builder.add(live, lambda: changes[0]))
+    assert read_newest(buffer)[0] == 3
 
 
 def test_pieces_are_aligned_and_do_not_overlap() -> None:

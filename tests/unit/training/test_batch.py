@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_collectives import CollectiveError
+from elastic_collectives import CollectiveError, Group
 from spark_elastic.training.batch import LocalBatch, MetricRows
+from tests.unit.torch.worlds import run_in_world
 
 ROWS = np.arange(30.0).reshape(10, 3)
 
@@ -45,6 +46,17 @@ def fill_rows(rank: int) -> MetricRows:
     for row in range(rank):
         part.add({"loss": (0.5 * rank, 1)}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
     return part
+
+
+@pytest.mark.native
+def test_metric_rows_may_have_no_columns() -> None:
+    def take_rows(group: Group) -> Any:
+        part = MetricRows()
+        part.add({"loss": (1.5, 3)}, None)
+        part.gather(group)
+        return part.pop_gathered()
+
+    assert run_in_world(2, take_rows) == [([{"loss": [1.5, 3]}] * 2, [])] * 2
 
 
 def test_neither_a_broken_exchange_nor_a_discard_leaves_rows() -> None:

@@ -95,6 +95,19 @@ def test_r18_a_checkpoint_of_another_attempt_or_a_future_world_never_counts() ->
     assert not bench.find_commands(PublishCheckpoint)
 
 
+def test_r18_a_world_without_survivors_begins_from_the_newest_checkpoint() -> None:
+    bench = start_running()
+    report_written(bench, 3)
+    report_written(bench, 6)
+    for job in (1, 2, 3, 4):
+        bench.exit(name(job), -9)
+        bench.restart(name(job, 2))
+    world = bench.find_commands(PublishWorld)[-1].world
+    assert [each.position.step for each in world.resume] == [6, 3]
+    assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
+    assert "continues from checkpoint 1-1-6" in world.reason
+
+
 def test_r18_the_driver_waits_for_old_members_that_may_live() -> None:
     """Whoever was stopped may train on when it wakes up, until the driver's silence ends it."""
     bench = start_running()

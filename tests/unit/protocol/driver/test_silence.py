@@ -147,3 +147,14 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     )
     bench.wait(5.0, heartbeats_of=[2])
     assert bench.members() == [name(2)]
+
+
+def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
+    """Its connection is back before its next heartbeat."""
+    bench = _start_running()
+    bench.on(on.ConnectionLost(0, SlotId("1-0")))
+    bench.wait(4.5, heartbeats_of=(2, 3, 4))
+    bench.on(on.ConnectionBack(0, SlotId("1-0")))
+    bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
+    bench.wait(1.5, heartbeats_of=(2, 3, 4))
+    assert not bench.find_commands(AbortWorld)

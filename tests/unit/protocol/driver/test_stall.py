@@ -49,6 +49,16 @@ def test_the_member_that_the_others_wait_for_is_named(sign: Sign | None, how: st
     assert how in stall.text
 
 
+def test_a_member_that_works_on_in_a_world_that_is_over_is_named_although_no_member_waits() -> None:
+    signs: tuple[Sign | None, ...] = (("S", False, 50.0), None, ("Z", False, 50.0))
+    assert not find(*signs)
+    assert not find(*signs, ended_at=NOW - 2.9)
+    (stall,) = find(*signs, ended_at=NOW - 4.0)
+    assert stall.text.startswith(
+        "rank 0 (worker 0-0.1, host host-0) has kept others waiting for 4.0 s: its process"
+    )
+
+
 WORKS: Sign = ("R", False, 50.0)
 
 
