@@ -36,6 +36,7 @@ from benchmarks.parts.report import Row
 from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
@@ -43,7 +44,7 @@ from spark_elastic.runs.snapshot import build_snapshot
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.worker.context import get_process_context
 from tests import simulated_nccl
-from tests.component.torch.job import DeviceLauncher, NoDiscovery
+from tests.component.torch.job import DeviceLauncher
 
 CLASSES, TOKENS, VOCABULARY = 10, 128, 1000
 
@@ -285,7 +286,7 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
         killer = Killer("child", kills, ledger, slow)
         killer.start()
         settings = ElasticConfig(failure_budget=kills + 10)
-        supervise(launcher, NoDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())
+        supervise(launcher, CombinedDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())
         totals, _ = recoveries(ledger.read(), killer.kills)
     return statistics.median(totals), max(totals)
 

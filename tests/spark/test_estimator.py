@@ -29,7 +29,7 @@ from spark_elastic.torch import progress
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from tests.spark.estimators import ROWS, WORKERS, Net, compute_mse, estimator, is_close, table, train_plain
+from tests.spark.estimators import ROWS, WORKERS, Net, estimator, is_close, table, train_plain
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -53,49 +53,34 @@ def state_of(est: ElasticTorchEstimator) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def test_fit_trains_and_two_fits_agree_and_change_nothing(spark: SparkSession, tmp_path: Path) -> None:
-    df, heard = table(spark), []
-    est = estimator(tmp_path, on_progress=heard.append)
-    before = state_of(est)
-    first = est.fit(df)
-    assert state_of(est) == before
-    assert is_close(first, train_plain(df, 4, compute_mse))
-    second = est.fit(df)
-    assert state_of(est) == before
-    pairs = zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert first.summary.digest == second.summary.digest != ""
-    assert [epoch["epoch"] for epoch in first.history] == [0, 1, 2, 3]
-    assert first.summary.rows_per_epoch == [ROWS] * 4
-    losses = [epoch["loss"] for epoch in first.history]
-    assert losses == sorted(losses, reverse=True)
-    assert [world.size for world in first.summary.worlds] == [WORKERS]
-    # Nothing of the data is kept, the models are.
-    assert list(tmp_path.rglob("*.parquet")) == []
-    rows = first.transform(df).collect()
-    with torch.no_grad():
-        expected = first.model(torch.tensor([row.x for row in rows], dtype=torch.float64)).tolist()
-    assert [row.prediction for row in rows] == pytest.approx(expected)
-
-
-def test_p2_rows_train_an_estimator_as_their_dataframe_does_and_a_loop_in_the_same_steps(
+def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_and_change_nothing(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     df = table(spark)
     rows = Rows.from_dataframe(df, tmp_path, columns=["x", "y"])
     est = estimator(tmp_path, batch_size=4, epochs=2, ledger=True, run_id="mine")
-    model = est.fit(rows)
-    assert model.summary.digest == est.copy({est.run_id: "other"}).fit(df).summary.digest
-    steps: dict[tuple[int, int], list[int]] = {}
-    for file in (tmp_path / "runs" / "mine" / "ledger").iterdir():
-        for line in map(json.loads, file.read_text().splitlines()):
-            if line["event"] == "contributes":
-                steps.setdefault((line["epoch"], line["step"]), []).extend(line["rows"])
-    loader = ElasticDataLoader(rows, 4 * WORKERS)
-    for epoch in range(2):
-        for step, batch in enumerate(loader):
-            trained = torch.stack([rows.dataset()[row]["x"] for row in sorted(steps[epoch, step])])
-            assert sorted(batch["x"].tolist()) == sorted(trained.tolist())
+    before = state_of(est)
+    first = est.fit(rows)
+    assert state_of(est) == before
+    second = est.copy({est.run_id: "other"}).fit(df)
+    assert state_of(est) == before
+    pairs = zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert first.summary.digest == second.summary.digest != ""
+    assert [epoch["epoch"] for epoch in second.history] == [0, 1]
+    assert second.summary.rows_per_epoch == [ROWS] * 2
+    losses = [epoch["loss"] for epoch in second.history]
+    assert losses == sorted(losses, reverse=True)
+    assert [world.size for world in second.summary.worlds] == [WORKERS]
+    # Of the DataFrame's fit nothing is kept, of the rows what they were written to.
+    assert {str(path) for path in tmp_path.rglob("*.parquet")} == set(
+        map(rows.store.path, rows.manifest.files)
+    )
+    seen = second.transform(df).collect()
+    with torch.no_grad():
+        expected = second.model(torch.tensor([row.x for row in seen], dtype=torch.float64)).tolist()
+    assert [row.prediction for row in seen] == pytest.approx(expected)
+    check_steps(rows, read_steps(tmp_path / "runs" / "mine" / "ledger"))
     held_out = est.copy({est.run_id: "validated", est.validation: 0.25}).fit(rows)
     assert held_out.history[0]["rows"] + held_out.history[0]["val_rows"] == ROWS
     files = spark.read.parquet(*map(rows.store.join, rows.manifest.files))
@@ -114,6 +99,25 @@ def test_p2_rows_train_an_estimator_as_their_dataframe_does_and_a_loop_in_the_sa
     ):
         with pytest.raises(InvalidInput, match=says):
             wrong()
+
+
+def read_steps(ledger: Path) -> dict[tuple[int, int], list[int]]:
+    """(epoch, step) -> the rows that all ranks contributed."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for file in ledger.iterdir():
+        for line in map(json.loads, file.read_text().splitlines()):
+            if line["event"] == "contributes":
+                steps.setdefault((line["epoch"], line["step"]), []).extend(line["rows"])
+    return steps
+
+
+def check_steps(rows: Rows, steps: dict[tuple[int, int], list[int]]) -> None:
+    """A loop takes the same rows in each step."""
+    loader = ElasticDataLoader(rows, 4 * WORKERS)
+    for epoch in range(2):
+        for step, batch in enumerate(loader):
+            trained = torch.stack([rows.dataset()[row]["x"] for row in sorted(steps[epoch, step])])
+            assert sorted(batch["x"].tolist()) == sorted(trained.tolist())
 
 
 def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
@@ -155,14 +159,9 @@ def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
     back = PipelineModel.load(str(tmp_path / "saved"))
     assert back.transform(df).orderBy("id").collect() == fitted.transform(df).orderBy("id").collect()
     assert list((tmp_path / "store[1]*" / "data").rglob("*.parquet"))
-    lines = [
-        json.loads(line)
-        for file in (tmp_path / "store[1]*" / "runs" / run_id / "ledger").iterdir()
-        for line in file.read_text().splitlines()
-    ]
+    steps = read_steps(tmp_path / "store[1]*" / "runs" / run_id / "ledger")
     for epoch in range(2):
-        contributed = [line for line in lines if line["event"] == "contributes" and line["epoch"] == epoch]
-        assert sorted(row for line in contributed for row in line["rows"]) == list(range(ROWS))
+        assert sorted(row for at, rows in steps.items() if at[0] == epoch for row in rows) == [*range(ROWS)]
 
 
 def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from pyspark.errors import AnalysisException
-from pyspark.ml import PipelineModel
 from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.linalg import Vectors, VectorUDT
@@ -220,14 +219,6 @@ def test_a_model_of_an_older_release_loads(spark: SparkSession) -> None:
     assert back.getRawOutputs()
     assert [row.guess for row in rows] == pytest.approx([2 * r.x[0] - r.x[1] + 0.5 for r in rows], rel=1e-5)
     assert back.summary == SUMMARY
-
-
-def test_a_pipeline_with_a_fitted_model_is_saved_and_loaded(spark: SparkSession, tmp_path: Path) -> None:
-    _, model = linear(1)
-    PipelineModel([model]).write().overwrite().save(str(tmp_path / "pipeline"))
-    back = PipelineModel.load(str(tmp_path / "pipeline"))
-    df = table(spark)
-    assert back.transform(df).collect() == model.transform(df).collect()
 
 
 def test_a_model_of_a_newer_release_is_refused() -> None:

@@ -393,9 +393,3 @@ def test_a_null_vector_is_named(spark: SparkSession, store: Store) -> None:
     df = spark.createDataFrame([(Vectors.dense([1.0]),), (None,)], schema)
     with pytest.raises(InvalidInput, match="column 'v' has nulls in 1 of 2 rows"):
         materialize(df, ["v"], store)
-
-
-def test_an_unwritable_store_is_one_sentence(spark: SparkSession, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StoreError, match="Cannot write"):
-        materialize(spark.range(3).toDF("id"), ["id"], Store.open(str(tmp_path / "file" / "store")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import pytest
 
 import spark_elastic
 from tests.component.torch.hand_written import count
+from tests.spark.stories import ActAtStep
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,28 +39,9 @@ def test_r17_jobs_that_need_all_slots_each_do_not_wait_for_each_other(spark: Spa
         assert list(pool.map(run_one, range(3))) == [["3"] * 3] * 3
 
 
-class StepStream(io.StringIO):
-    """A stream that says when a worker has come so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.under_way = threading.Event()
-
-    def write(self, text: str) -> int:
-        if "] step 10" in text:
-            self.under_way.set()
-        return super().write(text)
-
-
 def test_w26_a_worker_is_drained_by_hand_and_no_step_is_lost(spark: SparkSession) -> None:
-    handle, stream = spark_elastic.JobHandle(), StepStream()
-
-    def drain() -> None:
-        if stream.under_way.wait(120):
-            handle.drain(rank=1, reason="its machine is wanted elsewhere")
-
-    thread = threading.Thread(target=drain)
-    thread.start()
+    handle = spark_elastic.JobHandle()
+    stream = ActAtStep(lambda: handle.drain(rank=1, reason="its machine is wanted elsewhere"))
     results = spark_elastic.run(
         count,
         (20, 1, False, {10: 2}),
@@ -71,6 +52,6 @@ def test_w26_a_worker_is_drained_by_hand_and_no_step_is_lost(spark: SparkSession
         handle=handle,
         gather_timeout=60.0,
     )
-    thread.join()
+    stream.thread.join()
     assert [result["number"] for result in results] == [20, 20]
     assert "its machine is wanted elsewhere" in stream.getvalue() or stream.getvalue().count("world of ") == 2

@@ -30,14 +30,18 @@ from tests.spark.session_settings import DYNAMIC, NARROW, SPECULATIVE
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+def find_busy(cluster: StandaloneCluster) -> list[int]:
+    """The executors that train."""
+    return [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
+
+
 def run_and_lose_an_executor(
     spark: SparkSession, cluster: StandaloneCluster, fault: Fault, folder: Path, workers: int
 ) -> None:
     """A job that ends once its world is whole again after the loss."""
 
     def kill() -> None:
-        busy = [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
-        fault(cluster.kill_executor, busy[-1])
+        fault(cluster.kill_executor, find_busy(cluster)[-1])
 
     program = HeldProgram(folder, fault.on)
     story = ScenarioListener((5, workers, kill), over=(program.over, workers))
@@ -59,6 +63,30 @@ def test_p8_training_works_under_zero_failures_small_messages_and_no_worker_reus
 ) -> None:
     """The model is larger than a message and a result may be."""
     fit_through_a_loss(spark_with(NARROW), standalone, fault, tmp_path, workers=3, numbers=1_300_000)
+
+
+def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor_where_spark_bears_no_failure(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    tmp_path: Path,
+) -> None:
+    spark, program = spark_with(NARROW), HeldProgram(tmp_path)
+
+    def kill_slot_task() -> None:
+        standalone.slot_tasks(find_busy(standalone)[0])[0].kill()
+
+    def kill_executor() -> None:
+        standalone.kill_executor(find_busy(standalone)[-1])
+
+    story = ScenarioListener((5, 3, kill_slot_task), (10, 3, kill_executor), over=(program.over, 3))
+    limits = Limits(3, 1, 3, gather_timeout=60.0)
+    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), story)
+    assert story.told
+    assert is_sum_exact(result, program)
+    assert story.sizes[0] == 3
+    assert story.sizes.count(3) >= 2
+    assert min(story.sizes) < 3
+    assert max(story.sizes) == 3  # Spark's own retry makes no fourth worker
 
 
 def test_p8_training_works_under_speculation_exclusion_and_fair_pools(
@@ -87,7 +115,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
     left: list[bool] = []
 
     def decommission() -> None:
-        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
+        busy = find_busy(standalone)
         fault(os.kill, busy[-1], signal.SIGPWR)
         await_true(lambda: not standalone.training_children(busy[-1]), "the worker to leave")
         left.append(True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import psutil
@@ -24,23 +21,12 @@ from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
-from tests.spark.stories import HeldProgram, are_ranks_in_order, is_sum_exact
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
-
-
-class FaultListener(JobListener):
-    """A listener that strikes at given steps, once each."""
-
-    def __init__(self, strikes: dict[int, Callable[[], None]] | None = None) -> None:
-        self._strikes = dict(strikes or {})
-
-    def on_progress(self, metrics: Mapping[str, Any]) -> None:
-        for step in [step for step in self._strikes if metrics["step"] >= step]:
-            threading.Thread(target=self._strikes.pop(step), name="strike").start()
 
 
 def free_port() -> int:
@@ -50,34 +36,6 @@ def free_port() -> int:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
     raise RuntimeError("no port from 20000 to 32000 is free")
-
-
-@pytest.mark.parametrize("max_failures", ["1", pytest.param("4", marks=pytest.mark.faults)])
-def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor(
-    max_failures: str,
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-) -> None:
-    spark = spark_with({"spark.task.maxFailures": max_failures})
-    program = CountingProgram(steps=400, seconds=0.04)
-
-    def kill_slot_task() -> None:
-        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
-        standalone.slot_tasks(busy[0])[0].kill()
-
-    def kill_executor() -> None:
-        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
-        standalone.kill_executor(busy[-1])
-
-    striker = FaultListener({30: kill_slot_task, 200: kill_executor})
-    limits = Limits(3, 1, 3, gather_timeout=60.0)
-    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), striker)
-    sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
-    assert sums == {program.expected_sum()}
-    sizes = [world.size for world in result.worlds]
-    assert sizes[0] == 3
-    assert min(sizes) < 3
-    assert max(sizes) == 3  # Spark's own retry makes no fourth worker
 
 
 @pytest.mark.faults
@@ -90,7 +48,7 @@ def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: S
             standalone.kill_executor(pid)
 
     result = ClassicPlatform(spark, ElasticConfig()).launch(
-        JobSpec(program, Limits(3, 1, 3), "all"), FaultListener({30: kill_all})
+        JobSpec(program, Limits(3, 1, 3), "all"), ScenarioListener((30, None, kill_all))
     )
     anew = next(
         after for after, world in enumerate(result.worlds) if "starts from the beginning" in world.reason
@@ -107,11 +65,10 @@ class RankPrintingProgram(HeldProgram):
         return super().run(world, group, session)
 
 
-class Listener(FaultListener):
+class Listener(JobListener):
     """Makes a file once two ranks have said who they are."""
 
     def __init__(self, heard: Path) -> None:
-        super().__init__()
         self._heard = heard
         self.said: set[tuple[int | None, str]] = set()
 
@@ -167,7 +124,7 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     sc.addJobTag("theirs")
     sc.setLocalProperty("spark.scheduler.pool", "lane")
     try:
-        striker = FaultListener({5: look_and_kill})
+        striker = ScenarioListener((5, None, look_and_kill))
         ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "carried"), striker)
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):

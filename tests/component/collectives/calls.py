@@ -169,7 +169,9 @@ def check_other_collectives(member: Member) -> list[str]:
     return wrong
 
 
+# "buffer" is done in memory that ranks of a host share, where they do.
 WORK: dict[str, Callable[[Group], object]] = {
+    "buffer": lambda group: group.allreduce(np.zeros(1 << 20)),
     "ring": lambda group: group.allreduce(np.zeros(1 << 20), algorithm="ring"),
     "bcube": lambda group: group.allreduce(np.zeros(1 << 16), algorithm="bcube"),
     "float16": lambda group: group.allreduce(np.zeros(1 << 21, np.float16)),
@@ -190,11 +192,14 @@ WORK: dict[str, Callable[[Group], object]] = {
 def work_until_it_fails(member: Member, work: str, victim: int, number: int) -> None:
     """One collective again and again; meanwhile the victim sends itself a signal."""
     group = member.live
+    call = functools.partial(WORK[work], group)
+    if work == "buffer":
+        call = functools.partial(group.allreduce, group.buffer(8 << 20).view(np.float64))
     group.barrier()
     if group.rank == victim:
         threading.Timer(0.03, os.kill, (os.getpid(), number)).start()
     while True:
-        WORK[work](group)
+        call()
 
 
 def fork(member: Member) -> int:
@@ -235,10 +240,6 @@ def barrier(member: Member) -> None:
     member.live.barrier()
 
 
-def gather(member: Member) -> None:
-    member.live.allgather(np.zeros(3))
-
-
 def try_everything(member: Member) -> set[str]:
     """The kinds of error that a group of no more use answers with."""
     group, kinds = member.live, set()
@@ -263,16 +264,27 @@ def try_everything(member: Member) -> set[str]:
     return kinds
 
 
-def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: int) -> list[dict[str, int]]:
-    """That many generations, one after the other; what the process holds after a tenth and at the end."""
-    blobs = [address.encode() for address in everybody]
-    held = []
+def rebuild(
+    member: Member, everybody: list[str], rank: int, first: int, count: int, shared: bool
+) -> list[dict[str, int]]:
+    """That many generations, one after the other; what the process holds after a tenth and at the end.
+
+    shared: the ranks are those of one host.
+    """
+    blobs, held = [address.encode() for address in everybody], []
+    local = list(range(len(blobs))) if shared else None
     for turn in range(count):
-        with connect(member.endpoint, rank, len(blobs), (1, first + turn), lambda own: blobs, 30.0) as group:
-            array = np.ones(1000, np.float16 if turn % 2 else np.float64)
+        fence = (1, first + turn)
+        with connect(
+            member.endpoint, rank, len(blobs), fence, lambda own: blobs, 30.0, local_ranks=local
+        ) as group:
+            array = (
+                group.buffer(64 << 10) if shared else np.ones(1000, np.float16 if turn % 2 else np.float64)
+            )
+            array[:] = 1
             group.allreduce(array)
             assert array[0] == len(blobs)
-            if turn % 10 == 0:
+            if turn % 10 == 0 and not shared:
                 group.reducescatter(array)
                 group.alltoall(np.ones(len(blobs)))
         if turn in (count // 10, count - 1):
@@ -283,9 +295,12 @@ def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: 
 def _count_resources() -> dict[str, int]:
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])
+    with open("/proc/self/maps") as maps:
+        mappings = len(maps.readlines())
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
+        "mappings": mappings,
         "bytes": pages * os.sysconf("SC_PAGESIZE"),
     }
 

@@ -7,17 +7,14 @@ import logging
 import logging.handlers
 import os
 import resource
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from elastic_collectives import CollectiveError, Group, connect
+from elastic_collectives import CollectiveError
 from tests.component.collectives.ranks import Member
 
-ACTIONS = ("plain", "buffer", "small", "broadcast", "gather", "barrier", "scatter", "exchange")
 LIMITS = {"files": resource.RLIMIT_FSIZE, "mappings": resource.RLIMIT_AS}
 KEPT: list[Any] = []  # in the rank's process
 
@@ -88,32 +85,6 @@ def segments(member: Member) -> int:
         return len({line.split()[4] for line in maps if "memfd:elastic-segment" in line})
 
 
-def repeat_until_signal(member: Member, action: str, victim: int, number: int) -> None:
-    """The same collective again and again; meanwhile the victim sends itself a signal."""
-    group = member.live
-    call = _calls(group)[action]
-    for _ in range(3):
-        call()
-    if group.rank == victim:
-        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
-    while True:
-        call()
-
-
-def _calls(group: Group) -> dict[str, Callable[[], Any]]:
-    plain, buffer = np.zeros(1 << 20), group.buffer(8 << 20).view(np.float64)
-    return {
-        "plain": lambda: group.allreduce(plain),
-        "buffer": lambda: group.allreduce(buffer),
-        "small": lambda: group.allreduce(plain[:100]),
-        "broadcast": lambda: group.broadcast(plain, group.size - 1),
-        "gather": lambda: group.allgather(plain[:200_000]),
-        "barrier": group.barrier,
-        "scatter": lambda: group.reducescatter(plain),
-        "exchange": lambda: group.alltoall(plain[: 1000 * group.size]),
-    }
-
-
 def time_end_of_barrier(member: Member, aborts: bool) -> float:
     """When this rank's barrier failed, or when it aborted instead of meeting; by the machine's monotonic clock."""
     if aborts:
@@ -149,35 +120,3 @@ def keep_buffer(member: Member) -> None:
 
 def is_kept_buffer_unchanged(member: Member) -> bool:
     return bool((KEPT.pop() == 7).all())
-
-
-def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: int) -> list[dict[str, int]]:
-    """That many generations, one after the other; what the process holds after a tenth and at the end."""
-    blobs = [address.encode() for address in everybody]
-    local = list(range(len(blobs)))
-    held = []
-    for turn in range(count):
-        fence = (1, first + turn)
-        with connect(
-            member.endpoint, rank, len(blobs), fence, lambda own: blobs, 30.0, local_ranks=local
-        ) as group:
-            array = group.buffer(64 << 10)
-            array[:] = 1
-            group.allreduce(array)
-            assert array[0] == len(blobs)
-        if turn in (count // 10, count - 1):
-            held.append(_count_resources())
-    return held
-
-
-def _count_resources() -> dict[str, int]:
-    with open("/proc/self/statm") as statm:
-        pages = int(statm.read().split()[1])
-    with open("/proc/self/maps") as maps:
-        mappings = len(maps.readlines())
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "mappings": mappings,
-        "bytes": pages * os.sysconf("SC_PAGESIZE"),
-    }

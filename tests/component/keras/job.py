@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pyarrow.parquet as pq
 
+from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
+from spark_elastic.driver.discovery import CombinedDiscovery
+from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy
+from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.transformation import RowRandom
-from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
+from tests.component.injected_faults import inject_faults
+from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH, Follower
 
 
 def build_dense() -> Any:
@@ -125,8 +136,8 @@ class Job:
     batch_size: int = 8
     workers: int = 3
     checkpoint_steps: int | None = None
-    # Applied by two processes of each worker.
     transformation: Callable[..., dict[str, Any]] | None = None
+    transformation_workers: int = 0
 
     def plan(self, manifest: Manifest) -> DataPlan:
         batch = self.batch_size * self.workers
@@ -144,10 +155,14 @@ class Job:
             keras.config.set_floatx("float32")
             keras.config.set_dtype_policy(policy)
 
+    def columns(self, manifest: Manifest) -> tuple[Column, ...]:
+        """Of the features."""
+        kinds = {"x": Column("x", "float64", (WIDTH,)), "y": Column("y", "int64")}
+        return tuple(kinds[name] for name in self.features)
+
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainProgram:
         plan = self.plan(manifest)
         seen = DataPlan.for_run(manifest.group_rows, 100, 5, self.workers, 10_000, 1 << 20, shuffle=False)
-        kinds = {"x": Column("x", "float64", (WIDTH,)), "y": Column("y", "int64")}
         spec = TrainSpec(
             config=FitConfig(
                 feature_cols=tuple(self.features),
@@ -156,18 +171,41 @@ class Job:
                 batch_size=self.batch_size,
                 epochs=self.epochs,
                 seed=SEED,
-                transformation_workers=2 if self.transformation else 0,
+                transformation_workers=self.transformation_workers,
             ),
             rows=Rows(store, manifest, plan),
             validation=Rows(store, manifest, seen) if self.validates else None,
             store=store,
             result="final.keras",
-            features=tuple(kinds[name] for name in self.features),
+            features=self.columns(manifest),
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
         objects = KerasUserObjects(self.archive(), self.callbacks, self.class_weight, self.transformation)
         return KerasTrainProgram(spec, objects)
+
+
+def train_elastic(
+    job: Job, store: Store, manifest: Manifest, folder: Path, acts: Mapping[str, Callable[..., object]]
+) -> LaunchResult:
+    """What the launch returned; the ledger is in the folder. acts: what befalls the launcher, by place."""
+    launcher = ProcessLauncher(
+        job.task(store, manifest, str(folder / "ledger")),
+        SystemClock(),
+        preload=("keras",),
+        room=job.workers,
+        spare_after=3600.0,  # whole slots are killed, and a process that imports TensorFlow takes seconds
+    )
+    batch = job.batch_size * job.workers
+    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
+    driver, planned = DriverOptions(run=OwnedRun.acquire(store, RUN)), {}
+    for place, act in acts.items():
+        planned[place] = partial(act, launcher)
+    with inject_faults(folder / "faults", planned):
+        result = supervise(launcher, CombinedDiscovery(), driver, limits, ElasticConfig(), "test", Follower())
+    assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
+    assert len(result.worlds) > 1, "nobody was lost"
+    return result
 
 
 JOBS = {

@@ -10,22 +10,12 @@ from typing import Any
 import keras
 import pytest
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.driver.job import DriverOptions, supervise
-from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.checkpoint import CheckpointPolicy
-from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
-from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
-from tests.component.injected_faults import await_fault, inject_faults, kill
-from tests.component.keras.job import Job, difference, weights_of
-from tests.component.torch.job import RUN, SEED, Follower, NoDiscovery, ledger_of
+from tests.component.injected_faults import await_fault, kill
+from tests.component.keras.job import Job, difference, train_elastic, weights_of
+from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 
 pytestmark = [
@@ -75,29 +65,11 @@ class SlowSteps(keras.callbacks.Callback):
 class Kinds(Job):
     """A job on all kinds of columns."""
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainProgram:
-        spec = TrainSpec(
-            config=FitConfig(
-                feature_cols=tuple(FEATURES),
-                label_cols=("y",),
-                sample_weight_col=None,
-                batch_size=self.batch_size,
-                epochs=self.epochs,
-                seed=SEED,
-            ),
-            rows=Rows(store, manifest, self.plan(manifest)),
-            store=store,
-            result="final.keras",
-            features=tuple(manifest.column(name) for name in FEATURES),
-            ledger=ledger,
-            checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
-        )
-        return KerasTrainProgram(
-            spec, KerasUserObjects(self.archive(), (SlowSteps(),), transformation=numbers)
-        )
+    def columns(self, manifest: Manifest) -> tuple[Column, ...]:
+        return tuple(manifest.column(name) for name in FEATURES)
 
 
-JOB = Kinds(six_inputs, epochs=2, workers=2)
+JOB = Kinds(six_inputs, tuple(FEATURES), callbacks=(SlowSteps(),), transformation=numbers, workers=2)
 
 
 def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
@@ -129,20 +101,7 @@ def test_a_transformation_of_images_is_tried_on_a_row_of_the_table(tmp_path: Pat
 def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -> None:
     write(tmp_path, "arrow")
     store, manifest = open_data(tmp_path)
-    launcher = ProcessLauncher(
-        JOB.task(store, manifest, str(tmp_path / "ledger")),
-        SystemClock(),
-        preload=("keras",),
-        room=2,
-        spare_after=3600.0,  # whole slots are killed
-    )
-    batch = JOB.batch_size * JOB.workers
-    limits = Limits(JOB.workers, 1, JOB.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site = DriverOptions(run=OwnedRun.acquire(store, RUN))
-    with inject_faults(
-        tmp_path / "faults", {"epoch 1": lambda: fault(kill, launcher, min(launcher.slots()))}
-    ):
-        result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
-    assert len(result.worlds) > 1, "nobody was lost"
+    strike = {"epoch 1": lambda launcher: fault(kill, launcher, min(launcher.slots()))}
+    train_elastic(JOB, store, manifest, tmp_path, strike)
     assert ledger_of(tmp_path / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
     assert difference(weights_of(store), train_plain(JOB, store, manifest)) < 1e-9

@@ -12,17 +12,11 @@ from typing import Any
 import keras
 import pytest
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig
-from spark_elastic.data.store import Store
-from spark_elastic.driver.job import DriverOptions, supervise
-from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
-from tests.component.injected_faults import await_fault, inject_faults, kill
-from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
-from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, check_every_row_once, make_data
+from tests.component.injected_faults import await_fault, kill
+from tests.component.keras.job import JOBS, difference, train_elastic, train_plain, weights_of
+from tests.component.torch.job import ROWS, RUN, check_every_row_once, make_data
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -63,28 +57,6 @@ class CallbackCheck(keras.callbacks.Callback):
         assert self.steps == len(self.epochs) * self.params["steps"], "each step is told once (R1)"
 
 
-def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
-    """(store and manifest, the launch's result). acts: what befalls the launcher and the store, by place."""
-    store, manifest = make_data(tmp_path)
-    launcher = ProcessLauncher(
-        job.task(store, manifest, str(tmp_path / "ledger")),
-        SystemClock(),
-        preload=("keras",),
-        room=3,
-        spare_after=3600.0,  # whole slots are killed, and a process that imports TensorFlow takes seconds
-    )
-    batch = job.batch_size * job.workers
-    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site, config = DriverOptions(run=OwnedRun.acquire(store, RUN)), ElasticConfig()
-    with inject_faults(
-        tmp_path / "faults", {place: partial(act, launcher, store) for place, act in acts.items()}
-    ):
-        result = supervise(launcher, NoDiscovery(), site, limits, config, "test", Follower())
-    assert len({json.loads(text)["digest"] for text in result.results}) == 1, "replicas differ (P4)"
-    check_every_row_once(tmp_path / "ledger", job.epochs)
-    return (store, manifest), result
-
-
 @pytest.mark.scenario("G1", "G2", "G3")
 def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
     tmp_path: Path, fault: Fault
@@ -97,16 +69,19 @@ def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
             return columns
         return {**columns, "x": columns["x"] + rng.normal(scale=0.1, size=columns["x"].shape[1:])}
 
-    def inject_fault(which: int, launcher: ProcessLauncher, store: Store) -> None:
+    def inject_fault(which: int, launcher: ProcessLauncher) -> None:
         killed.append(sorted(launcher.slots())[which])
         fault(kill, launcher, killed[-1])
 
-    job = replace(JOBS["row weights"], transformation=add_noise, callbacks=(CallbackCheck(),))
-    data, result = train(
-        job, tmp_path, {"epoch 0": partial(inject_fault, 1), "epoch 1": partial(inject_fault, 0)}
+    changes: Any = {"transformation": add_noise, "transformation_workers": 2}
+    job = replace(JOBS["row weights"], callbacks=(CallbackCheck(),), **changes)
+    data, acts = (
+        make_data(tmp_path),
+        {"epoch 0": partial(inject_fault, 1), "epoch 1": partial(inject_fault, 0)},
     )
+    result = train_elastic(job, *data, tmp_path, acts)
+    check_every_row_once(tmp_path / "ledger", job.epochs)
     assert len(killed) == 2
-    assert len(result.worlds) > 1, "nobody was lost"
     theirs, losses = train_plain(job, *data)
     assert difference(weights_of(data[0]), theirs) < 1e-9
     history = json.loads(result.results[0])["history"]
@@ -121,14 +96,17 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
 ) -> None:
     killed: list[int] = []
 
-    def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
-        until(CheckpointStore(store, RUN).read_published)
+    data = make_data(tmp_path)
+
+    def inject_fault(launcher: ProcessLauncher) -> None:
+        until(CheckpointStore(data[0], RUN).read_published)
         for slot in launcher.slots():
             killed.append(slot)
             fault(kill, launcher, slot)
 
     job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(CallbackCheck(),))
-    data, result = train(job, tmp_path, {"epoch 1": inject_fault})
+    result = train_elastic(job, *data, tmp_path, {"epoch 1": inject_fault})
+    check_every_row_once(tmp_path / "ledger", job.epochs)
     assert len(killed) == 3
     assert [w for w in result.worlds if "continues from checkpoint" in w.reason], (
         "nobody began from a checkpoint"

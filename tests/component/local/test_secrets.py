@@ -20,6 +20,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.run.call import prepare
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import WorkerFailed
@@ -99,14 +100,6 @@ class SearchedLauncher(ProcessLauncher):
         super().start(spec, post)
 
 
-class NoDiscovery:
-    def start(self, post: Post) -> None:
-        """Slots say themselves that they are there."""
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-
 def test_no_process_file_or_log_of_a_run_shows_its_secrets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +124,7 @@ def test_no_process_file_or_log_of_a_run_shows_its_secrets(
     launcher.traces = traces
     driver, limits = DriverOptions(run=call.take_run()), call.make_limits(2)
     with pytest.raises(WorkerFailed) as failed, call.open_output() as listener:
-        supervise(launcher, NoDiscovery(), driver, limits, call.options.config, call.name, listener)
+        supervise(launcher, CombinedDiscovery(), driver, limits, call.options.config, call.name, listener)
     assert "the end of the script" in str(failed.value)
     found = traces.seen | {
         "log": caplog.text.encode(),

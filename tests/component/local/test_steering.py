@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +14,19 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.errors import JobCancelled
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
+from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
+from tests.component.local.watched import start_watched
 from tests.component.worker.moments import HeldProgram
 from tests.journals import keep_journal
 from tests.patience import until
+from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -91,3 +97,22 @@ def test_a_job_is_ended_by_its_handle() -> None:
     launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     with pytest.raises(JobCancelled, match="enough is enough"):
         _run(program, launcher, AtStep(3, lambda: handle.cancel("enough is enough")), handle=handle)
+
+
+@pytest.mark.faults  # tests/component/torch/test_hand_written_resume.py kills the driver of a loop in every build
+def test_a_run_id_resumes_after_its_command_was_killed(tmp_path: Path) -> None:
+    """`spark-elastic-run --run-id`: killed once a commit is durable, the same command continues after that commit."""
+    durable = ("--run-id", "mine", "--store", str(tmp_path / "store"), "--checkpoint-steps", "5")
+    fault, folders = Fault(on=True), [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    with start_watched(folders[0], fault, "-np", "2", *durable) as job:
+        store = Store.open(str(tmp_path / "store"))
+        job.wait_for(lambda: bool(CheckpointStore(store, "mine").read_published()), "a durable commit")
+        job.process.kill()
+        assert job.wait_for_exit() == -signal.SIGKILL
+    newest = max(each.position.step for each in CheckpointStore(store, "mine").read_published())
+    with start_watched(folders[1], fault, "-np", "1", *durable) as job:
+        assert job.await_size(1)
+        assert job.stop() == 0
+        assert job.lines()[0]["step"] == newest + 1

@@ -25,6 +25,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.monitoring.listener import JobListener
@@ -38,6 +39,7 @@ from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
+from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import await_fault
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
@@ -61,14 +63,6 @@ class SlowNet(torch.nn.Module):
             await_fault(here.epoch, here.step, validates=not self.training)
         output: torch.Tensor = self.net(*inputs)
         return output
-
-
-class NoDiscovery:
-    def start(self, post: Post) -> None:
-        """Processes report themselves."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 @dataclass
@@ -136,6 +130,7 @@ class Job:
     epochs: int = 2
     batch_size: int = 8
     workers: int = 3
+    global_batch: int | None = None  # rows of a step; None: as many as all workers' batches
     checkpoint_steps: int | None = None
     reader: str = "arrow"
     shares: int = 0  # virtual shares, in bitwise mode
@@ -148,9 +143,8 @@ class Job:
     data: Store | None = None  # where the rows are; None: in the store of the run
 
     def plan(self, manifest: Manifest) -> DataPlan:
-        plan = DataPlan.for_run(
-            manifest.group_rows, self.batch_size * self.workers, 5, self.workers, 10_000, 1 << 20
-        )
+        batch = self.global_batch or self.batch_size * self.workers
+        plan = DataPlan.for_run(manifest.group_rows, batch, 5, self.workers, 10_000, 1 << 20)
         return replace(plan, shares=self.shares)
 
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
@@ -211,7 +205,7 @@ def train_elastic(
         lease=lease,
         max_global_batch=job.batch_size * job.workers,
     )
-    watch = discovery or NoDiscovery()
+    watch = discovery or CombinedDiscovery()
     result = supervise(launcher, watch, DriverOptions(run=run), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
@@ -267,7 +261,7 @@ def train_plain(
 ) -> dict[str, torch.Tensor]:
     """One process, one batch a step, nothing of ours but the plan; `most` steps where it is given."""
     table = pq.read_table(store.path("rows/part.parquet"))
-    x = torch.tensor(np.stack(table["x"].to_numpy())).reshape(-1, *job.shape)
+    x = np.stack(table["x"].to_numpy()).reshape(-1, *job.shape)
     y = torch.tensor(table["y"].to_numpy().copy())
     weights = None if job.weight is None else torch.tensor(table[job.weight].to_numpy().copy())
     model = copy.deepcopy(job.model)
@@ -277,11 +271,15 @@ def train_plain(
     for epoch, step in islice(product(range(job.epochs), range(plan.steps)), most):
         rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
         draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
+        columns = {"x": x[rows.numpy()]}
+        if job.transformation is not None:
+            columns = job.transformation(columns, RowRandom(SEED, epoch, rows.numpy()))
+        output = model(torch.from_numpy(columns["x"]))
         optimizer.zero_grad()
         if weights is None:
-            loss = job.loss(model(x[rows]), y[rows])
+            loss = job.loss(output, y[rows])
         else:
-            per_row = torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none")
+            per_row = torch.nn.functional.cross_entropy(output, y[rows], reduction="none")
             loss = (per_row * weights[rows]).sum() / weights[rows].sum()
         loss.backward()
         if job.gradient_clip_norm is not None:

@@ -157,7 +157,7 @@ def break_every_world() -> None:
 def test_r13_worlds_that_break_without_progress_end_the_job_with_the_workers_reason() -> None:
     expected = r"worlds in a row.* step 1 although no worker was lost.* it broke for the test"
     with pytest.raises(WorkerFailed, match=expected):
-        Run(break_every_world, room=2, num_workers=2, driver_timeout=10.0).results()
+        Run(break_every_world, room=2, num_workers=2, driver_timeout=6.0).results()
 
 
 def return_lock() -> Any:

@@ -13,8 +13,8 @@ import torch
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import progress, rank
 from spark_elastic.training.torch.trainer import TorchTrainProgram
-from spark_elastic.training.transformation import RowRandom
 from tests.component.threads import run_task
+from tests.component.torch.elastic_jobs import add_noise
 from tests.component.torch.job import CLASSES, WIDTH, Follower, Job, launcher, make_data, train_elastic
 from tests.component.torch.nets import sgd
 from tests.unit.torch.worlds import run_in_world
@@ -66,11 +66,6 @@ class Faulty(torch.nn.Sequential):
                     return wrong
 
                 hook = weight.register_hook(corrupt)
-
-
-def add_noise(columns: dict[str, Any], rng: RowRandom | None) -> dict[str, Any]:
-    x = columns["x"]
-    return columns if rng is None else {**columns, "x": x + rng.normal(size=x.shape[1:])}
 
 
 def make(task: TorchTrainProgram) -> ProcessLauncher:

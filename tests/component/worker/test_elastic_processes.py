@@ -18,8 +18,8 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.driver.ports import Post
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, WorkerId
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
@@ -32,14 +32,6 @@ from tests.component.worker.moments import HeldProgram
 from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
-
-
-class NoDiscovery:
-    def start(self, post: Post) -> None:
-        """Processes report themselves."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class RecordingListener(JobListener):
@@ -59,7 +51,7 @@ def run(
     config: ElasticConfig = ElasticConfig(),  # noqa: B008 - it does not change
 ) -> LaunchResult:
     bounds = Limits(workers, 1, workers, gather_timeout=60.0)
-    return supervise(launcher, NoDiscovery(), DriverOptions(), bounds, config, "test", watcher)
+    return supervise(launcher, CombinedDiscovery(), DriverOptions(), bounds, config, "test", watcher)
 
 
 def launcher(program: CountingProgram, room: int = 3) -> ProcessLauncher:
