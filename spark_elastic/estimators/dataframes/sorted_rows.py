@@ -1,14 +1,16 @@
-"""The tasks that put rows in the order of their hash, by Arrow: one sorts what a partition has, another merges a file.
+"""The tasks that put rows in the order of their hash, by Arrow: one sorts what a partition has, one makes the copies of
+rows that a table has often, one merges a file.
 
-A chunk is a file of sorted rows in the store: streams of Arrow, one for each range of hashes that has rows, then where
-each range begins, and the number of ranges. Whoever merges a file reads the ranges that it needs of every chunk.
+A chunk is a file of sorted rows in the store: a stream of Arrow with a batch for each range of hashes, then where each
+batch begins, and the number of ranges. Whoever merges a file reads the ranges that it needs of every chunk. If a row is
+often in a chunk, it is written once, with the number of its copies.
 Runs in Python workers of Spark's executors, and in the driver for small tables.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +22,25 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.reading.decoding import CHECKSUMS
 from spark_elastic.data.store import Store
+from spark_elastic.estimators.dataframes.row_hash import CopyHasher, Hashes, normalize
 
 CHUNK_BYTES = (
     64 << 20
 )  # that a task sorts at a time; with its sorted copy and what it writes it holds three times that
-RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a stream describes
+RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a batch describes
 MOST_RANGES = 1024
 READS = 8  # chunks of which a task reads at the same time
 ROW = (
     "row"  # the one column that tasks take and give: a struct of a row's columns, of any number and any names
 )
+COPIES = "__spark_elastic_copies"  # the column of a chunk for the number of copies of a row
+# With a smaller share of distinct rows, a chunk has each once, and copies of a row are spread over the table; else they
+# lie side by side.
+DISTINCT = 0.9
 
-Hashes = npt.NDArray[np.uint64]
 Batches = Iterable[pa.RecordBatch]
+Change = Callable[[pa.RecordBatch], pa.RecordBatch]
+Chunks = Mapping[bool, Sequence[str]]  # whether their rows validate -> names
 
 
 def locate(hashes: Hashes, files: int) -> Hashes:
@@ -43,54 +51,73 @@ def locate(hashes: Hashes, files: int) -> Hashes:
 
 @dataclass(frozen=True)
 class SortTask:
-    """Writes the rows of a partition as chunks. Gives the name of each, and whether its rows validate."""
+    """Writes the rows of a partition as chunks. Gives the name of each, whether its rows validate, and the copies of
+    that row of which it has most."""
 
     store: Store
     folder: str
-    hash: str  # the column by which rows are sorted
-    split: str | None  # the column that says which rows validate, if some do
+    hashes: tuple[str, str]  # columns: rows are sorted by the first; those that are equal in both are equal
+    split: str | None = None  # the column that says which rows validate, if some do
 
-    SCHEMA = "name string, validates boolean"
+    SCHEMA = "name string, validates boolean, most long"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for rows in _join_batches(batches):
             marks = np.zeros(len(rows), bool) if self.split is None else _to_numpy(rows, self.split)
-            hashes = _to_numpy(rows, self.hash).view(np.uint64)
             for validates in np.unique(marks).tolist():
-                chosen = np.flatnonzero(marks == validates)
-                order = chosen[np.argsort(hashes[chosen])]
-                name = self._write(rows.take(pa.array(order)), hashes[order])
-                yield pa.RecordBatch.from_pydict({"name": [name], "validates": [validates]})
+                yield self._write(rows, np.flatnonzero(marks == validates), validates)
 
-    def _write(self, rows: pa.RecordBatch, hashes: Hashes) -> str:
+    def _write(self, rows: pa.RecordBatch, chosen: npt.NDArray[np.int64], validates: bool) -> pa.RecordBatch:
+        """Sort those of the rows, and write them."""
+        hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
+        order = chosen[np.argsort(hashes[chosen].view(np.uint64))]
+        first = np.flatnonzero(_find_changes(hashes[order]))
+        counts = np.diff(first, append=len(order))
+        # Rows may be equal in the first hash alone.
+        if (
+            len(first) >= DISTINCT * len(order)
+            or (exact[order] != np.repeat(exact[order[first]], counts)).any()
+        ):
+            return self.write_sorted(rows.take(pa.array(order)), validates)
+        rows = _add_columns(rows.take(pa.array(order[first])), {COPIES: counts})
+        return self.write_sorted(rows, validates, int(counts.max()))
+
+    def write_sorted(self, rows: pa.RecordBatch, validates: bool, most: int = 1) -> pa.RecordBatch:
+        """Write a chunk. most: copies of a row."""
         least = max(RANGE_BYTES, rows.num_columns << 10)
         ranges = int(np.clip(rows.nbytes // least, 1, MOST_RANGES))
+        hashes = _to_numpy(rows, self.hashes[0]).view(np.uint64)
         ends = np.searchsorted(locate(hashes, ranges), np.arange(ranges, dtype=np.uint64), side="right")
-        out, begin, offsets = pa.BufferOutputStream(), 0, [0]
-        for end in ends.tolist():
-            if end > begin:
-                with pa.ipc.new_stream(out, rows.schema) as writer:
+        out, begin = pa.BufferOutputStream(), 0
+        with pa.ipc.new_stream(out, rows.schema) as writer:
+            writer.write_batch(
+                rows.slice(0, 0)
+            )  # with it the schema, which is written before the first batch
+            offsets = [out.tell()]
+            for end in ends.tolist():
+                if end > begin:
                     writer.write_batch(rows.slice(begin, end - begin))
-            offsets.append(out.tell())
-            begin = end
+                offsets.append(out.tell())
+                begin = end
         out.write(np.array([*offsets, ranges], np.int64).tobytes())
         name = f"{self.folder}/{uuid.uuid4().hex}.arrows"
-        self.store.write_bytes(name, out.getvalue().to_pybytes(), durable=False)
-        return name
+        self.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
+        return pa.RecordBatch.from_pydict({"name": [name], "validates": [validates], "most": [most]})
 
 
 def read_chunk(store: Store, name: str, number: int = 0, files: int = 1) -> Iterator[pa.RecordBatch]:
     """The ranges of a chunk in which there may be rows of that one of so many files."""
-    tail = np.frombuffer(store.read_tail(name, 8 * (MOST_RANGES + 2))[-8:], np.int64)
-    ranges = int(tail[0])
-    offsets = np.frombuffer(store.read_tail(name, 8 * (ranges + 2)), np.int64)
-    first, past = number * ranges // files, ((number + 1) * ranges - 1) // files + 1
-    begin, end = int(offsets[first]), int(offsets[past])
+    tail = store.read_tail(name, 8 * (MOST_RANGES + 2))
+    numbers = np.frombuffer(tail[len(tail) % 8 :], np.int64).tolist()
+    ranges = numbers.pop()
+    offsets = numbers[-ranges - 1 :]
+    begin, end = offsets[number * ranges // files], offsets[((number + 1) * ranges - 1) // files + 1]
     if begin == end:
         return
+    schema = pa.ipc.read_schema(pa.py_buffer(store.read_range(name, 0, offsets[0])))
     source = pa.BufferReader(store.read_range(name, begin, end))
     while source.tell() < end - begin:
-        yield from pa.ipc.open_stream(source)
+        yield pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
 
 
 @dataclass(frozen=True)
@@ -99,22 +126,53 @@ class ReadTask:
 
     store: Store
     chunks: Sequence[str]
-    hashes: tuple[str, str]  # columns: rows that are equal in both are equal
-    # The column for the number of copies of a row in its chunk, which is then given once; None: rows as they are.
-    copies: str | None
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        for number in (number for batch in batches for number in batch.column(0).to_pylist()):
-            for rows in read_chunk(self.store, self.chunks[number]):
-                yield _to_struct(rows if self.copies is None else self._count_copies(rows, self.copies))
+        for number in _iter_numbers(batches):
+            for rows in map(_repeat_copies, read_chunk(self.store, self.chunks[number])):
+                yield pa.RecordBatch.from_arrays([rows.to_struct_array()], [ROW])
 
-    def _count_copies(self, rows: pa.RecordBatch, column: str) -> pa.RecordBatch:
-        keys = [_to_numpy(rows, name) for name in self.hashes]
-        changes = [np.diff(key, prepend=~key[0]) != 0 for key in keys]
-        first = np.flatnonzero(np.logical_or(*changes))
-        counts = pa.array(np.diff(first, append=len(rows)))
-        found = rows.take(pa.array(first))
-        return pa.RecordBatch.from_arrays([*found.columns, counts], [*found.schema.names, column])
+
+@dataclass(frozen=True)
+class CopyTask:
+    """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
+
+    A task takes a range of hashes, and of each row there a share of its copies; first come rows to train on. It gives
+    what `SortTask` does.
+    """
+
+    sort: SortTask
+    chunks: Chunks
+    columns: Sequence[str]  # columns that are hashed
+    ranges: int
+    shares: int  # in which the copies of each row are divided
+
+    def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
+        for number in _iter_numbers(batches):
+            validates, task = divmod(number, self.ranges * self.shares)
+            yield from self.write(bool(validates), *divmod(task, self.shares))
+
+    def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
+        """Write the copies of a range and share."""
+        found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges, _count_copies)
+        if found is None:
+            return
+        hashes, exact, counts = (_to_numpy(found, name)[order] for name in (*self.sort.hashes, COPIES))
+        first = np.flatnonzero(_find_changes(hashes) | _find_changes(exact))
+        own = np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares))
+        rows = found.select(list(self.columns)).take(pa.array(order[first]))
+        rows = pa.RecordBatch.from_arrays([normalize(column) for column in rows.columns], schema=rows.schema)
+        ends, hasher = np.cumsum(own), CopyHasher(rows.columns)
+        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
+        for begin in range(0, int(ends[-1]), step):
+            every = np.arange(begin, min(begin + step, ends[-1]))
+            places = np.searchsorted(ends, every, side="right")
+            keys = hasher.hash((every - (ends - own)[places]) * self.shares + share, places)
+            order = np.argsort(keys[0])
+            added = {
+                name: key[order].view(np.int64) for name, key in zip(self.sort.hashes, keys, strict=True)
+            }
+            yield self.sort.write_sorted(_add_columns(rows.take(pa.array(places[order])), added), validates)
 
 
 @dataclass(frozen=True)
@@ -122,38 +180,28 @@ class MergeTask:
     """Writes files, by their numbers: first come those to train on. Gives the name of each;
     "": it has no rows."""
 
-    store: Store
+    sort: SortTask  # by which the chunks were written
     folder: str
-    chunks: Mapping[bool, Sequence[str]]  # whether their rows validate -> chunks
+    chunks: Chunks
     files: Mapping[bool, int]  # whether their rows validate -> number of files
-    hashes: tuple[str, str]  # columns by which rows are sorted
     columns: Sequence[str]  # columns that are written
     rows_per_group: int
 
     SCHEMA = "number long, name string"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        for number in (number for batch in batches for number in batch.column(0).to_pylist()):
+        for number in _iter_numbers(batches):
             yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
 
     def write(self, number: int) -> str:
         """Write a file; returns its name."""
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
-
-        def read(name: str) -> list[pa.RecordBatch]:
-            return list(read_chunk(self.store, name, place, files))
-
-        with ThreadPoolExecutor(READS) as pool:
-            found = [batch for batches in pool.map(read, self.chunks[validates]) for batch in batches]
-        if not found:
-            return ""
-        rows = _concatenate(found)
-        order = self._sort(rows, place, files)
-        if not len(order):
+        found, order = _read_sorted(self.sort, self.chunks[validates], place, files, _repeat_copies)
+        if found is None:
             return ""
         out = pa.BufferOutputStream()
-        rows = rows.select(list(self.columns))
+        rows = found.select(list(self.columns))
         with pq.ParquetWriter(
             out, rows.schema, version="2.6", compression="snappy", use_dictionary=False, **CHECKSUMS
         ) as writer:  # fmt: skip
@@ -161,14 +209,8 @@ class MergeTask:
                 group = rows.take(pa.array(order[begin : begin + self.rows_per_group]))
                 writer.write_batch(group, row_group_size=self.rows_per_group)
         name = f"{self.folder}/part-{number:05d}-{uuid.uuid4().hex}.parquet"
-        self.store.write_bytes(name, out.getvalue().to_pybytes(), durable=False)
+        self.sort.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
         return name
-
-    def _sort(self, rows: pa.RecordBatch, place: int, files: int) -> npt.NDArray[np.int64]:
-        """The rows of that one of so many files, in order."""
-        hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
-        chosen = np.flatnonzero(locate(hashes.view(np.uint64), files) == place)
-        return chosen[np.lexsort((exact[chosen], hashes[chosen]))]
 
 
 def _join_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
@@ -185,13 +227,62 @@ def _join_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
         yield _concatenate(waiting)
 
 
+def _iter_numbers(batches: Batches) -> Iterator[int]:
+    for batch in batches:
+        yield from batch.column(0).to_pylist()
+
+
+def _read_sorted(
+    sort: SortTask, names: Sequence[str], number: int, files: int, change: Change
+) -> tuple[pa.RecordBatch | None, npt.NDArray[np.int64]]:
+    """Rows of chunks, changed batch by batch, and the places of those of that one of so many files, in order; None:
+    there are none."""
+
+    def read(name: str) -> list[pa.RecordBatch]:
+        return [change(rows) for rows in read_chunk(sort.store, name, number, files)]
+
+    with ThreadPoolExecutor(READS) as pool:
+        found = [rows for batches in pool.map(read, names) for rows in batches]
+    if not found:
+        return None, np.array([], np.int64)
+    rows = _concatenate(found)
+    hashes, exact = (_to_numpy(rows, name) for name in sort.hashes)
+    chosen = np.flatnonzero(locate(hashes.view(np.uint64), files) == number)
+    keys = hashes[chosen]
+    order = np.argsort(keys)
+    if not _find_changes(keys[order]).all():  # some are equal; that order costs five times as much
+        order = np.lexsort((exact[chosen], keys))
+    return rows if len(order) else None, chosen[order]
+
+
+def _repeat_copies(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Each row as often as its column of copies says, if there is one."""
+    *names, last = rows.schema.names
+    if last != COPIES:
+        return rows
+    return rows.select(names).take(pa.array(np.repeat(np.arange(len(rows)), _to_numpy(rows, COPIES))))
+
+
+def _count_copies(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with a column of copies."""
+    counted = COPIES in rows.schema.names
+    return rows if counted else _add_columns(rows, {COPIES: np.ones(len(rows), np.int64)})
+
+
+def _add_columns(rows: pa.RecordBatch, columns: Mapping[str, npt.NDArray[np.int64]]) -> pa.RecordBatch:
+    arrays = [*rows.columns, *map(pa.array, columns.values())]
+    schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in columns)])
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether each differs from the one before it."""
+    return np.diff(keys, prepend=~keys[:1]) != 0
+
+
 def _concatenate(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     (joined,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return joined
-
-
-def _to_struct(rows: pa.RecordBatch) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pa.StructArray.from_arrays(rows.columns, rows.schema.names)], [ROW])
 
 
 def _to_numpy(rows: Any, name: str) -> Any:
