@@ -166,7 +166,7 @@ def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_number_and_row(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     kinds = rows_of_every_kind(spark).where("id < 60")
-    more = {"at": "timestamp_micros(id - 40)", "small": "short(id)", "tiny": "if(id % 2 = 0, -1e-60, 1e300)"}
+    more = {"at": "timestamp_micros(id - 40)", "small": "smallint(id)", "tiny": "if(id % 2 = 0, -1e-60, 1e300)"}
     kinds = kinds.withColumns({name: F.expr(text) for name, text in more.items()})
     kinds = kinds.withColumn("text", F.expr("repeat(text, int(id))"))
     df = kinds.crossJoin(spark.range(3).withColumnRenamed("id", "copy"))

@@ -81,9 +81,10 @@ def make_hasher(values: pa.Array, rounds: bool = False) -> Hasher:
 
 
 def _make_hasher(values: pa.Array) -> Hasher:
-    if (width := _find_offset_width(values.type)) is not None:
-        _, offsets, content = values.buffers()
-        bounds = np.frombuffer(offsets, width)[values.offset :].astype(np.int64)
+    if not pa.types.is_primitive(values.type):
+        strings = values.cast(pa.large_binary())
+        _, offsets, content = strings.buffers()
+        bounds = np.frombuffer(offsets, np.int64)[strings.offset :]
         data = np.frombuffer(content or b"", np.uint8)
         return lambda seeds, at: _hash_bytes(seeds, data, bounds[at], bounds[at + 1] - bounds[at])
     size = 8 if values.type.bit_width == 64 else 4
@@ -91,13 +92,6 @@ def _make_hasher(values: pa.Array) -> Hasher:
     numbers = values.view(integers) if values.type.bit_width >= 32 else values.cast(integers)
     words = numbers.to_numpy().view(f"u{size}").astype(np.uint64)
     return lambda seeds, at: _finish(_mix(seeds + _P5 + np.uint64(size), words[at], size))
-
-
-def _find_offset_width(kind: pa.DataType) -> type[np.signedinteger] | None:
-    """The type of a string's offsets; None: it is a number."""
-    if kind in (pa.string(), pa.binary()):
-        return np.int32
-    return np.int64 if kind in (pa.large_string(), pa.large_binary()) else None
 
 
 def _hash_bytes(seeds: Hashes, data: npt.NDArray[np.uint8], begin: Numbers, length: Numbers) -> Hashes:

@@ -21,13 +21,7 @@ from pyspark.sql.types import StructField, StructType
 
 from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.data.store import Store
-from spark_elastic.estimators.dataframes.scan import (
-    EXACT_COLUMN,
-    HASH_COLUMN,
-    hash_columns,
-    hash_row,
-    quote,
-)
+from spark_elastic.estimators.dataframes.scan import EXACT_COLUMN, HASH_COLUMN, hash_columns, hash_row, quote
 from spark_elastic.estimators.dataframes.schema import ColumnType, compute_row_bytes
 from spark_elastic.estimators.dataframes.sorted_rows import (
     CHUNK_BYTES,
@@ -152,11 +146,11 @@ class SortedChunks:
 @contextmanager
 def _limit_batches(spark: SparkSession, row_bytes: int | None) -> Iterator[None]:
     """Have Spark give rows to Python in batches that fit into memory."""
+    limits = _BATCH_ROWS, _BATCH_BYTES
     if row_bytes is not None:
         limits = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes)), _UNBOUNDED
-    else:
-        knows_bytes = spark.conf.isModifiable(_BATCH_LIMITS[1])  # since Spark 4.1
-        limits = _BATCH_ROWS if knows_bytes else _UNKNOWN_BATCH, _BATCH_BYTES
+    elif not spark.conf.isModifiable(_BATCH_LIMITS[1]):  # it is of Spark 4.1
+        limits = _UNKNOWN_BATCH, _UNBOUNDED
     before = [spark.conf.get(name, None) for name in _BATCH_LIMITS]
     for name, limit in zip(_BATCH_LIMITS, limits, strict=True):
         spark.conf.set(name, str(limit))

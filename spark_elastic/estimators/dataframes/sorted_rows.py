@@ -2,15 +2,15 @@
 rows that a table has often, one merges a file.
 
 A chunk is a file of sorted rows in the store: a stream of Arrow with a batch for each range of hashes, then where each
-batch begins, and the number of ranges. Whoever merges a file reads the ranges that it needs of every chunk. If a row is
-often in a chunk, it is written once, with the number of its copies.
+batch begins, and the number of ranges. Whoever merges a file reads the ranges that it needs of every chunk. Where many
+rows are copies of others, a chunk has each once, and their number.
 Runs in Python workers of Spark's executors, and in the driver for small tables.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,22 +24,18 @@ from spark_elastic.data.reading.decoding import CHECKSUMS
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes.row_hash import CopyHasher, Hashes, normalize
 
-CHUNK_BYTES = (
-    64 << 20
-)  # that a task sorts at a time; with its sorted copy and what it writes it holds three times that
+CHUNK_BYTES = 64 << 20  # that a task sorts at a time; with copies of them it holds three times that
 RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a batch describes
 MOST_RANGES = 1024
 READS = 8  # chunks of which a task reads at the same time
-ROW = (
-    "row"  # the one column that tasks take and give: a struct of a row's columns, of any number and any names
-)
-COPIES = "__spark_elastic_copies"  # the column of a chunk for the number of copies of a row
+ROW = "row"  # the one column that tasks take and give: a struct of columns of any number and any names
+COPIES = "__spark_elastic_copies"  # the last column of a chunk: how often a row is there
 # With a smaller share of distinct rows, a chunk has each once, and copies of a row are spread over the table; else they
 # lie side by side.
 DISTINCT = 0.9
 
 Batches = Iterable[pa.RecordBatch]
-Change = Callable[[pa.RecordBatch], pa.RecordBatch]
+Columns = Mapping[str, npt.NDArray[np.int64]]
 Chunks = Mapping[bool, Sequence[str]]  # whether their rows validate -> names
 
 
@@ -74,25 +70,23 @@ class SortTask:
         first = np.flatnonzero(_find_changes(hashes[order]))
         counts = np.diff(first, append=len(order))
         # Rows may be equal in the first hash alone.
-        if (
-            len(first) >= DISTINCT * len(order)
-            or (exact[order] != np.repeat(exact[order[first]], counts)).any()
-        ):
-            return self.write_sorted(rows.take(pa.array(order)), validates)
-        rows = _add_columns(rows.take(pa.array(order[first])), {COPIES: counts})
-        return self.write_sorted(rows, validates, int(counts.max()))
+        alike = exact[order] == np.repeat(exact[order[first]], counts)
+        if len(first) >= DISTINCT * len(order) or not alike.all():
+            first, counts = np.arange(len(order)), np.ones_like(order)
+        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates)
 
-    def write_sorted(self, rows: pa.RecordBatch, validates: bool, most: int = 1) -> pa.RecordBatch:
-        """Write a chunk. most: copies of a row."""
+    def write_sorted(self, rows: pa.RecordBatch, added: Columns, validates: bool) -> pa.RecordBatch:
+        """Write a chunk. added: columns that the rows lack."""
+        arrays = [*rows.columns, *map(pa.array, added.values())]
+        schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in added)])
+        rows, most = pa.RecordBatch.from_arrays(arrays, schema=schema), int(added[COPIES].max())
         least = max(RANGE_BYTES, rows.num_columns << 10)
         ranges = int(np.clip(rows.nbytes // least, 1, MOST_RANGES))
         hashes = _to_numpy(rows, self.hashes[0]).view(np.uint64)
         ends = np.searchsorted(locate(hashes, ranges), np.arange(ranges, dtype=np.uint64), side="right")
         out, begin = pa.BufferOutputStream(), 0
         with pa.ipc.new_stream(out, rows.schema) as writer:
-            writer.write_batch(
-                rows.slice(0, 0)
-            )  # with it the schema, which is written before the first batch
+            writer.write_batch(rows.slice(0, 0))  # and the schema before it
             offsets = [out.tell()]
             for end in ends.tolist():
                 if end > begin:
@@ -129,8 +123,10 @@ class ReadTask:
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for number in _iter_numbers(batches):
-            for rows in map(_repeat_copies, read_chunk(self.store, self.chunks[number])):
-                yield pa.RecordBatch.from_arrays([rows.to_struct_array()], [ROW])
+            for rows in read_chunk(self.store, self.chunks[number]):
+                every = np.repeat(np.arange(len(rows)), _to_numpy(rows, COPIES))
+                found = rows.select(rows.schema.names[:-1]).take(pa.array(every))
+                yield pa.RecordBatch.from_arrays([found.to_struct_array()], [ROW])
 
 
 @dataclass(frozen=True)
@@ -147,6 +143,8 @@ class CopyTask:
     ranges: int
     shares: int  # in which the copies of each row are divided
 
+    SCHEMA = SortTask.SCHEMA
+
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for number in _iter_numbers(batches):
             validates, task = divmod(number, self.ranges * self.shares)
@@ -154,7 +152,7 @@ class CopyTask:
 
     def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
         """Write the copies of a range and share."""
-        found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges, _count_copies)
+        found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
         if found is None:
             return
         hashes, exact, counts = (_to_numpy(found, name)[order] for name in (*self.sort.hashes, COPIES))
@@ -169,10 +167,9 @@ class CopyTask:
             places = np.searchsorted(ends, every, side="right")
             keys = hasher.hash((every - (ends - own)[places]) * self.shares + share, places)
             order = np.argsort(keys[0])
-            added = {
-                name: key[order].view(np.int64) for name, key in zip(self.sort.hashes, keys, strict=True)
-            }
-            yield self.sort.write_sorted(_add_columns(rows.take(pa.array(places[order])), added), validates)
+            added = dict(zip(self.sort.hashes, (key[order].view(np.int64) for key in keys), strict=True))
+            added[COPIES] = np.ones_like(order)
+            yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
 
 
 @dataclass(frozen=True)
@@ -197,9 +194,10 @@ class MergeTask:
         """Write a file; returns its name."""
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
-        found, order = _read_sorted(self.sort, self.chunks[validates], place, files, _repeat_copies)
+        found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
         if found is None:
             return ""
+        order = np.repeat(order, _to_numpy(found, COPIES)[order])
         out = pa.BufferOutputStream()
         rows = found.select(list(self.columns))
         with pq.ParquetWriter(
@@ -233,13 +231,12 @@ def _iter_numbers(batches: Batches) -> Iterator[int]:
 
 
 def _read_sorted(
-    sort: SortTask, names: Sequence[str], number: int, files: int, change: Change
+    sort: SortTask, names: Sequence[str], number: int, files: int
 ) -> tuple[pa.RecordBatch | None, npt.NDArray[np.int64]]:
-    """Rows of chunks, changed batch by batch, and the places of those of that one of so many files, in order; None:
-    there are none."""
+    """Rows of chunks, and the places of those of that one of so many files, in order; None: there are none."""
 
     def read(name: str) -> list[pa.RecordBatch]:
-        return [change(rows) for rows in read_chunk(sort.store, name, number, files)]
+        return list(read_chunk(sort.store, name, number, files))
 
     with ThreadPoolExecutor(READS) as pool:
         found = [rows for batches in pool.map(read, names) for rows in batches]
@@ -253,26 +250,6 @@ def _read_sorted(
     if not _find_changes(keys[order]).all():  # some are equal; that order costs five times as much
         order = np.lexsort((exact[chosen], keys))
     return rows if len(order) else None, chosen[order]
-
-
-def _repeat_copies(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Each row as often as its column of copies says, if there is one."""
-    *names, last = rows.schema.names
-    if last != COPIES:
-        return rows
-    return rows.select(names).take(pa.array(np.repeat(np.arange(len(rows)), _to_numpy(rows, COPIES))))
-
-
-def _count_copies(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows with a column of copies."""
-    counted = COPIES in rows.schema.names
-    return rows if counted else _add_columns(rows, {COPIES: np.ones(len(rows), np.int64)})
-
-
-def _add_columns(rows: pa.RecordBatch, columns: Mapping[str, npt.NDArray[np.int64]]) -> pa.RecordBatch:
-    arrays = [*rows.columns, *map(pa.array, columns.values())]
-    schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in columns)])
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
