@@ -89,7 +89,9 @@ def _sync_folder(path: str) -> None:
             os.close(descriptor)
 
 
-def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool, durable: bool = True) -> None:
+def replace_file(
+    filesystem: Any, path: str, data: bytes | memoryview, *, local: bool, durable: bool = True
+) -> None:
     """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename.
 
     Only a local file is replaced at once: elsewhere a process that is killed may leave neither the old nor the new.
@@ -126,7 +128,7 @@ def _create_without_link(path: str, data: bytes) -> bool:
     return True
 
 
-def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: bool) -> None:
+def _rename(filesystem: Any, temporary: str, path: str, data: bytes | memoryview, *, local: bool) -> None:
     try:
         if local:
             os.replace(temporary, path)
@@ -385,7 +387,7 @@ class Store:
                 return client.run(client.read_ranges(path, [(begin, end)]))[0]
             return cast("bytes", self.filesystem.cat_file(path, start=begin, end=end))
 
-    def write_bytes(self, name: str, data: bytes, *, durable: bool = True) -> None:
+    def write_bytes(self, name: str, data: bytes | memoryview, *, durable: bool = True) -> None:
         """Write an object, or replace it; readers never see a part of it.
 
         On HDFS and the like an object is gone for a moment while it is replaced, and stays so if the writer is killed.
@@ -394,14 +396,14 @@ class Store:
         with self._translate_errors("write", name):
             path = self.path(name)
             if _protocols(self.filesystem) & _OBJECT_STORES:
-                self._call("pipe_file", path, data, size=len(data))
+                self._call("pipe_file", path, bytes(data), size=len(data))
                 return
             try:
                 self._write_file(path, data, durable)
             except FileNotFoundError:  # another job has removed the folder, which was empty
                 self._write_file(path, data, durable)
 
-    def _write_file(self, path: str, data: bytes, durable: bool) -> None:
+    def _write_file(self, path: str, data: bytes | memoryview, durable: bool) -> None:
         if self.is_local:
             make_folder(os.path.dirname(path))
         else:

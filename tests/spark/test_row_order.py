@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from pyspark.ml.functions import array_to_vector
+from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import functions as F
 
 from spark_elastic.data.manifest import Manifest
@@ -160,6 +160,31 @@ def test_copies_of_a_row_are_spread_over_all_row_groups(spark: SparkSession, tmp
     again, (found,) = write(df.repartition(5), df.columns, tmp_path / "b", rows_per_group=2000)
     assert again[0].hash == manifest.hash
     assert equal(found, rows)
+
+
+def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_number_and_row(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    kinds = rows_of_every_kind(spark).where("id < 60")
+    more = {
+        "at": "timestamp_micros(id - 40)",
+        "small": "smallint(id)",
+        "tiny": "if(id % 2 = 0, -1e-60, 1e300)",
+    }
+    kinds = kinds.withColumns({name: F.expr(text) for name, text in more.items()})
+    kinds = kinds.withColumn("text", F.expr("repeat(text, int(id))"))
+    df = kinds.crossJoin(spark.range(3).withColumnRenamed("id", "copy"))
+    columns = [*COLUMNS, *more]
+    _, (rows,) = write(df, columns, tmp_path, rows_per_group=200)
+    as_written = df.withColumns(
+        {
+            "x": F.expr("float(x)"),
+            "v": vector_to_array("v", "float32"),
+            "price": F.expr("float(double(price))"),
+        }
+    )
+    ordered = as_written.orderBy(F.xxhash64("copy", *columns)).select("small").collect()
+    assert rows[0]["small"].tolist() == [row.small for row in ordered]
 
 
 def test_rows_that_are_to_be_sorted_are_hashed_in_one_projection(spark: SparkSession) -> None:

@@ -288,7 +288,7 @@ def _write(
         )
         number = target.options.count_group_rows(row_bytes)
         files = chunks.merge(f"{target.folder}/ordered", counts, scan.count_distinct(), number, row_bytes)
-        _remove_folder(target.store, chunks.folder)
+        _remove_folder(target.store, chunks.sort.folder)
     manifests = tuple(
         Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
         for folder, names in zip(folders, files, strict=True)

@@ -1,7 +1,9 @@
-"""The tasks that put rows in the order of their hash, by Arrow: one sorts what a partition has, another merges a file.
+"""The tasks that put rows in the order of their hash, by Arrow: one sorts what a partition has, one makes the copies of
+rows that a table has often, one merges a file.
 
-A chunk is a file of sorted rows in the store: streams of Arrow, one for each range of hashes that has rows, then where
-each range begins, and the number of ranges. Whoever merges a file reads the ranges that it needs of every chunk.
+A chunk is a file of sorted rows in the store: a stream of Arrow with a batch for each range of hashes, then where each
+batch begins, and the number of ranges. Whoever merges a file reads the ranges that it needs of every chunk. Where many
+rows are copies of others, a chunk has each once, and their number.
 Runs in Python workers of Spark's executors, and in the driver for small tables.
 """
 
@@ -20,19 +22,21 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.reading.decoding import CHECKSUMS
 from spark_elastic.data.store import Store
+from spark_elastic.estimators.dataframes.row_hash import CopyHasher, Hashes, normalize
 
-CHUNK_BYTES = (
-    64 << 20
-)  # that a task sorts at a time; with its sorted copy and what it writes it holds three times that
-RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a stream describes
+CHUNK_BYTES = 64 << 20  # that a task sorts at a time; with copies of them it holds three times that
+RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a batch describes
 MOST_RANGES = 1024
 READS = 8  # chunks of which a task reads at the same time
-ROW = (
-    "row"  # the one column that tasks take and give: a struct of a row's columns, of any number and any names
-)
+ROW = "row"  # the one column that tasks take and give: a struct of columns of any number and any names
+COPIES = "__spark_elastic_copies"  # the last column of a chunk: how often a row is there
+# With a smaller share of distinct rows, a chunk has each once, and copies of a row are spread over the table; else they
+# lie side by side.
+DISTINCT = 0.9
 
-Hashes = npt.NDArray[np.uint64]
 Batches = Iterable[pa.RecordBatch]
+Columns = Mapping[str, npt.NDArray[np.int64]]
+Chunks = Mapping[bool, Sequence[str]]  # whether their rows validate -> names
 
 
 def locate(hashes: Hashes, files: int) -> Hashes:
@@ -43,54 +47,71 @@ def locate(hashes: Hashes, files: int) -> Hashes:
 
 @dataclass(frozen=True)
 class SortTask:
-    """Writes the rows of a partition as chunks. Gives the name of each, and whether its rows validate."""
+    """Writes the rows of a partition as chunks. Gives the name of each, whether its rows validate, and the copies of
+    that row of which it has most."""
 
     store: Store
     folder: str
-    hash: str  # the column by which rows are sorted
-    split: str | None  # the column that says which rows validate, if some do
+    hashes: tuple[str, str]  # columns: rows are sorted by the first; those that are equal in both are equal
+    split: str | None = None  # the column that says which rows validate, if some do
 
-    SCHEMA = "name string, validates boolean"
+    SCHEMA = "name string, validates boolean, most long"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for rows in _join_batches(batches):
             marks = np.zeros(len(rows), bool) if self.split is None else _to_numpy(rows, self.split)
-            hashes = _to_numpy(rows, self.hash).view(np.uint64)
             for validates in np.unique(marks).tolist():
-                chosen = np.flatnonzero(marks == validates)
-                order = chosen[np.argsort(hashes[chosen])]
-                name = self._write(rows.take(pa.array(order)), hashes[order])
-                yield pa.RecordBatch.from_pydict({"name": [name], "validates": [validates]})
+                yield self._write(rows, np.flatnonzero(marks == validates), validates)
 
-    def _write(self, rows: pa.RecordBatch, hashes: Hashes) -> str:
+    def _write(self, rows: pa.RecordBatch, chosen: npt.NDArray[np.int64], validates: bool) -> pa.RecordBatch:
+        """Sort those of the rows, and write them."""
+        hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
+        order = chosen[np.argsort(hashes[chosen].view(np.uint64))]
+        first = np.flatnonzero(_find_changes(hashes[order]))
+        counts = np.diff(first, append=len(order))
+        # Rows may be equal in the first hash alone.
+        alike = exact[order] == np.repeat(exact[order[first]], counts)
+        if len(first) >= DISTINCT * len(order) or not alike.all():
+            first, counts = np.arange(len(order)), np.ones_like(order)
+        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates)
+
+    def write_sorted(self, rows: pa.RecordBatch, added: Columns, validates: bool) -> pa.RecordBatch:
+        """Write a chunk. added: columns that the rows lack."""
+        arrays = [*rows.columns, *map(pa.array, added.values())]
+        schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in added)])
+        rows, most = pa.RecordBatch.from_arrays(arrays, schema=schema), int(added[COPIES].max())
         least = max(RANGE_BYTES, rows.num_columns << 10)
         ranges = int(np.clip(rows.nbytes // least, 1, MOST_RANGES))
+        hashes = _to_numpy(rows, self.hashes[0]).view(np.uint64)
         ends = np.searchsorted(locate(hashes, ranges), np.arange(ranges, dtype=np.uint64), side="right")
-        out, begin, offsets = pa.BufferOutputStream(), 0, [0]
-        for end in ends.tolist():
-            if end > begin:
-                with pa.ipc.new_stream(out, rows.schema) as writer:
+        out, begin = pa.BufferOutputStream(), 0
+        with pa.ipc.new_stream(out, rows.schema) as writer:
+            writer.write_batch(rows.slice(0, 0))  # and the schema before it
+            offsets = [out.tell()]
+            for end in ends.tolist():
+                if end > begin:
                     writer.write_batch(rows.slice(begin, end - begin))
-            offsets.append(out.tell())
-            begin = end
+                offsets.append(out.tell())
+                begin = end
         out.write(np.array([*offsets, ranges], np.int64).tobytes())
         name = f"{self.folder}/{uuid.uuid4().hex}.arrows"
-        self.store.write_bytes(name, out.getvalue().to_pybytes(), durable=False)
-        return name
+        self.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
+        return pa.RecordBatch.from_pydict({"name": [name], "validates": [validates], "most": [most]})
 
 
 def read_chunk(store: Store, name: str, number: int = 0, files: int = 1) -> Iterator[pa.RecordBatch]:
     """The ranges of a chunk in which there may be rows of that one of so many files."""
-    tail = np.frombuffer(store.read_tail(name, 8 * (MOST_RANGES + 2))[-8:], np.int64)
-    ranges = int(tail[0])
-    offsets = np.frombuffer(store.read_tail(name, 8 * (ranges + 2)), np.int64)
-    first, past = number * ranges // files, ((number + 1) * ranges - 1) // files + 1
-    begin, end = int(offsets[first]), int(offsets[past])
+    tail = store.read_tail(name, 8 * (MOST_RANGES + 2))
+    numbers = np.frombuffer(tail[len(tail) % 8 :], np.int64).tolist()
+    ranges = numbers.pop()
+    offsets = numbers[-ranges - 1 :]
+    begin, end = offsets[number * ranges // files], offsets[((number + 1) * ranges - 1) // files + 1]
     if begin == end:
         return
+    schema = pa.ipc.read_schema(pa.py_buffer(store.read_range(name, 0, offsets[0])))
     source = pa.BufferReader(store.read_range(name, begin, end))
     while source.tell() < end - begin:
-        yield from pa.ipc.open_stream(source)
+        yield pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
 
 
 @dataclass(frozen=True)
@@ -99,22 +120,56 @@ class ReadTask:
 
     store: Store
     chunks: Sequence[str]
-    hashes: tuple[str, str]  # columns: rows that are equal in both are equal
-    # The column for the number of copies of a row in its chunk, which is then given once; None: rows as they are.
-    copies: str | None
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        for number in (number for batch in batches for number in batch.column(0).to_pylist()):
+        for number in _iter_numbers(batches):
             for rows in read_chunk(self.store, self.chunks[number]):
-                yield _to_struct(rows if self.copies is None else self._count_copies(rows, self.copies))
+                every = np.repeat(np.arange(len(rows)), _to_numpy(rows, COPIES))
+                found = rows.select(rows.schema.names[:-1]).take(pa.array(every))
+                yield pa.RecordBatch.from_arrays([found.to_struct_array()], [ROW])
 
-    def _count_copies(self, rows: pa.RecordBatch, column: str) -> pa.RecordBatch:
-        keys = [_to_numpy(rows, name) for name in self.hashes]
-        changes = [np.diff(key, prepend=~key[0]) != 0 for key in keys]
-        first = np.flatnonzero(np.logical_or(*changes))
-        counts = pa.array(np.diff(first, append=len(rows)))
-        found = rows.take(pa.array(first))
-        return pa.RecordBatch.from_arrays([*found.columns, counts], [*found.schema.names, column])
+
+@dataclass(frozen=True)
+class CopyTask:
+    """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
+
+    A task takes a range of hashes, and of each row there a share of its copies; first come rows to train on. It gives
+    what `SortTask` does.
+    """
+
+    sort: SortTask
+    chunks: Chunks
+    columns: Sequence[str]  # columns that are hashed
+    ranges: int
+    shares: int  # in which the copies of each row are divided
+
+    SCHEMA = SortTask.SCHEMA
+
+    def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
+        for number in _iter_numbers(batches):
+            validates, task = divmod(number, self.ranges * self.shares)
+            yield from self.write(bool(validates), *divmod(task, self.shares))
+
+    def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
+        """Write the copies of a range and share."""
+        found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
+        if found is None:
+            return
+        hashes, exact, counts = (_to_numpy(found, name)[order] for name in (*self.sort.hashes, COPIES))
+        first = np.flatnonzero(_find_changes(hashes) | _find_changes(exact))
+        own = np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares))
+        rows = found.select(list(self.columns)).take(pa.array(order[first]))
+        rows = pa.RecordBatch.from_arrays([normalize(column) for column in rows.columns], schema=rows.schema)
+        ends, hasher = np.cumsum(own), CopyHasher(rows.columns)
+        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
+        for begin in range(0, int(ends[-1]), step):
+            every = np.arange(begin, min(begin + step, ends[-1]))
+            places = np.searchsorted(ends, every, side="right")
+            keys = hasher.hash((every - (ends - own)[places]) * self.shares + share, places)
+            order = np.argsort(keys[0])
+            added = dict(zip(self.sort.hashes, (key[order].view(np.int64) for key in keys), strict=True))
+            added[COPIES] = np.ones_like(order)
+            yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
 
 
 @dataclass(frozen=True)
@@ -122,38 +177,29 @@ class MergeTask:
     """Writes files, by their numbers: first come those to train on. Gives the name of each;
     "": it has no rows."""
 
-    store: Store
+    sort: SortTask  # by which the chunks were written
     folder: str
-    chunks: Mapping[bool, Sequence[str]]  # whether their rows validate -> chunks
+    chunks: Chunks
     files: Mapping[bool, int]  # whether their rows validate -> number of files
-    hashes: tuple[str, str]  # columns by which rows are sorted
     columns: Sequence[str]  # columns that are written
     rows_per_group: int
 
     SCHEMA = "number long, name string"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        for number in (number for batch in batches for number in batch.column(0).to_pylist()):
+        for number in _iter_numbers(batches):
             yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
 
     def write(self, number: int) -> str:
         """Write a file; returns its name."""
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
-
-        def read(name: str) -> list[pa.RecordBatch]:
-            return list(read_chunk(self.store, name, place, files))
-
-        with ThreadPoolExecutor(READS) as pool:
-            found = [batch for batches in pool.map(read, self.chunks[validates]) for batch in batches]
-        if not found:
+        found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
+        if found is None:
             return ""
-        rows = _concatenate(found)
-        order = self._sort(rows, place, files)
-        if not len(order):
-            return ""
+        order = np.repeat(order, _to_numpy(found, COPIES)[order])
         out = pa.BufferOutputStream()
-        rows = rows.select(list(self.columns))
+        rows = found.select(list(self.columns))
         with pq.ParquetWriter(
             out, rows.schema, version="2.6", compression="snappy", use_dictionary=False, **CHECKSUMS
         ) as writer:  # fmt: skip
@@ -161,14 +207,8 @@ class MergeTask:
                 group = rows.take(pa.array(order[begin : begin + self.rows_per_group]))
                 writer.write_batch(group, row_group_size=self.rows_per_group)
         name = f"{self.folder}/part-{number:05d}-{uuid.uuid4().hex}.parquet"
-        self.store.write_bytes(name, out.getvalue().to_pybytes(), durable=False)
+        self.sort.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
         return name
-
-    def _sort(self, rows: pa.RecordBatch, place: int, files: int) -> npt.NDArray[np.int64]:
-        """The rows of that one of so many files, in order."""
-        hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
-        chosen = np.flatnonzero(locate(hashes.view(np.uint64), files) == place)
-        return chosen[np.lexsort((exact[chosen], hashes[chosen]))]
 
 
 def _join_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
@@ -185,13 +225,41 @@ def _join_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
         yield _concatenate(waiting)
 
 
+def _iter_numbers(batches: Batches) -> Iterator[int]:
+    for batch in batches:
+        yield from batch.column(0).to_pylist()
+
+
+def _read_sorted(
+    sort: SortTask, names: Sequence[str], number: int, files: int
+) -> tuple[pa.RecordBatch | None, npt.NDArray[np.int64]]:
+    """Rows of chunks, and the places of those of that one of so many files, in order; None: there are none."""
+
+    def read(name: str) -> list[pa.RecordBatch]:
+        return list(read_chunk(sort.store, name, number, files))
+
+    with ThreadPoolExecutor(READS) as pool:
+        found = [rows for batches in pool.map(read, names) for rows in batches]
+    if not found:
+        return None, np.array([], np.int64)
+    rows = _concatenate(found)
+    hashes, exact = (_to_numpy(rows, name) for name in sort.hashes)
+    chosen = np.flatnonzero(locate(hashes.view(np.uint64), files) == number)
+    keys = hashes[chosen]
+    order = np.argsort(keys)
+    if not _find_changes(keys[order]).all():  # some are equal; that order costs five times as much
+        order = np.lexsort((exact[chosen], keys))
+    return rows if len(order) else None, chosen[order]
+
+
+def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Whether each differs from the one before it."""
+    return np.diff(keys, prepend=~keys[:1]) != 0
+
+
 def _concatenate(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     (joined,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return joined
-
-
-def _to_struct(rows: pa.RecordBatch) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pa.StructArray.from_arrays(rows.columns, rows.schema.names)], [ROW])
 
 
 def _to_numpy(rows: Any, name: str) -> Any:

@@ -11,7 +11,8 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes import sorted_rows
-from spark_elastic.estimators.dataframes.sorted_rows import MergeTask, ReadTask, SortTask
+from spark_elastic.estimators.dataframes.row_hash import SEED, CopyHasher, make_hasher
+from spark_elastic.estimators.dataframes.sorted_rows import CopyTask, MergeTask, ReadTask, SortTask
 
 HASHES = ("hash", "exact")
 ROWS = 5000
@@ -46,9 +47,9 @@ def spill(store: Store, rows: pa.RecordBatch, split: str | None) -> dict[bool, l
             pa.RecordBatch.from_arrays([structs[begin : begin + 700]], ["row"])
             for begin in range(0, len(part), 700)
         ]
-        for found in SortTask(store, "chunks", "hash", split)(iter(batches)):
-            for name, validates in zip(*(column.to_pylist() for column in found.columns), strict=True):
-                names[validates].append(name)
+        for found in SortTask(store, "chunks", HASHES, split)(iter(batches)):
+            for chunk in found.to_pylist():
+                names[chunk["validates"]].append(chunk["name"])
     return names
 
 
@@ -62,7 +63,7 @@ def test_files_hold_the_rows_of_their_range_of_hashes_in_order(
     names = spill(store, rows, split)
     assert len(names[False]) > 4
     files = {False: 3} if split is None else {False: 3, True: 2}
-    task = MergeTask(store, "files", names, files, HASHES, ["a.b", "text"], 100)
+    task = MergeTask(SortTask(store, "chunks", HASHES), "files", names, files, ["a.b", "text"], 100)
     written = [task.write(number) for number in range(sum(files.values()))]
     table = rows.to_pandas()
     for validates, numbers in ((False, range(3)), (True, range(3, 5)))[: len(files)]:
@@ -79,22 +80,52 @@ def test_files_hold_the_rows_of_their_range_of_hashes_in_order(
 
 def test_a_file_of_a_range_without_rows_is_not_written(store: Store) -> None:
     names = spill(store, make_rows().slice(0, 1), None)
-    task = MergeTask(store, "files", names, {False: 64}, HASHES, ["a.b"], 100)
+    task = MergeTask(SortTask(store, "chunks", HASHES), "files", names, {False: 64}, ["a.b"], 100)
     assert sum(bool(task.write(number)) for number in range(64)) == 1
 
 
-@pytest.mark.parametrize("copies", [None, "copies"])
-def test_chunks_give_their_rows_or_the_number_of_copies(store: Store, copies: str | None) -> None:
+def test_chunks_give_their_rows_though_copies_are_in_them_once(store: Store) -> None:
     rows = make_rows(copies=True)
     names = spill(store, rows, None)[False]
     numbers = pa.RecordBatch.from_pydict({"id": list(range(len(names)))})
     found = pa.Table.from_batches(
-        pa.RecordBatch.from_struct_array(batch.column(0))
-        for batch in ReadTask(store, names, HASHES, copies)([numbers])
+        pa.RecordBatch.from_struct_array(batch.column(0)) for batch in ReadTask(store, names)([numbers])
     )
-    counts = [1] * len(found) if copies is None else found["copies"].to_pylist()
-    assert np.array_equal(
-        np.bincount(found["a.b"].to_numpy(), counts, 100), np.bincount(rows["a.b"].to_numpy(), minlength=100)
-    )
-    parts = [set(part.to_pylist()) for part in (rows["a.b"][:3000], rows["a.b"][3000:])]
-    assert len(found) == (ROWS if copies is None else sum(map(len, parts)))
+    assert found.schema.names == rows.schema.names
+    assert sorted(found["a.b"].to_pylist()) == sorted(rows["a.b"].to_pylist())
+    assert sum(len(store.read_bytes(name)) for name in names) < 0.1 * rows.nbytes
+
+
+@pytest.mark.parametrize(("ranges", "shares"), [(1, 1), (3, 2), (1, 70)])
+def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
+    store: Store, ranges: int, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorted_rows, "CHUNK_BYTES", 9_000)
+    rows = make_rows(copies=True)
+    columns = ["a.b", "text"]
+    sort = SortTask(store, "copies", HASHES)
+    task = CopyTask(sort, spill(store, rows, "odd"), columns, ranges, shares)
+    numbers = pa.RecordBatch.from_pydict({"id": list(range(2 * ranges * shares))})
+    made: dict[bool, list[str]] = {False: [], True: []}
+    for chunk in pa.Table.from_batches(task([numbers])).to_pylist():
+        made[chunk["validates"]].append(chunk["name"])
+    files = MergeTask(sort, "files", made, {False: 1, True: 1}, [*columns, *HASHES], ROWS)
+    for odd in (False, True):
+        keys = np.sort(rows["a.b"].to_numpy()[rows["odd"].to_numpy(zero_copy_only=False) == odd])
+        copies = np.arange(len(keys)) - np.searchsorted(keys, keys)
+        hashes, exact = CopyHasher([pa.array(keys), pa.array([f"row {key}" for key in keys])]).hash(
+            copies, np.arange(len(keys))
+        )
+        order = np.argsort(hashes.view(np.int64))
+        found = pq.read_table(pa.BufferReader(store.read_bytes(files.write(int(odd)))))
+        assert found["a.b"].to_pylist() == keys[order].tolist()
+        assert found["hash"].to_pylist() == hashes[order].view(np.int64).tolist()
+        assert found["exact"].to_pylist() == exact[order].view(np.int64).tolist()
+
+
+def test_values_are_hashed_as_spark_documents_its_function() -> None:
+    """`SELECT xxhash64('Spark', array(123), 2)` is 5602566077635097486."""
+    hashes = np.array([SEED])
+    for values in (pa.array(["Spark"]), pa.array([[123]], pa.list_(pa.int32())), pa.array([2], pa.int32())):
+        hashes = make_hasher(values)(hashes, np.array([0]))
+    assert hashes.tolist() == [5602566077635097486]
