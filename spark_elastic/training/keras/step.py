@@ -227,6 +227,8 @@ class OptimizerStep:
 class TrainStep(ModelStep[Array]):
     """Takes steps on one state."""
 
+    _metrics: CompiledMetrics
+
     def __init__(
         self,
         config: FitConfig,
