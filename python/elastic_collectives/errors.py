@@ -32,12 +32,13 @@ class CollectiveError(RuntimeError):
         self.reason = reason
 
     def to_world_ranks(self: E, members: Sequence[int]) -> E:
-        """The error of a subgroup with the rank numbers of the whole world.
+        """The error of a subgroup with the rank numbers of the whole world: always another one, which may be kept. By
+        the frames of this one, the program's variables would live on in the next world.
 
         members: `Group.members` of the subgroup.
         """
         if list(members) == list(range(len(members))):
-            return self
+            return type(self)(self.ranks, self.reason)
         listed = ", ".join(map(str, members))
         reason = f"{self.reason} (counted among ranks {listed})"
         return type(self)([members[rank] for rank in self.ranks], reason)

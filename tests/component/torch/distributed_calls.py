@@ -442,10 +442,10 @@ def make_mistakes(found: dict[str, Any], rank: int) -> None:
 STEPS, KILLED_AT = 12, 5
 
 
-def train_ddp(device: str = "cpu", measures: bool = False) -> dict[str, Any]:
+def train_ddp(device: str = "cpu", measure: str = "") -> dict[str, Any]:
     """DDP under `elastic.run`; rank 1 of the first world kills itself in the middle of a backward pass.
 
-    measures: each step exchanges its loss before, so that the world breaks there.
+    measure: whose exchange each step's loss takes before, so that the world breaks there: "torch" or "horovod".
     """
     import os
     import signal
@@ -471,8 +471,10 @@ def train_ddp(device: str = "cpu", measures: bool = False) -> dict[str, Any]:
             if state.step == KILLED_AT and hvd.size() == 3 and hvd.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                if measures:
+                if measure == "torch":
                     dist.all_reduce(loss.detach())
+                elif measure:
+                    hvd.allreduce(loss.detach())
                 loss.backward()
             except hvd.HorovodInternalError as error:
                 errors.append(str(error))
