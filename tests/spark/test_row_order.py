@@ -181,6 +181,7 @@ def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_number_and_row(
             "x": F.expr("float(x)"),
             "v": vector_to_array("v", "float32"),
             "price": F.expr("float(double(price))"),
+            "tiny": F.expr("float(tiny)"),
         }
     )
     ordered = as_written.orderBy(F.xxhash64("copy", *columns)).select("small").collect()
