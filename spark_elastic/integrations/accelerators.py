@@ -56,11 +56,10 @@ def check_distributed(accelerator: Accelerator) -> None:
 
 def _gather_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Accelerate's `gather`, of ranks whose parts of a step differ by a row: TRL's trainers gather metrics by it."""
-    if tensor.ndim == 0:
-        return gather(tensor)
-    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist() if tensor.ndim else [0]
     if len(set(counts)) == 1:
-        return gather(tensor)
+        gathered: torch.Tensor = gather(tensor)
+        return gathered
     padding = tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])
     parts = gather(torch.cat([tensor, padding])).split(max(counts))
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -164,4 +164,4 @@ class DividedTrainerState(FSDPState):
     def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         handler = self._handlers["model"]
         assert isinstance(handler, ModelStateHandler)
-        return handler.value.named_parameters()
+        yield from handler.value.named_parameters()

@@ -47,6 +47,7 @@ class ElasticTrainer(_OwnLoss):
     """
 
     current_flos: Any
+    model: Any
     model_init: Any
     optimizer: Any
     train_dataset: Any
@@ -135,13 +136,15 @@ class ElasticTrainer(_OwnLoss):
             self.current_flos = float(self.current_flos)
             return super(ElasticTrainer, self).train(resume_from_checkpoint if begins else None, **options)
 
+        def take_scheduler(*_: Any, **__: Any) -> Any:
+            self._adapter.fill_model(self.args.device)
+            return self.lr_scheduler
+
         # Methods of subclasses would make other ones in each world.
         lasting = {
             "get_train_dataloader": lambda: loader,
             "create_optimizer": lambda *_, **__: self.optimizer,
-            "create_scheduler": lambda *_, **__: (
-                self._adapter.fill_model(self.args.device) or self.lr_scheduler
-            ),
+            "create_scheduler": take_scheduler,
         }
         self.__dict__.update(lasting)
         values = {} if self.args.fsdp else {"model": model, "optimizer": optimizer}

@@ -121,11 +121,14 @@ def _hash_bytes(seeds: Hashes, data: npt.NDArray[np.uint8], begin: Numbers, leng
 
 
 def _mix(hashes: Hashes, words: Hashes, size: int) -> Hashes:
+    mixed: Hashes
     if size == 8:
-        return _rotate(hashes ^ _rotate(words * _P2, 31) * _P1, 27) * _P1 + _P4
-    if size == 4:
-        return _rotate(hashes ^ words * _P1, 23) * _P2 + _P3
-    return _rotate(hashes ^ words * _P5, 11) * _P1
+        mixed = _rotate(hashes ^ _rotate(words * _P2, 31) * _P1, 27) * _P1 + _P4
+    elif size == 4:
+        mixed = _rotate(hashes ^ words * _P1, 23) * _P2 + _P3
+    else:
+        mixed = _rotate(hashes ^ words * _P5, 11) * _P1
+    return mixed
 
 
 def _rotate(hashes: Hashes, bits: int) -> Hashes:

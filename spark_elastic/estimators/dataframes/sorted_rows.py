@@ -254,7 +254,8 @@ def _read_sorted(
 
 def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Whether each differs from the one before it."""
-    return np.diff(keys, prepend=~keys[:1]) != 0
+    changes: npt.NDArray[np.bool_] = np.diff(keys, prepend=~keys[:1]) != 0
+    return changes
 
 
 def _concatenate(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

@@ -25,7 +25,8 @@ def test_a_collective_error_has_ranks_and_a_reason_or_one_message(
 
 def test_errors_of_a_subgroup_name_ranks_of_the_whole_group() -> None:
     error = PeerLost([1], "rank 1 is gone")
-    assert error.to_world_ranks(range(2)) is error
+    same = error.to_world_ranks(range(2))
+    assert (same is error, type(same), same.ranks, same.reason) == (False, PeerLost, (1,), error.reason)
     told = error.to_world_ranks([2, 5])
     assert (type(told), told.ranks, told.reason) == (
         PeerLost,
