@@ -10,6 +10,7 @@ In a process that is no worker, torch.distributed behaves as it does without thi
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -54,6 +55,15 @@ class _WorldGroups:
             dist.destroy_process_group()
         for group in self._groups:
             group.shutdown()
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Have operations on DTensors find anew of which mesh their results are: torch takes meshes of one shape for equal,
+    whatever this process's rank in them, and results would have the place that it had in an earlier world."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 class _Registration:

@@ -61,7 +61,8 @@ def train_net(folder: str, holds: dict[int, int | str], **given: Any) -> dict[st
 
         def create_optimizer(self) -> Any:
             """A new one at each call."""
-            ledger = {"params": [net.ledger], "lr": 1.0}
+            # A momentum of nothing: a state for each parameter, which checkpoints of divided models need.
+            ledger = {"params": [net.ledger], "lr": 1.0, "momentum": 1e-300}
             groups = [{"params": net.linear.parameters(), "momentum": 0.9}, ledger]
             self.optimizer = torch.optim.SGD(groups, lr=0.05)
             return self.optimizer

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
@@ -27,6 +27,7 @@ from spark_elastic.handwritten.torch_state import (
     TorchState,
 )
 from spark_elastic.integrations.divided_models import DividedModel
+from spark_elastic.integrations.torch_distributed import registration
 from spark_elastic.runs.snapshot import SnapshotBuilder
 
 RANK, SIZE = 1, 4
@@ -225,3 +226,13 @@ def test_an_older_torch_gets_a_sentence() -> None:
     )
     said = "FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch"
     assert done.stdout.count(said) == 2, done.stderr
+
+
+def test_results_of_divided_tensors_have_the_place_that_a_worker_has_in_its_new_world() -> None:
+    for rank in (0, 2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+        mesh = init_device_mesh("cpu", (3,))
+        divided = DTensor.from_local(torch.ones(2), mesh, (Shard(0),), run_check=False)
+        assert (divided + 1).device_mesh.get_coordinate() == (rank,)
+        dist.destroy_process_group()
+        registration._WorldGroups().close()
