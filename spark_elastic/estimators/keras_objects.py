@@ -12,24 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from spark_elastic.checks import make_kind, make_whole
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial, check_loss_scope
-from spark_elastic.estimators.two_rows import (
-    MAX_BYTES,
-    check_runs,
-    copy_objects,
-    describe_failure,
-    has_hook,
-    transform_rows,
-)
+from spark_elastic.estimators.keras_loss_scope import check_keras_loss_scope, connect_model
+from spark_elastic.estimators.two_rows import MAX_BYTES, check_runs, describe_failure, has_hook
 from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callback_states import check_watched_names
 from spark_elastic.training.keras.archive import (
     Archive,
@@ -41,14 +32,13 @@ from spark_elastic.training.keras.archive import (
     list_optimizers,
     select_user_objects,
 )
-from spark_elastic.training.keras.batching import BatchBuilder, order_features, order_labels
+from spark_elastic.training.keras.batching import order_features, order_labels
 from spark_elastic.training.keras.compiled import (
     CompiledLosses,
-    activity_by_row,
     compute_results,
     list_layer_metrics,
 )
-from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
+from spark_elastic.training.keras.trainer import KerasUserObjects
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
@@ -74,11 +64,6 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         )
     # Numpy takes no more, whose generator Keras seeds, too
     make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")("seed", values["seed"])
-    if values.get("loss_scope") == "step":
-        raise InvalidInput(
-            "loss_scope='step' is for ElasticTorchEstimator: set loss_scope='worker' for a Keras model, or return "
-            "one loss for each row, of this row alone."
-        )
     model = compile_model(values)
     _check_steps(model)
     _check_columns(model, values)
@@ -108,61 +93,15 @@ def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
         return
     if not has_hook(objects.callbacks, _FIRST_HOOKS, ("keras.", "spark_elastic.")):
         check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe_failure)
-    advice = "return one loss for each row, of this row alone"
-    check_loss_scope(spec, "the model's loss", advice, functools.partial(_prepare_trial, objects, spec))
+    check_keras_loss_scope(objects, spec)
 
 
 def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
     with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
-        _, found, batch = _connect_model(objects, spec, rows)
+        _, found, batch = connect_model(objects, spec, rows)
         found.losses.check_labels(batch)
-        _compute_loss(found, batch, 1.0, found.outputs)
-
-
-def _connect_model(
-    objects: KerasUserObjects, spec: TrainSpec, rows: StepRows
-) -> tuple[Any, ConnectedModel, LocalBatch[Any]]:
-    (transformation,) = copy_objects((objects.transformation,))
-    rows = transform_rows(spec, transformation, rows)
-    model = objects.model.load()
-    found = ConnectedModel.of(model, spec, rows, transformed=transformation is not None)
-    builder = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
-    return model, found, builder.build(rows)
-
-
-def _compute_loss(found: ConnectedModel, batch: LocalBatch[Any], fraction: float, outputs: Any) -> Any:
-    labels = found.structure.outputs(list(batch.labels))
-    return found.losses.total(labels, outputs, batch.weights, [1.0] * found.losses.count, fraction)[0]
-
-
-def _prepare_trial(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> Trial:
-    """The trial of the losses, of outputs that the model computed once."""
-    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
-        model, found, whole = _connect_model(objects, spec, rows)
-    ways = keras.tree.map_structure(
-        lambda each: tf.random.stateless_normal(each.shape, (0, 0), dtype=each.dtype), found.outputs
-    )
-
-    def measure(part: slice, seed: int, moved: bool) -> PartLoss:
-        batch, factor = whole.cut(part), tf.zeros(())
-        with seeded_rng(spec.config.seed, seed), objects.model.default_dtype(), tf.GradientTape() as tape:
-            tape.watch(factor)
-            outputs = keras.tree.map_structure(
-                lambda each, way: (
-                    each + float(moved) * tf.roll(way, 1, 0) + tf.cast(factor, each.dtype) * way
-                )[part],
-                found.outputs,
-                ways,
-            )
-            if model.losses:  # layers have added those of the newest call
-                with activity_by_row(model, len(batch)):
-                    model(found.structure.inputs(list(batch.features)), training=False)
-            total = _compute_loss(found, batch, len(batch) / len(whole), outputs)
-        slope = tape.gradient(total, factor)
-        return PartLoss(float(total), float(len(batch)), 0.0 if slope is None else float(slope))
-
-    sixteen = any(each.dtype.size == 2 for each in keras.tree.flatten(found.outputs))
-    return Trial(measure, lambda: None, is_apart=True, tolerance=TOLERANCE_16 if sixteen else TOLERANCE)
+        labels = found.structure.outputs(list(batch.labels))
+        found.losses.total(labels, found.outputs, batch.weights, [1.0] * found.losses.count, 1.0)
 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:

@@ -28,6 +28,7 @@ log = logging.getLogger("spark_elastic")
 # The rows of `read_rows` that a loss is tried on: each comes twice, so that labels that are compared have pairs.
 _ROWS = np.array([0, 1, 0, 0, 2, 1, 3, 2])
 _DRAWS = 8  # tries of a loss that draws random numbers
+STEP_ADVICE = "set loss_scope='step' to compare all rows of each step"
 TOLERANCE, TOLERANCE_16 = 1e-3, 3e-2  # of rounding, relative to the loss; the second for numbers of 16 bits
 
 

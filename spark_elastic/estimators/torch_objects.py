@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from spark_elastic.checks import FUNCTION, Check, describe, make_number
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.loss_scope import check_loss_scope
+from spark_elastic.estimators.loss_scope import STEP_ADVICE, check_loss_scope
 from spark_elastic.estimators.torch_loss_scope import prepare_trial
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
@@ -231,7 +231,7 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
         advise = functools.partial(_find_advice, objects, spec)
         check_runs(spec, functools.partial(_run_on_rows, objects, spec), advise)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
-    what, advice = "loss", "set loss_scope='step' to compare all rows of each step"
+    what, advice = "loss", STEP_ADVICE
     if not objects.losses:
         what, advice = own, f"give it as loss, of the model's outputs, and {advice}"
     with MODEL_FACTORY_LOCK:

@@ -14,7 +14,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.gradients.buckets import Bucket
 from spark_elastic.gradients.flat_allreduce import allocate_aligned
-from spark_elastic.gradients.host_memory import warn_about_gpus
+from spark_elastic.gradients.host_memory import array_of, warn_about_gpus
 
 Views = list[torch.Tensor | None]  # by parameter; None: it lies in no bucket
 
@@ -60,6 +60,8 @@ class BucketMemory:
             for number, bucket in enumerate(buckets)
         ]
         self.views = cut_views(parameters, buckets, self.flats)
+        # By bucket: the same memory as the engine takes it, made once; None: it lies on a GPU.
+        self.arrays = [array_of(flat) if flat.device.type == "cpu" else None for flat in self.flats]
 
     def combine(self, flat: torch.Tensor) -> None:
         """Complete a bucket, on the host, once it is summed over all ranks. Called by the thread that summed it."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,14 +77,19 @@ def initialize_device(device: torch.device) -> None:
         torch.mm(warm, warm)  # loads the libraries of matrix products
 
 
-@contextmanager
-def explain_exhausted_memory(advice: str) -> Iterator[None]:
-    """Say what to change where the memory of the GPU does not suffice. advice: the settings, in words."""
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise InvalidInput(f"the memory of the GPU is exhausted ({reason}): {advice}.") from error
+class ExhaustedMemoryAdvice:
+    """A context that says what to change where the memory of the GPU does not suffice; each step enters it."""
+
+    def __init__(self, advice: str) -> None:
+        """advice: the settings, in words."""
+        self._advice = advice
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            reason = str(error).partition(". ")[0]
+            raise InvalidInput(f"the memory of the GPU is exhausted ({reason}): {self._advice}.") from error
 
 
 class HostCopy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from spark_elastic.gradients.layout import ExchangedParameters
 from spark_elastic.gradients.modes.bulk import BulkMode
 from spark_elastic.gradients.modes.host import HostMode
 from spark_elastic.gradients.modes.local import Flags, LocalMode
+from spark_elastic.gradients.modes.one_bucket import OneBucketMode, can_carry_messages
 from spark_elastic.gradients.modes.shares import Observe, ShareMode
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
@@ -43,6 +45,7 @@ class GradientExchange:
         get_thread: Callable[[], CollectiveThread | None] = lambda: None,
         timeline: Callable[[], Timeline | None] = lambda: None,
         may_overlap: Callable[[], bool] = lambda: True,
+        count_message_bytes: Callable[[int], int] | None = None,
     ) -> None:
         """
         Args:
@@ -50,10 +53,13 @@ class GradientExchange:
             get_thread: returns the group's thread when a step begins; None: the exchange uses a thread of its own.
             timeline: returns where to write the exchanges of a step.
             may_overlap: whether buckets go to the reducer while backward runs, and not only in `finish`.
+            count_message_bytes: of so many parameters, how long the message is that travels with their gradients where
+                the mode is a `OneBucketMode`, whose `carry` follows `finish`; None: there is none.
         """
         self._exchanged, self._options = ExchangedParameters(named_parameters), options
         self._before_gradient, self._may_overlap = before_gradient, may_overlap
         self._get_thread, self._get_timeline = get_thread, timeline
+        self._count_message_bytes = count_message_bytes
         self._own_thread = CollectiveThread()
         self.group: Group | None = None  # of the newest step; None: the process trained alone
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
@@ -61,7 +67,8 @@ class GradientExchange:
         self.mode = LocalMode(self._exchanged.lay_out(options, self._sparse))
         self._laid_out_for: object = None  # what the mode was made for: group, sparse parameters, division
         self._hook_lock = threading.RLock()
-        self._unhook = hook_gradients(self.parameters, self._on_gradient)
+        self._unhook: Callable[[], Any] = lambda: None
+        self._hook()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -103,8 +110,13 @@ class GradientExchange:
         self.mode.hand_over([None] * len(self.mode.views))
         self._sparse, self._laid_out_for = frozenset(), None
         self.mode = LocalMode(self._exchanged.lay_out(self._options, self._sparse))
+        self._hook()
+
+    def _hook(self) -> None:
+        """Follow backward passes where somebody wants to: a hook costs a small model as much as a layer."""
         self._unhook()
-        self._unhook = hook_gradients(self.parameters, self._on_gradient)
+        follows = self.mode.follows_backward or self._before_gradient is not None
+        self._unhook = hook_gradients(self.parameters, self._on_gradient) if follows else lambda: None
 
     def _lay_out(self, group: Group | None, division: Division | None, thread: CollectiveThread) -> None:
         """Choose the mode and lay the buckets out in the memory of `group`, unless they lie there already."""
@@ -118,6 +130,8 @@ class GradientExchange:
         former, self.mode = self.mode, self._make_mode(peers, division, thread)
         self._laid_out_for = peers, self._sparse, division
         former.hand_over(self.mode.views)
+        if former.follows_backward != self.mode.follows_backward:
+            self._hook()
 
     def _make_mode(
         self, peers: Group | None, division: Division | None, thread: CollectiveThread
@@ -128,6 +142,12 @@ class GradientExchange:
         if peers is None:
             return LocalMode(layout)
         plane = get_or_start_bulk_plane(peers, self._exchanged.find_device(), self._options)
+        if self._count_message_bytes is not None and self._before_gradient is None:
+            nbytes = self._count_message_bytes(len(layout.parameters))
+            # Ranks may see this differently.
+            fits = np.array(plane is None and can_carry_messages(layout, peers, nbytes))
+            if thread.drain_and_call(lambda: peers.allgather(fits)).all():
+                return OneBucketMode(layout, peers, nbytes)
         if plane is None:
             return HostMode(layout, peers, self._may_overlap)
         if not plane.is_settled and not self._options.hybrid_recovery:
@@ -169,7 +189,8 @@ class GradientExchange:
             self._sparse |= set(numbers)
 
     def finish(self) -> None:
-        """Launch what was not launched (unused parameters, ranks without rows) and wait for all sums.
+        """Launch what was not launched (unused parameters, ranks without rows) and wait for all sums. In
+        `OneBucketMode` they come with `carry`.
 
         Raises:
             MismatchError: in the first step of a world, ranks have other parameters or options than rank 0.
@@ -191,7 +212,7 @@ class GradientExchange:
 
     def drop_absent(self, present: Flags) -> None:
         """Set gradients that no rank computed to None, as in a plain loop (R8, weighting)."""
-        for parameter, has_gradient in zip(self.parameters, present, strict=True):
+        for parameter, has_gradient in zip(self.parameters, present.tolist(), strict=True):
             if not has_gradient:
                 parameter.grad = None
 

@@ -86,11 +86,9 @@ class _BorrowedGenerators:
         self._key = key
 
     def __enter__(self) -> Callable[..., None]:
-        self._torch, self._python, self._device = (
-            get_torch_rng_state(),
-            random.getstate(),
-            get_device_rng_state(),
-        )
+        self._torch, self._python = get_torch_rng_state(), random.getstate()
+        self._module = _find_device_module()
+        self._device = None if self._module is None else self._module.get_rng_state()
         # Since numpy 1.24 the generator is exchanged for another one: getting and setting its state takes ten times as
         # long. A block inside of another one finds it in use.
         numpy = mtrand.get_bit_generator() if hasattr(mtrand, "set_bit_generator") else None
@@ -99,25 +97,24 @@ class _BorrowedGenerators:
         if self._exchanges:
             mtrand.set_bit_generator(_get_spare_generator())
         if self._key:
-            _seed(*self._key)
-        return _seed
+            self._seed(*self._key)
+        return self._seed
 
     def __exit__(self, *error: object) -> None:
         (mtrand.set_bit_generator if self._exchanges else np.random.set_state)(self._numpy)
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        set_device_rng_state(self._device)
+        if self._module is not None:
+            self._module.set_rng_state(self._device)
 
-
-def _seed(*key: int) -> None:
-    numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
-    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
-    torch.default_generator.manual_seed(seed)
-    module = _find_device_module()
-    if module is not None:
-        module.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    def _seed(self, *key: int) -> None:
+        numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
+        seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
+        torch.default_generator.manual_seed(seed)
+        if self._module is not None:
+            self._module.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 @cache

@@ -44,13 +44,9 @@ def cross_rank() -> int:
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of workers."""
     worker = get_context()
-    if worker is None or worker.world is None:
-        return True
-    return len({member.local_size for member in worker.world.members}) == 1
+    return worker is None or worker.world is None or worker.world.is_homogeneous
 
 
 def _get_member() -> Member | None:
     worker = get_context()
-    if worker is None or worker.world is None:
-        return None
-    return worker.world.members[worker.require_group().rank]
+    return None if worker is None or worker.world is None else worker.world.me

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from elastic_collectives import Group
 
@@ -54,10 +54,9 @@ class OperationStallCheck:
                 )  # fmt: skip
 
 
-@contextmanager
 def watch_collective(
     group: Group, parameters: Callable[[], Sequence[str]], warn_after: float, wait_at_most: float | None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Check a collective of `group` for stalls. To be entered in the thread that calls the collective.
 
     Args:
@@ -65,27 +64,42 @@ def watch_collective(
         warn_after: seconds until a warning names the ranks that it waits for, and between two warnings.
         wait_at_most: seconds until the wait is an error; None: the timeout of the group.
     """
-    if warn_after == math.inf and wait_at_most is None:
-        yield
-        return
-    warned_after = 0.0
+    watches = warn_after != math.inf or wait_at_most is not None
+    return _CollectiveWatch(group, parameters, warn_after, wait_at_most) if watches else nullcontext()
 
-    def on_wait(seconds: float, ranks: Sequence[int]) -> None:
-        nonlocal warned_after
-        if seconds - warned_after >= warn_after:
-            warned_after = seconds
+
+class _CollectiveWatch:
+    """May be entered again: each step does."""
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Callable[[], Sequence[str]],
+        warn_after: float,
+        wait_at_most: float | None,
+    ) -> None:
+        self._group, self._parameters = group, parameters
+        self._warn_after, self._wait_at_most = warn_after, wait_at_most
+        self._warned_after = 0.0
+
+    def __enter__(self) -> None:
+        self._warned_after = 0.0
+        self._group.watch(self._on_wait)
+        if self._wait_at_most is not None:
+            self._group.set_timeout(self._wait_at_most)
+
+    def __exit__(self, *error: object) -> None:
+        self._group.watch(None)
+        if self._wait_at_most is not None:
+            self._group.set_timeout(self._group.timeout)
+
+    def _on_wait(self, seconds: float, ranks: Sequence[int]) -> None:
+        if seconds - self._warned_after >= self._warn_after:
+            self._warned_after = seconds
             log.warning(
                 "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not sent theirs.",
-                _format_names(parameters()), seconds, ", ".join(str(group.members[rank]) for rank in ranks),
+                _format_names(self._parameters()), seconds, ", ".join(str(self._group.members[rank]) for rank in ranks),
             )  # fmt: skip
-
-    group.watch(on_wait)
-    group.set_timeout(group.timeout if wait_at_most is None else wait_at_most)
-    try:
-        yield
-    finally:
-        group.watch(None)
-        group.set_timeout(group.timeout)
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ class StepReducer:
     def launch_bucket(self, number: int) -> None:
         """Sum a complete bucket. The last one of the layout waits for `reduce_last_bucket`."""
         group, bucket, flat = self._group, self._memory.buckets[number], self._memory.flats[number]
-        copy = HostCopy([flat])
+        array, copy = self._memory.arrays[number], HostCopy([flat])
         self._copies.append((flat, copy))
         wire = self._options.wire if bucket.dtype == "float32" else None
         compressor, scale = self._options.compressor, self._options.factors(group.size)
@@ -79,7 +79,8 @@ class StepReducer:
             host = copy.wait()[0].data  # so that no change counts as one of the user's
             begin = self._clock.now()
             if compressor is None:
-                group.allreduce(array_of(host), dtype=bucket.dtype, scale=scale, compression=wire)
+                summed = array_of(host) if array is None else array
+                group.allreduce(summed, dtype=bucket.dtype, scale=scale, compression=wire)
             else:
                 views = cut_views(self._layout.parameters, [bucket], [host])
                 gradients = [view for view in views if view is not None]

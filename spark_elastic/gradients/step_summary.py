@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.protocol.types import MembershipVersion, Position
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class _Header(NamedTuple):
@@ -27,8 +29,8 @@ class _Header(NamedTuple):
     epoch: int  # of the position, as the next two
     phase: int  # `Phase`
     step: int  # from 0 in each phase
-    version: int  # as `MembershipVersion.encode` has it
     layout: int  # hash of how gradients are cut into buckets
+    version: int  # as `MembershipVersion.encode` has it
     rows: int  # of this rank
     loss: float  # sum over these rows
     denominator: float  # this rank's part
@@ -37,7 +39,7 @@ class _Header(NamedTuple):
     has_weight: bool  # False: all of the rank's rows have a sample weight of 0
 
 
-_FORMAT = struct.Struct("<QQqqqqQqddd??")
+_FORMAT = struct.Struct("<QQqqqQqqddd??")
 
 
 class StepSummary(NamedTuple):
@@ -50,9 +52,8 @@ class StepSummary(NamedTuple):
     loss: float  # sum over these rows
     denominator: float  # this rank's part of what the sum of all ranks is divided by (R8, weighting)
     present: npt.NDArray[np.bool_]  # (parameters,) which got a gradient
-    found_sparse: npt.NDArray[np.bool_] | None = (
-        None  # (parameters,) which got a sparse one; None: none of them
-    )
+    # (parameters,) which got a sparse one; None: none of them
+    found_sparse: npt.NDArray[np.bool_] | None = None
     wants_stop: bool = False  # a callback wants training to end after this step; the value of rank 0 counts
     seconds: float = 0.0  # that the rank worked for the step without waiting for others; 0.0: not measured
     has_weight: bool = True  # a row of the rank has a sample weight other than 0, or rows have none
@@ -80,21 +81,31 @@ class StepDecision(NamedTuple):
             )
 
 
-def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
+def count_summary_bytes(parameters: int) -> int:
+    """Of the summary of a step that trains so many parameters, as it travels."""
+    return _FORMAT.size + -(-2 * parameters // 8)
+
+
+def exchange_summaries(
+    group: Group, mine: StepSummary, gather: Callable[[Bytes], Bytes] | None = None
+) -> StepDecision:
     """Send this rank's summary, and decide from those of all ranks. Collective.
+
+    Args:
+        gather: exchanges the bytes of all ranks, (size, bytes); None: the group does.
 
     Raises:
         MismatchError: ranks stand at different positions or cut their gradients differently; on every rank alike.
         CollectiveError: the group broke.
     """
-    position, count = mine.position, len(mine.present)
+    position, count, version = mine.position, len(mine.present), mine.version.encode()
     header = _FORMAT.pack(
         *group.fence,
         position.epoch,
         position.phase,
         position.step,
-        mine.version.encode(),
         mine.layout,
+        version,
         mine.rows,
         mine.loss,
         mine.denominator,
@@ -104,25 +115,29 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
     )
     found_sparse = np.zeros(count, np.bool_) if mine.found_sparse is None else mine.found_sparse
     packed = _pack_flags(mine.present.tobytes(), found_sparse.tobytes())
-    gathered = group.allgather(np.frombuffer(header + packed, np.uint8))
-    blobs = [blob.tobytes() for blob in gathered]
-    headers = [_Header(*_FORMAT.unpack_from(blob)) for blob in blobs]
-    _check_agreement(group, headers)
+    message = np.frombuffer(header + packed, np.uint8)
+    gathered = group.allgather(message) if gather is None else gather(message)
+    whole, length = gathered.tobytes(), len(message)
+    blobs = [whole[begin : begin + length] for begin in range(0, len(whole), length)]
+    headers = [_FORMAT.unpack_from(blob) for blob in blobs]
+    if len({blob[:48] for blob in blobs}) > 1:  # the bytes before `version` are the same on all ranks
+        _refuse_disagreement(group, [_Header(*each) for each in headers])
+    *_, versions, rows, losses, denominators, seconds, stops, weights = zip(*headers, strict=True)
     present = mine.present
-    if any(blob[_FORMAT.size :] != packed for blob in blobs):  # most steps have the same flags everywhere
+    if {blob[_FORMAT.size :] for blob in blobs} != {packed}:  # most steps have the same flags everywhere
         united = np.bitwise_or.reduce(gathered[:, _FORMAT.size :])
         flags = np.unpackbits(united, count=2 * count).view(np.bool_)
         present, found_sparse = flags[:count], flags[count:]
     return StepDecision(
-        version=MembershipVersion.decode(max(header.version for header in headers)),
-        rows=sum(header.rows for header in headers),
-        loss=_sum_in_order(header.loss for header in headers),
-        denominator=_sum_in_order(header.denominator for header in headers),
+        version=mine.version if max(versions) == version else MembershipVersion.decode(max(versions)),
+        rows=sum(rows),
+        loss=_sum_in_order(losses),
+        denominator=_sum_in_order(denominators),
         present=present,
         found_sparse=found_sparse,
-        stops=headers[0].wants_stop,
-        seconds=tuple(header.seconds for header in headers),
-        has_weight=any(header.has_weight for header in headers),
+        stops=stops[0],
+        seconds=seconds,
+        has_weight=any(weights),
     )
 
 
@@ -132,10 +147,7 @@ def _pack_flags(present: bytes, found_sparse: bytes) -> bytes:
     return np.packbits(np.frombuffer(present + found_sparse, np.bool_)).tobytes()
 
 
-def _check_agreement(group: Group, headers: Sequence[_Header]) -> None:
-    first = headers[0]
-    if all(header[:5] == first[:5] and header.layout == first.layout for header in headers):
-        return
+def _refuse_disagreement(group: Group, headers: Sequence[_Header]) -> None:
     for fields, what in (
         (("attempt", "generation"), "worlds"),
         (("epoch", "phase", "step"), "positions"),

@@ -11,8 +11,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.clock import SystemClock
+from spark_elastic.clock import SystemClock, read_thread_seconds
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division
 from spark_elastic.errors import add_note
 from spark_elastic.gradients.step_summary import StepDecision
-from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
+from spark_elastic.protocol.types import MembershipVersion, Phase, Position, WorldView
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
-from spark_elastic.runs.snapshot import build_snapshot
+from spark_elastic.runs.kept_commits import CommitKeeper
+from spark_elastic.runs.snapshot import SnapshotBuffer, build_snapshot
 from spark_elastic.training.ledger import open_ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
@@ -35,8 +35,12 @@ from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed, sync_state
 from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, make_pool
+from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
+
+FREE_COMMIT = 0.005  # seconds of a processor that the training thread may spend for the commit of each step
+COMMIT_SHARE = 0.05  # of the time, that it spends for commits beyond that
 
 
 class TrainingLoop:
@@ -71,8 +75,16 @@ class TrainingLoop:
         self._trainer.prepare(TrainingProgress(), self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
         self._snapshot_reader: SnapshotReader | None = None
+        self._keeper: CommitKeeper | None = None
+        self._commits: SnapshotBuffer | None = None  # None: this process keeps no commits
+        self._next_commit = 0.0  # not before, since commits are to cost little of the time
         if spec.checkpoints is not None:
-            self._snapshot_reader = SnapshotReader(spec.store, spec.checkpoints.run_id, self._state.codec)
+            self._keeper = get_process_context().commit_keeper
+            kept = None if self._keeper is None else self._keeper.kept
+            self._snapshot_reader = SnapshotReader(
+                spec.store, spec.checkpoints.run_id, self._state.codec, kept
+            )
+            self._commits = None if self._keeper is None else SnapshotBuffer(self._keeper, warns=False)
         self._reader, self._loader = spec.open_reader(spec.rows)
         self._validation: Validation | None = None
         if spec.validation is not None:
@@ -83,28 +95,34 @@ class TrainingLoop:
     def position(self) -> Position | None:
         return self._state.position if self._has_state else None
 
-    def sync(self, world: World, group: Group) -> Position:
+    def sync(self, world: WorldView, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
+        if self._commits is not None:
+            self._commits.wait()  # the state that is being copied may be replaced
         self._trainer.move_to_device()
         self._callbacks.on_fit_begin(group)
         if world.resume and group.rank == world.source:
             assert self._snapshot_reader is not None
-            self._state.load(self._snapshot_reader.read(world.resume))
-        position = sync_state(self._state, group, world.source, world.receivers)
+            snapshot = self._snapshot_reader.read(world.resume)
+            if snapshot is not None:
+                self._state.load(snapshot)
+        position = sync_state(self._state, group, world.source, world.receives)
         self._has_state = True
         if self._snapshot_reader is not None:
             self._snapshot_reader.forget()
         self._mark("synced", group)
         return position
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         self._has_state = True
         self._trainer.move_to_device()
         self._mark("runs", group)
         self._warn_of_dependence(group)
         self._callbacks.on_world_begin(group)
         self._balancer, self._reported = self._make_balancer(group), False
+        if self._keeper is not None:
+            self._keeper.begin_world(world.fence, keeps=world.me.local_rank == 0)
         policy = self._spec.checkpoints
         if group.rank == 0 and policy is not None and self._checkpointer is None:
             codec, report = self._state.codec, handle.report_checkpoint
@@ -128,7 +146,7 @@ class TrainingLoop:
             self._validation.close()
         self._ledger.close()
 
-    def _run_epochs(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def _run_epochs(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         version = world.version
         while self._has_work():
             if self._state.position.phase is Phase.TRAIN:
@@ -152,7 +170,7 @@ class TrainingLoop:
         position, stops = self._state.position, self._state.progress.stop_reason is not None
         return position.epoch < self._spec.config.epochs and not (stops and position.phase is Phase.TRAIN)
 
-    def _train(self, world: World, group: Group, handle: WorkerHandle) -> MembershipVersion:
+    def _train(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
         position, version = self._state.position, world.version
         handle.report_position(position)
@@ -161,7 +179,7 @@ class TrainingLoop:
             version = max(version, self._take_steps(world, group, handle))
         return version
 
-    def _take_steps(self, world: World, group: Group, handle: WorkerHandle) -> MembershipVersion:
+    def _take_steps(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """Take the epoch's steps until its end, a boundary at which all stop, or another division of the rows. Returns
         the newest membership version."""
         position, version, balancer = self._state.position, world.version, self._balancer
@@ -184,12 +202,15 @@ class TrainingLoop:
                     return self._record_step(decision, group.size, self._clock.now() - began)
 
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
-                with self._add_rows_to_errors(rows):
-                    finalize, get_next_rows = self._call_step_finalized, pending_steps.get_next_rows
-                    version = handle.membership_version()
-                    call = StepCall(group, version, record_step, finalize, get_next_rows)
+                finalize, get_next_rows = self._call_step_finalized, pending_steps.get_next_rows
+                call = StepCall(group, handle.membership_version(), record_step, finalize, get_next_rows)
+                try:
                     decision = self._take_step(pending.finish(), call)
+                except Exception as error:
+                    self._add_rows(error, rows)
+                    raise
                 handle.report_position(self._state.position)
+                self._keep_commit()
                 self._write_pending_and_build_next(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
                 version = decision.version
@@ -243,21 +264,16 @@ class TrainingLoop:
             numbers = " : ".join(map(str, parts))
             sys.stderr.write(f"the workers, by rank, take {numbers} {what} from now on, by their speed\n")
 
-    @contextmanager
-    def _add_rows_to_errors(self, rows: StepRows) -> Iterator[None]:
-        """An exception of user code gets a note with the rows and row groups at which it was raised."""
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except Exception as error:
-            groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
-            add_note(
-                error,
-                f"in step {rows.step} of epoch {rows.epoch + 1}, on this worker's {len(rows)} rows: "
-                f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}",
-            )
-            raise
+    def _add_rows(self, error: Exception, rows: StepRows) -> None:
+        """Note at an exception of user code at which rows and row groups it was raised."""
+        if isinstance(error, CollectiveError):
+            return
+        groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
+        add_note(
+            error,
+            f"in step {rows.step} of epoch {rows.epoch + 1}, on this worker's {len(rows)} rows: "
+            f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}",
+        )
 
     def _record_step(self, decision: StepDecision, world_size: int, seconds: float) -> Position:
         """Add a step to the epoch's sums. Returns the position after the step. Part of the apply section."""
@@ -279,12 +295,14 @@ class TrainingLoop:
 
     def _call_step_finalized(self) -> None:
         """Call the callbacks for the newest step, which is finalized now (R1, finalized steps)."""
+        if self._commits is not None:
+            self._commits.wait()  # the next step is about to be applied
         progress = self._state.progress
         logs, progress.pending_logs = progress.pending_logs, None
         if logs is not None:
             self._callbacks.on_step_finalized(logs)
 
-    def _on_finalized(self, world: World, version: MembershipVersion) -> None:
+    def _on_finalized(self, world: WorldView, version: MembershipVersion) -> None:
         """An exchange that applies no step is complete, so the step before it is finalized.
 
         Args:
@@ -292,9 +310,10 @@ class TrainingLoop:
         """
         self._write_pending_and_build_next(world, applied=False)
         self._call_step_finalized()
+        self._keep_commit()
         self._write_checkpoint_if_job_ends(world, version)
 
-    def _write_pending_and_build_next(self, world: World, *, applied: bool) -> None:
+    def _write_pending_and_build_next(self, world: WorldView, *, applied: bool) -> None:
         """An exchange is complete: write the snapshot of the step before it, and build the next one where it is due.
 
         Args:
@@ -307,7 +326,19 @@ class TrainingLoop:
         if applied and checkpointer.count_step():
             checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
 
-    def _write_checkpoint_if_job_ends(self, world: World, version: MembershipVersion) -> None:
+    def _keep_commit(self) -> None:
+        """Have this host keep the state as it is: R23 (kept commits). Large states are copied in the background until
+        the next step is applied; those that hold up the training are kept less often."""
+        now, keeper = self._clock.now(), self._keeper
+        if keeper is None or self._commits is None or not keeper.keeps or now < self._next_commit:
+            return
+        began, allocations = read_thread_seconds(), keeper.allocations
+        self._commits.begin(self._state.position, self._state.capture)
+        if keeper.allocations == allocations:
+            seconds = read_thread_seconds() - began
+            self._next_commit = now + max(0.0, seconds - FREE_COMMIT) / COMMIT_SHARE
+
+    def _write_checkpoint_if_job_ends(self, world: WorldView, version: MembershipVersion) -> None:
         """If this boundary is the job's last, write the state to the store before any worker leaves."""
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is not None and version > world.version and version.job_ends:
@@ -315,7 +346,7 @@ class TrainingLoop:
             checkpointer.write_pending(world.fence)
             checkpointer.flush()
 
-    def _close_epoch(self, world: World, group: Group, handle: WorkerHandle) -> None:
+    def _close_epoch(self, world: WorldView, group: Group, handle: WorkerHandle) -> None:
         """The barrier makes the last step final (R1, finalized steps); then all ranks add the epoch to the history."""
         group.barrier()
         self._on_finalized(world, world.version)
@@ -329,6 +360,7 @@ class TrainingLoop:
         self._trainer.reset_metrics()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
         handle.report_position(state.position)
+        self._keep_commit()
 
     def _history_entry(self) -> dict[str, Any]:
         sums = self._state.progress.epoch
@@ -417,7 +449,7 @@ class Validation:
         rows: Rows,
         trainer: ModelTrainer,
         transformations: TransformationPool,
-        on_finalized: Callable[[World, MembershipVersion], None],
+        on_finalized: Callable[[WorldView, MembershipVersion], None],
     ) -> None:
         """
         Args:
@@ -427,7 +459,9 @@ class Validation:
         self._transformations = transformations
         self._reader, self._loader = spec.open_reader(rows)
 
-    def run(self, world: World, group: Group, handle: WorkerHandle, division: Division | None = None) -> bool:
+    def run(
+        self, world: WorldView, group: Group, handle: WorkerHandle, division: Division | None = None
+    ) -> bool:
         """Take the steps of the position's epoch that are left. False if all stopped at a boundary.
 
         Args:

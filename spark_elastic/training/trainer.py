@@ -7,10 +7,9 @@ import threading
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,15 +50,15 @@ class TrainingState(Protocol):
         ...
 
 
-def sync_state(state: TrainingState, group: Group, source: int, receivers: Sequence[int]) -> Position:
-    """Hand the state of rank `source` to `receivers`; collective over the whole group (R5, staging).
+def sync_state(state: TrainingState, group: Group, source: int, receives: bool) -> Position:
+    """Hand the state of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
 
     Raises:
         CollectiveError: the group broke; the state is as it was.
         StoreError: what arrived differs from what was sent; the state is as it was.
     """
     mine = build_snapshot(state.position, state.capture) if group.rank == source else None
-    arrived = broadcast_snapshot(group, source, mine, state.codec, receivers)
+    arrived = broadcast_snapshot(group, source, mine, state.codec, receives)
     if arrived is not None:
         state.load(arrived)
     return state.position
@@ -73,8 +72,7 @@ class StepDisputed(ElasticError):
         self.suspects = tuple(suspects)  # the ranks one of which, or all of which, are wrong
 
 
-@dataclass(frozen=True)
-class StepCall:
+class StepCall(NamedTuple):
     """What the training loop gives with the rows of a step."""
 
     group: Group
@@ -225,19 +223,23 @@ class ModelTrainer(Protocol):
     def close(self) -> None: ...
 
 
-@contextmanager
-def defer_interrupts() -> Iterator[None]:
+def defer_interrupts() -> AbstractContextManager[object]:
     """The apply section of a step (R1, finalized steps): nothing interrupts it, and Ctrl-C waits until it ends."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals interrupt the main thread only
-        return
-    received: list[int] = []
-    former = set_handler(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        set_handler(signal.SIGINT, former)
-        for number in received[:1]:
+    if threading.get_ident() != threading.main_thread().ident:
+        return nullcontext()  # signals interrupt the main thread only
+    return _DeferredInterrupts()
+
+
+class _DeferredInterrupts:
+    """Each step enters one, so it is no generator function."""
+
+    def __enter__(self) -> None:
+        self._received: list[int] = []
+        self._former = set_handler(signal.SIGINT, lambda number, frame: self._received.append(number))
+
+    def __exit__(self, *error: object) -> None:
+        set_handler(signal.SIGINT, self._former)
+        for number in self._received[:1]:
             signal.raise_signal(number)
 
 
@@ -250,6 +252,7 @@ class ModelStep(ABC, Generic[R]):
 
     _state: TrainingState
     _metrics: StepMetrics
+    _gather: Callable[[Any], Any] | None = None  # of `exchange_summaries`, for the step under way
 
     def __init__(self, config: FitConfig, ledger: Ledger) -> None:
         self._config, self._ledger, self.work = config, ledger, WorkClock()
@@ -268,7 +271,8 @@ class ModelStep(ABC, Generic[R]):
         self._begin(group.rank)
         try:
             summarize = partial(_summarize, batch, position, call.version, wants_stop=wants_stop)
-            decision = exchange_summaries(group, self._exchange_sums(group, batch, summarize))
+            summary = self._exchange_sums(group, batch, summarize)
+            decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
             if self._config.terminate_on_nan:
                 decision.check_finite(position)

@@ -80,11 +80,6 @@ class HostMode(LocalMode):
             self._drain()
         super().abandon()
 
-    def hand_over(self, views: Views) -> None:
-        for parameter, own, view in zip(self.layout.parameters, self.views, views, strict=True):
-            if own is not None and parameter.grad is own:
-                parameter.grad = own.clone() if view is None else view.copy_(own)
-
     def _record_write(self, index: int) -> None:
         """A gradient of a pass or a share lies in its bucket: launch the buckets that are complete by it."""
         number = self._memory.bucket_of[index]

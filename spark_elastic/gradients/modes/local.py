@@ -25,6 +25,7 @@ class LocalMode:
 
     unit = "step"  # what has so many backward passes, in words
     in_share = False  # a virtual share was begun and not completed
+    follows_backward = True  # it is to be told of each gradient when a backward pass has added it
 
     def __init__(self, layout: GradientLayout) -> None:
         self.layout = layout
@@ -71,6 +72,9 @@ class LocalMode:
 
     def hand_over(self, views: Views) -> None:
         """Move the gradients that lie in this mode's memory to the views of another one, or to memory of their own."""
+        for parameter, own, view in zip(self.layout.parameters, self.views, views, strict=True):
+            if own is not None and parameter.grad is own:
+                parameter.grad = own.clone() if view is None else view.copy_(own)
 
     def _count(self, index: int) -> None:
         if self._arrivals[index] == self._passes:

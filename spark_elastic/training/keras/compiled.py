@@ -104,14 +104,15 @@ class CompiledLosses:
         """Names under which the history lists the losses one by one; none for a single loss."""
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
-    def factors(self, group: Group, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
+    def factors(self, group: Group | None, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
         """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
-        make a divisor. Raises InvalidInput as `check_labels`."""
+        make a divisor; group: None if the batch has all rows of the step. Raises InvalidInput as `check_labels`."""
         self.check_labels(batch)
         divisors = [1.0 if part.reduction == "sum" else float(batch.planned) for part in self._parts]
         own = {k: found for k, p in enumerate(self._parts) if (found := p.find_divisor(batch)) is not None}
         if own:
-            totals = group.allgather(np.array([*own.values()])).sum(0)
+            sums = np.array([*own.values()])
+            totals = sums if group is None else group.allgather(sums).sum(0)
             for k, total in zip(own, totals, strict=True):
                 divisors[k] = float(total) or 1.0
         return [1.0 / divisor for divisor in divisors]
@@ -136,15 +137,25 @@ class CompiledLosses:
         Args:
             part: fraction of the step's rows that these rows are.
         """
+        total, own = self.total_of_outputs(labels, outputs, weights, factors)
+        return total + self.total_of_layers(tf.shape(tf.nest.flatten(outputs)[0])[0], part), own
+
+    def total_of_outputs(
+        self, labels: Any, outputs: Any, weights: Any, factors: Any
+    ) -> tuple[Any, list[Any]]:
+        """As `total`, without what layers add."""
         own = [
             self._sum(p, labels, outputs, weights) * tf.cast(factors[k], p.loss.dtype)
             for k, p in enumerate(self._parts)
         ]
-        total = sum(tf.cast(o, self._dtype) * p.weight for o, p in zip(own, self._parts, strict=True))
-        rows = tf.shape(tf.nest.flatten(outputs)[0])[0]
+        return sum(tf.cast(o, self._dtype) * p.weight for o, p in zip(own, self._parts, strict=True)), own
+
+    def total_of_layers(self, rows: Any, part: Any) -> Any:
+        """What layers have added in the newest call of the model, for so many rows (`add_loss`, penalties)."""
+        total = tf.zeros((), self._dtype)
         for extra in self._model.losses:
             total += _weight_by_rows(tf.cast(extra, self._dtype), rows, tf.cast(part, self._dtype))
-        return total, own
+        return total
 
     def _sum(self, part: _OutputLoss, labels: Any, outputs: Any, weights: Any) -> Any:
         label, output = _get_at(part.path, labels), _get_at(part.path, outputs)
@@ -330,15 +341,21 @@ class CompiledMetrics(StepMetrics):
         """Add a micro-batch of this rank.
 
         Args:
-            losses: the part of each loss in the step's loss.
+            losses: the part of each loss in the step's loss; (): `add_losses` has those of all rows.
         """
-        means = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
-        logged = {name: (total, len(part)) for name, total in (means | self._layers.take()).items()}
+        self.add_losses(losses, len(part), part.planned)
+        logged = {name: (total, len(part)) for name, total in self._layers.take().items()}
         weights = [] if part.weights is None else [part.weights]
-        columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
+        columns = None if self._compiled is None else [*map(widen, [*outputs, *part.labels, *weights])]
         self._part.add(logged, columns)
 
+    def add_losses(self, losses: Sequence[npt.NDArray[Any]], rows: int, planned: int) -> None:
+        """Add the parts of the losses of so many rows in the step's loss, of `planned` rows."""
+        means = {name: float(loss) * planned for name, loss in zip(self._names, losses, strict=False)}
+        self._part.add({name: (total, rows) for name, total in means.items()}, None)
+
     def gather(self, group: Group) -> None:
+        self._layers.reset()  # of passes that ran again for their gradients
         if self._compiled is not None or self._names or self._layers.metrics:
             super().gather(group)
 
@@ -372,6 +389,6 @@ class CompiledMetrics(StepMetrics):
         )
 
 
-def _wide(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def widen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """16-bit floats as float32, which numpy can write."""
     return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array

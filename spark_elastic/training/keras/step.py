@@ -60,6 +60,10 @@ class RunningStats:
         self._before = [np.array(read_value(v)) for v in [*self.variables, *self._counters]]
         self._changes = [None] * len(self.variables)
         self._counts = self._before[len(self.variables) :]
+        self.seed(*key)
+
+    def seed(self, *key: int) -> None:
+        """Let random layers draw by `key` from here on."""
         for number, seed in enumerate(self._seeds):
             digest = hashlib.sha256(repr((*key, number)).encode()).digest()
             seed.assign(np.array([int.from_bytes(digest[:4], "little") >> 1, 0]))
@@ -156,21 +160,21 @@ class Gradients:
     def __init__(self, model: Any, losses: CompiledLosses, structure: Structure, eager: bool) -> None:
         self._model, self._losses, self._structure = model, losses, structure
         self._variables = list(model.trainable_variables)
-        graph = (lambda function: function) if eager else tf.function(reduce_retracing=True)
-        self._run_score = graph(self._score)
-        self._run_gradients = graph(self._differentiate)
+        self._graph = (lambda function: function) if eager else tf.function(reduce_retracing=True)
+        self._run_score = self._graph(self._score)
+        self._run_gradients = self._graph(self._differentiate)
 
     def __call__(
         self, part: LocalBatch[Array], factors: Sequence[float]
     ) -> tuple[list[Array | None], list[Array], list[Any]]:
         """(gradients, losses, outputs) of a part of the rows; first of the losses is their weighted sum."""
         gradients, losses, outputs = self._run_gradients(*self._arguments(part, factors))
-        return [None if g is None else np.asarray(g) for g in gradients], _arrays(losses), _arrays(outputs)
+        return to_arrays(gradients), to_arrays(losses), to_arrays(outputs)
 
     def score(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
         """(losses, outputs) of a part of the rows, as in validation."""
         losses, outputs = self._run_score(*self._arguments(part, factors))
-        return _arrays(losses), _arrays(outputs)
+        return to_arrays(losses), to_arrays(outputs)
 
     def _arguments(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[Any, ...]:
         weights = None if part.weights is None else tf.constant(part.weights)
@@ -187,11 +191,7 @@ class Gradients:
             losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
             # The optimizer divides by its loss_scale_factor.
             scaled = self._model.optimizer.scale_loss(losses[0])
-        gradients = tape.gradient(scaled, self._variables)
-        # Dense, as in a plain loop. Of an embedding's row that a batch has twice Keras lists two entries, and Adam and
-        # `global_clipnorm` square each of them: the result would depend on which rows share a batch. The sum does not.
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        return dense, losses, outputs
+        return make_dense(tape.gradient(scaled, self._variables)), losses, outputs
 
     def _score(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
         return self._forward(inputs, labels, weights, factors, part, training=False)
@@ -199,10 +199,19 @@ class Gradients:
     def _forward(
         self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
     ) -> tuple[list[Any], list[Any]]:
-        with activity_by_row(self._model, tf.shape(inputs[0])[0]):
-            outputs = self._model(self._structure.inputs(inputs), training=training)
+        outputs = self._call_model(inputs, training)
         total, own = self._losses.total(self._structure.outputs(labels), outputs, weights, factors, part)
         return [total, *own], keras.tree.flatten(outputs)
+
+    def _call_model(self, inputs: Any, training: bool) -> Any:
+        with activity_by_row(self._model, tf.shape(inputs[0])[0]):
+            return self._model(self._structure.inputs(inputs), training=training)
+
+
+def make_dense(gradients: Sequence[Any]) -> list[Any]:
+    """As in a plain loop. Of an embedding's row that a batch has twice Keras lists two entries, and Adam and
+    `global_clipnorm` square each of them: the result would depend on which rows share a batch. The sum does not."""
+    return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
 class OptimizerStep:
@@ -228,6 +237,7 @@ class TrainStep(ModelStep[Array]):
     """Takes steps on one state."""
 
     _metrics: CompiledMetrics
+    _make_gradients: type[Gradients] = Gradients
 
     def __init__(
         self,
@@ -242,7 +252,7 @@ class TrainStep(ModelStep[Array]):
         super().__init__(config, ledger)
         eager = bool(model.run_eagerly)
         self._state, self._losses, self._metrics = state, losses, metrics
-        self._gradients = Gradients(model, losses, structure, eager)
+        self._gradients = self._make_gradients(model, losses, structure, eager)
         self._optimizer_step = OptimizerStep(model, eager)
         self._running_stats = RunningStats(model)
         self._count = len(model.trainable_variables)
@@ -256,8 +266,13 @@ class TrainStep(ModelStep[Array]):
         self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
 
     def _begin(self, rank: int) -> None:
+        self._running_stats.begin(*self._key, rank)
+
+    @property
+    def _key(self) -> tuple[int, ...]:
+        """What the step's random numbers are drawn by, with the number of a rank."""
         position = self._state.position
-        self._running_stats.begin(self._config.seed, position.epoch, position.phase, position.step, rank)
+        return self._config.seed, position.epoch, position.phase, position.step
 
     def _restore(self) -> None:
         self._running_stats.restore()
@@ -265,9 +280,8 @@ class TrainStep(ModelStep[Array]):
     def _exchange_sums(
         self, group: Group, batch: LocalBatch[Array], summarize: Callable[..., StepSummary]
     ) -> StepSummary:
-        factors = self._losses.factors(group, batch)
         self._ledger.write_ahead(group.fence, self._state.position, batch.row_ids)
-        gradients, loss = self._backward(batch, factors)
+        gradients, loss = self._backward(group, batch)
         worked = self.work.take()
         sent = [*gradients, *self._running_stats.take_changes(group)]
         self._sums = self._allreduce(group, sent)
@@ -306,22 +320,22 @@ class TrainStep(ModelStep[Array]):
         sums = first.allreduce(group, sent[:end], self._config.gradient_compression)
         return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
 
-    def _backward(
-        self, batch: LocalBatch[Array], factors: Sequence[float]
-    ) -> tuple[list[Array | None], float]:
+    def _backward(self, group: Group, batch: LocalBatch[Array]) -> tuple[list[Array | None], float]:
         """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
         total: list[Array | None] = [None] * self._count
-        loss = 0.0
+        factors, loss = self._losses.factors(group, batch), 0.0
         for part in batch.micro_batches(self._config.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
             self._running_stats.end_pass(len(part) / part.planned)
-            total = [
-                g if t is None else t if g is None else t + g for t, g in zip(total, gradients, strict=True)
-            ]
+            total = add_gradients(total, gradients)
             loss += float(losses[0])
             self._metrics.add(part, losses[1:], outputs)
         return total, loss
 
 
-def _arrays(tensors: Sequence[Any]) -> list[Array]:
-    return [np.asarray(tensor) for tensor in tensors]
+def add_gradients(total: Sequence[Array | None], more: Sequence[Array | None]) -> list[Array | None]:
+    return [g if t is None else t if g is None else t + g for t, g in zip(total, more, strict=True)]
+
+
+def to_arrays(tensors: Sequence[Any]) -> list[Any]:
+    return [None if tensor is None else np.asarray(tensor) for tensor in tensors]

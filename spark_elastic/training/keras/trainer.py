@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetric
 from spark_elastic.training.keras.devices import let_gpu_memory_grow
 from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import Structure, TrainStep, describe_world_dependence
+from spark_elastic.training.keras.step_loss import StepLossStep
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
@@ -150,7 +151,8 @@ class KerasTrainer:
         self.callbacks = KerasCallbackList(objects.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
         self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
-        self._train_step = TrainStep(config, model, self.state, losses, structure, self._metrics, ledger)
+        kind = StepLossStep if config.loss_scope == "step" else TrainStep
+        self._train_step = kind(config, model, self.state, losses, structure, self._metrics, ledger)
 
     @property
     def work(self) -> WorkClock:
@@ -175,7 +177,7 @@ class KerasTrainer:
                 progress.metric_sums = {}
             return position
 
-        batch, call_of_step = self._batches.build(rows), replace(call, record_step=record_step_and_metrics)
+        batch, call_of_step = self._batches.build(rows), call._replace(record_step=record_step_and_metrics)
         return self._train_step.run(batch, call_of_step, wants_stop=self.callbacks.wants_stop())
 
     def validation_mode(self) -> AbstractContextManager[None]:

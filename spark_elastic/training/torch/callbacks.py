@@ -248,11 +248,12 @@ class Progress:
 def progress() -> Progress | None:
     """Return the step that this worker is taking; None outside of training."""
     worker = get_context()
-    if worker is None or worker.world is None or worker.group is None or worker.position is None:
+    position = None if worker is None else worker.group_context.position
+    if worker is None or worker.world is None or worker.group is None or position is None:
         return None
     return Progress(
-        worker.position.epoch,
-        worker.position.step,
+        position.epoch,
+        position.step,
         worker.world.fence.generation,
         worker.group.rank,
         worker.group.size,

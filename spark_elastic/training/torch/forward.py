@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether any of them has a buffer of its own now; a forward pass may add some."""
-    return any(module._buffers for module in modules)
+    return any(map(attrgetter("_buffers"), modules))
 
 
 Attributes = list[dict[str, Any]]  # by module
@@ -79,12 +80,16 @@ class BufferSnapshot:
         """
         self._model, modules = model, tuple(modules)
         self._attributes = copy_attributes(modules)
-        found = list_buffers(model) if has_buffers(modules) else {}
+        self._unset: dict[str, bool] = {}
+        self._saved: dict[str, bool] = {}
+        # By name: the buffer, and what it held.
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if not has_buffers(modules):
+            return
+        found = list_buffers(model)
         named = {name: each.tensor for name, each in found.items() if each.tensor is not None}
         self._unset = {name: each.is_saved for name, each in found.items() if each.tensor is None}
         self._saved = {name: each.is_saved for name, each in found.items()}
-        # By name: the buffer, and what it held.
-        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if former is not None and former._holds(named):
             self._buffers = former._buffers
         with torch.no_grad():

@@ -13,10 +13,9 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from itertools import product
-from types import FunctionType
-from typing import Any, Protocol
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,8 +53,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LossSum:
+class LossSum(NamedTuple):
     """The loss of one part of a step's rows."""
 
     total: torch.Tensor  # () with a graph: the sum over the rows
@@ -195,7 +193,7 @@ class LabelConverter:
         """Give the first label the output's type and number of dimensions, where they are compared by number."""
         if not self.elementwise or not isinstance(output, torch.Tensor):
             return labels
-        label = labels[0].to(output.dtype)
+        label = labels[0] if labels[0].dtype is output.dtype else labels[0].to(output.dtype)
         if output.shape == (len(label), 1) and label.ndim == 1:
             label = label.unsqueeze(1)
         return label, *labels[1:]
@@ -368,8 +366,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = frozenset(DTYPES.values())
 
 
-@dataclass(frozen=True)
-class LossResult:
+class LossResult(NamedTuple):
     """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
 
     total: torch.Tensor  # as in `LossSum`
@@ -378,7 +375,7 @@ class LossResult:
     outputs: tuple[torch.Tensor, ...] = ()
     # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
     # it by: their number or their weight.
-    logged: Mapping[str, tuple[float | torch.Tensor, float]] = field(default_factory=dict)
+    logged: Mapping[str, tuple[float | torch.Tensor, float]] = MappingProxyType({})
 
 
 class LossFn(Protocol):
@@ -450,7 +447,8 @@ class ModelLoss:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights, part.on_host)
-        return LossResult(summed.total, summed.denominator, _detach(list_output_parts(output)))
+        parts = (output,) if isinstance(output, torch.Tensor) else list_output_parts(output)
+        return LossResult(summed.total, summed.denominator, _detach(parts))
 
 
 class MultiOutputLoss:
@@ -544,6 +542,8 @@ class _Forward:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> Any:
         with autocast(self._precision):
             output = model(*part.features)
+        if isinstance(output, torch.Tensor):
+            return output.float() if output.dtype in HALVES else output
         if output is None:
             raise InvalidInput("the model returned None: end its forward with a return of its output.")
         names = list(output) if isinstance(output, Mapping) else self._labels
@@ -552,8 +552,6 @@ class _Forward:
                 f"the model returns {', '.join(names)}, and label_cols names {', '.join(self._labels)}: name the "
                 "labels in the order of the outputs."
             )
-        if isinstance(output, torch.Tensor):
-            return output.float() if output.dtype in HALVES else output
         return to_float32(output)
 
 

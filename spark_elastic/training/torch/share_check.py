@@ -118,7 +118,10 @@ class ShareChecker:
             return
         most, times = counts.most_common(1)[0]
         suspects = tuple(rank for rank in ranks if times == 1 or found[rank] != most)
-        names = ", ".join(f"rank {rank} on host {_find_host(rank)}" for rank in suspects)
+        worker = get_context()
+        host = "?" if worker is None or worker.world is None else worker.world.me.host
+        hosts = group.allgather_bytes(host.encode())
+        names = ", ".join(f"rank {rank} on host {hosts[rank].decode()}" for rank in suspects)
         who = (
             f"{names} computed other bits than the {times} others that computed it"
             if times > 1
@@ -132,9 +135,3 @@ class ShareChecker:
 
     def close(self) -> None:
         self._reader.close()
-
-
-def _find_host(rank: int) -> str:
-    worker = get_context()
-    world = None if worker is None else worker.world
-    return "?" if world is None else world.members[rank].host

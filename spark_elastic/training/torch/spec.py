@@ -265,7 +265,7 @@ class BatchBuilder:
         else:
             given = torch.from_numpy(refuse_large_numbers(array))
             tensor = self._copier.copy(given, _choose_dtype(given, self._dtype))
-        return tensor.reshape(-1, *shape) if self._reshapes else tensor
+        return tensor.reshape(-1, *shape) if self._reshapes and tensor.shape[1:] != shape else tensor
 
     def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         tensors = tuple(self._label(name, columns[name]) for name in self._labels)
@@ -280,7 +280,8 @@ class BatchBuilder:
 
     def _tensor(self, array: npt.NDArray[np.generic], floats: torch.dtype) -> torch.Tensor:
         tensor = torch.from_numpy(refuse_large_numbers(array))
-        return tensor.to(_choose_dtype(tensor, floats))
+        dtype = _choose_dtype(tensor, floats)
+        return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
+from spark_elastic.gradients.modes.one_bucket import OneBucketMode
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
@@ -21,7 +22,7 @@ from spark_elastic.training.torch.buffers import BufferMerge
 from spark_elastic.training.torch.forward import BufferSnapshot, has_buffers, shares_statistics
 from spark_elastic.training.torch.loss import LossFn, autocast
 from spark_elastic.training.torch.metrics import Metrics
-from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows, exchanges_statistics
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step_loss import StepLoss
 from spark_elastic.training.trainer import ModelStep
@@ -45,13 +46,17 @@ class GradientScaling:
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self.skipped = 0  # steps since training began that were not applied
+        self._seed: tuple[Any, torch.Tensor | None] = None, None  # of the newest divisor: 1 / divisor
 
     def backward(self, total: torch.Tensor, divisor: int) -> None:
         """The backward pass of total / divisor."""
         if self._scaler is not None:
             self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
         else:  # the gradient of the division, without a node in the graph
-            total.backward(total.new_full((), 1.0 / divisor))  # type: ignore[no-untyped-call]
+            key = divisor, total.dtype, total.device
+            if self._seed[0] != key:
+                self._seed = key, total.new_full((), 1.0 / divisor)
+            total.backward(self._seed[1])  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, once they are summed over all ranks."""
@@ -104,6 +109,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._exchange = exchange
         # Walking through a model in each step would cost as much as a small model's forward pass.
         self._modules = tuple(state.model.modules())
+        self._exchanging = tuple(filter(exchanges_statistics, self._modules))
         self._has_row_dropout = any(isinstance(module, RowDropout) for module in self._modules)
         self._buffers = BufferMerge(state.model, state.merges)
         self._scaling = scaling
@@ -132,6 +138,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._has_exchanged_buffers = self._exchange_buffers(group, batch, self._before)
         self._metrics.gather(group)
         mode = self._exchange.mode
+        self._gather = mode.carry if isinstance(mode, OneBucketMode) else None
         return summarize(
             layout=mode.layout.hash,
             loss=loss,
@@ -162,7 +169,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         """
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
-        one_pass = shares_statistics(self._modules)
+        one_pass = shares_statistics(self._exchanging)
         parts = [batch] if one_pass else list(batch.micro_batches(self._config.batch_size))
         self._loss_fn.begin(group, batch, position)
         self._exchange.clear_and_begin(group, len(parts))

@@ -8,7 +8,6 @@ on to the weights (GradCache). One rank reports the loss: that with the step's f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,10 +16,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
-from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, HostCopy, HostSum
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.batch import Arrays, LocalBatch, pack_metric_rows, unpack_metric_rows
+from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.step_columns import Chunk, gather_columns, join_chunks
 from spark_elastic.training.torch.loss import LossFn, to_float32
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.trainer import WorkClock
@@ -28,18 +27,11 @@ from spark_elastic.training.trainer import WorkClock
 Batch = LocalBatch[torch.Tensor]
 
 
-class _Chunk(NamedTuple):
-    """Rows that a rank computed at once."""
-
-    rows: int  # their number
-    columns: Arrays  # by tensor of the output, by label, and the weights
-
-
 class _Column(NamedTuple):
-    """One of them, of all rows of the step."""
+    """A tensor of the output, of all rows of the step. See `step_columns.Column`."""
 
     tensor: torch.Tensor
-    by_row: bool  # whether it has an entry for each row; else it is one value, which all rows share
+    by_row: bool
 
 
 class StepLoss:
@@ -88,27 +80,25 @@ class StepLoss:
         Raises:
             InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike.
         """
-        sent = [column.numpy() for _, copies in self._chunks for column in copies.wait()]
-        packed = pack_metric_rows([{"rows": (rows, 0.0)} for rows, _ in self._chunks], sent)
-        with nullcontext() if work is None else work.pause():
-            ranks = [_split(*unpack_metric_rows(blob)) for blob in group.allgather_bytes(packed)]
-        own, self._chunks = ranks[group.rank], []
-        self.first = sum(chunk.rows for chunks in ranks[: group.rank] for chunk in chunks)
-        columns, loss = _join([chunk for chunks in ranks for chunk in chunks]), HostSum()
-        if not own:
+        chunks = [Chunk(rows, [column.numpy() for column in copies.wait()]) for rows, copies in self._chunks]
+        self._chunks, loss = [], HostSum()
+        columns, self.first, reports = gather_columns(group, chunks, work)
+        if not chunks:
             return loss, 0.0
         count = len(list_tensors(self._output))
-        self._outputs = [_Column(each.to(self._device), by_row) for each, by_row in columns[:count]]
+        # Copies: torch's memory begins at the same alignment on every rank.
+        tensors = [(torch.from_numpy(values).clone(), by_row) for values, by_row in columns]
+        self._outputs = [_Column(each.to(self._device), by_row) for each, by_row in tensors[:count]]
         for each, _ in self._outputs:
             each.requires_grad_(backward is not None and (each.is_floating_point() or each.is_complex()))
-        tensors = iter(self._outputs)
-        output = tree_map_only(torch.Tensor, lambda _: next(tensors).tensor, self._output)
-        whole = self._make_batch(batch, [column.tensor for column in columns[count:]])
+        outputs = iter(self._outputs)
+        output = tree_map_only(torch.Tensor, lambda _: next(outputs).tensor, self._output)
+        whole = self._make_batch(batch, [each for each, _ in tensors[count:]])
         with seeded_rng(*key):
             result = self._loss_fn(lambda *_: output, whole)  # type: ignore[arg-type] # in place of the model
             if backward is not None:
                 backward(result.total, batch.planned)
-        if self.first or not any(chunk.rows for chunk in own):
+        if not reports:
             return loss, 0.0
         loss.add(result.total)
         metrics.add(result, whole.labels)
@@ -159,41 +149,10 @@ def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
     Raises:
         InvalidInput: they do not make one output of all rows.
     """
-    _join([_Chunk(rows, [to_float32(each).numpy() for each in list_tensors(one)]) for rows, one in outputs])
+    join_chunks(
+        [Chunk(rows, [to_float32(each).numpy() for each in list_tensors(one)]) for rows, one in outputs]
+    )
 
 
 def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _split(counts: Any, columns: Arrays) -> list[_Chunk]:
-    """The chunks of a rank."""
-    each = len(columns) // max(len(counts), 1)
-    rows = [int(count["rows"][0]) for count in counts]
-    return [_Chunk(own, columns[number * each :][:each]) for number, own in enumerate(rows)]
-
-
-def _join(chunks: Sequence[_Chunk]) -> list[_Column]:
-    found = []
-    for arrays in zip(*(chunk.columns for chunk in chunks), strict=True):
-        by_row = all(
-            each.ndim and len(each) == chunk.rows for each, chunk in zip(arrays, chunks, strict=True)
-        )
-        if by_row and all(each.shape[1:] == arrays[0].shape[1:] for each in arrays):
-            found.append(_Column(torch.cat([torch.from_numpy(each) for each in arrays]), True))
-        elif not by_row and all(_are_equal(each, arrays[0]) for each in arrays):
-            found.append(_Column(torch.from_numpy(arrays[0]), False))
-        else:
-            pairs = zip(arrays, chunks, strict=True)
-            shapes = sorted({f"{each.shape} for {chunk.rows} rows" for each, chunk in pairs})
-            raise InvalidInput(
-                "loss_scope='step' joins what the model returns for the rows of a step, and one of its tensors has "
-                f"shape {' and '.join(shapes[:2])}: return one entry for each row, of one shape, or a value that does "
-                "not depend on the rows."
-            )
-    return found
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Up to rounding, by which machines may differ."""
-    return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-5, atol=0.0, equal_nan=True))

@@ -19,15 +19,15 @@ from spark_elastic.gradients.devices import (
     CPU,
     Arrival,
     DeviceCopier,
+    ExhaustedMemoryAdvice,
     HostSum,
-    explain_exhausted_memory,
     initialize_device,
     select_device,
 )
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.gradients.step_summary import StepDecision
+from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callback_states import check_watched_names
 from spark_elastic.training.fit_config import FitConfig
@@ -132,7 +132,8 @@ class TorchTrainer:
         if self._exchange is not None:
             return
         config, model = self._spec.config, self.state.model
-        with explain_exhausted_memory(_advise_on_memory(config)):
+        self._memory_advice = ExhaustedMemoryAdvice(_advise_on_memory(config))
+        with self._memory_advice:
             move_to_device(model, self.state.optimizer, self._device)
         if config.compile_model:
             model.compile()
@@ -141,7 +142,12 @@ class TorchTrainer:
             shares=config.shares,
             arithmetic=describe_arithmetic() if config.shares else "",
         )
-        self._exchange = GradientExchange(model.named_parameters(), options, get_thread=get_collective_thread)
+        self._exchange = GradientExchange(
+            model.named_parameters(),
+            options,
+            get_thread=get_collective_thread,
+            count_message_bytes=count_summary_bytes,
+        )
         self._train_step = (ShareStep if config.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
         )
@@ -165,7 +171,7 @@ class TorchTrainer:
         return None if self._exchange is None else self._exchange.mode.bulk_seconds
 
     def train_step(self, rows: StepRows, call: StepCall) -> StepDecision:
-        with explain_exhausted_memory(_advise_on_memory(self._spec.config)):
+        with self._memory_advice:
             batch = self._build(rows, call.group)
             if self._copier is not None:
                 self._train_step.on_launched = lambda: self._build_ahead(call)

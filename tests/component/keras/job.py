@@ -75,6 +75,27 @@ def build_ignoring() -> Any:
     return model
 
 
+def compare_pairs(label: Any, output: Any) -> Any:
+    """InfoNCE: each row is to be nearest to itself, and far from those of other classes; a number for each row."""
+    left, right = keras.ops.split(keras.ops.normalize(output), 2, axis=-1)
+    near = keras.ops.matmul(left, keras.ops.transpose(right)) / 0.1
+    kind = keras.ops.reshape(label, (-1,))
+    own = keras.ops.eye(keras.ops.shape(near)[0], dtype="bool")
+    near = keras.ops.where(
+        keras.ops.logical_and(kind[:, None] == kind, keras.ops.logical_not(own)), -1e9, near
+    )
+    return -keras.ops.diagonal(keras.ops.log_softmax(near, axis=-1))
+
+
+def build_pairs() -> Any:
+    """Two embeddings of each row, whose loss compares all of them."""
+    x = keras.Input((WIDTH,), name="x")
+    hidden = keras.layers.Dense(20, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3))(x)
+    model = keras.Model(x, keras.layers.Dense(16)(hidden))
+    model.compile(keras.optimizers.Adam(0.01), compare_pairs)
+    return model
+
+
 @keras.saving.register_keras_serializable("tests")
 class Written(keras.layers.Layer):
     """Counts its training passes, and has a loss for each row."""
@@ -138,6 +159,7 @@ class Job:
     checkpoint_steps: int | None = None
     transformation: Callable[..., dict[str, Any]] | None = None
     transformation_workers: int = 0
+    loss_scope: str | None = None
 
     def plan(self, manifest: Manifest) -> DataPlan:
         batch = self.batch_size * self.workers
@@ -172,6 +194,7 @@ class Job:
                 epochs=self.epochs,
                 seed=SEED,
                 transformation_workers=self.transformation_workers,
+                loss_scope=self.loss_scope,
             ),
             rows=Rows(store, manifest, plan),
             validation=Rows(store, manifest, seen) if self.validates else None,
@@ -214,6 +237,7 @@ JOBS = {
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
     "ignored labels": Job(build_ignoring),
     "weights written in training": Job(build_written, labels=("w",)),
+    "rows of a step compared": Job(build_pairs, weight="w", validates=True, loss_scope="step"),
     "metrics of layers": Job(build_watched, labels=("w",), validates=True),
 }
 

@@ -58,8 +58,15 @@ class CallbackCheck(keras.callbacks.Callback):
 
 
 @pytest.mark.scenario("G1", "G2", "G3")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("rows of a step compared", marks=pytest.mark.ci),
+        pytest.param("row weights", marks=pytest.mark.faults),
+    ],
+)
 def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
-    tmp_path: Path, fault: Fault
+    tmp_path: Path, fault: Fault, name: str
 ) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
     killed: list[int] = []
@@ -74,7 +81,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
         fault(kill, launcher, killed[-1])
 
     changes: Any = {"transformation": add_noise, "transformation_workers": 2}
-    job = replace(JOBS["row weights"], callbacks=(CallbackCheck(),), **changes)
+    job = replace(JOBS[name], callbacks=(CallbackCheck(),), **changes)
     data, acts = (
         make_data(tmp_path),
         {"epoch 0": partial(inject_fault, 1), "epoch 1": partial(inject_fault, 0)},
@@ -91,7 +98,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
 
 @pytest.mark.faults  # many processes import TensorFlow; tests/component/torch/test_training_hooks.py is in each build
 @pytest.mark.scenario("G5")
-def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
+def test_p7_all_workers_are_lost_and_training_continues_from_the_last_step(
     tmp_path: Path, fault: Fault
 ) -> None:
     killed: list[int] = []
@@ -108,7 +115,5 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
     result = train_elastic(job, *data, tmp_path, {"epoch 1": inject_fault})
     check_every_row_once(tmp_path / "ledger", job.epochs)
     assert len(killed) == 3
-    assert [w for w in result.worlds if "continues from checkpoint" in w.reason], (
-        "nobody began from a checkpoint"
-    )
+    assert [w for w in result.worlds if "memory has kept it" in w.reason], "nobody began from a kept commit"
     assert difference(weights_of(data[0]), train_plain(job, *data)[0]) < 1e-9

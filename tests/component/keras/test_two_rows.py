@@ -124,13 +124,72 @@ def make_spreading() -> Any:
 
 def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
     for loss, units in ((compare_pairs, CLASSES), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
-        with pytest.raises(InvalidInput, match=r"^the model's loss compares the rows .*loss_scope='worker'"):
-            check(data, Job(make(WIDTH, loss, units)), {"max_workers": 3})
-    with pytest.raises(InvalidInput, match=r"^the model's loss compares the rows"):
-        check(data, Job(make_spreading), {"max_workers": 3})
-    assert not caplog.messages
+        job = Job(make(WIDTH, loss, units))
+        with pytest.raises(
+            InvalidInput, match=r"^the model's loss compares .*set loss_scope='step' .*loss_scope='worker'"
+        ):
+            check(data, job, {"max_workers": 3})
+        check(data, job, {"max_workers": 3, "loss_scope": "step"})
+    for scope in (None, "step"):
+        with pytest.raises(
+            InvalidInput, match=r"^what a layer adds .* compares the rows .* in the loss, and"
+        ):
+            check(data, Job(make_spreading), {"max_workers": 3, "loss_scope": scope})
+    caplog.clear()
     check(data, Job(make(WIDTH, compare_pairs)), {"max_workers": 3, "loss_scope": "worker"})
     assert "depend on the number of workers through the model's loss, which compares" in caplog.messages[0]
+
+
+@keras.saving.register_keras_serializable("tests")
+class Noise(keras.layers.Layer):  # type: ignore[misc,unused-ignore]
+    """Draws from a generator that is no part of the model."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+@keras.saving.register_keras_serializable("tests")
+class Means(keras.layers.Layer):  # type: ignore[misc,unused-ignore]
+    """One row of all."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.mean(x, axis=0, keepdims=True)
+
+
+def compare_with_noise(label: Any, output: Any) -> Any:
+    return compare_pairs(label, output + keras.random.normal(keras.ops.shape(output)))
+
+
+def make_layers(*makers: Callable[[], Any], loss: Any = compare_pairs) -> Callable[[], Any]:
+    def build() -> Any:
+        layers = [make_layer() for make_layer in makers]
+        model = keras.Sequential([keras.Input((WIDTH,), name="x"), *layers, keras.layers.Dense(CLASSES)])
+        model.compile("sgd", loss)
+        return model
+
+    return build
+
+
+def test_the_scope_of_a_step_says_what_it_cannot_give_and_where_it_is_of_no_use(
+    data: Data, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"max_workers": 3, "loss_scope": "step"}
+    check(
+        data, Job(make_layers(lambda: keras.layers.Dropout(0.5), keras.layers.BatchNormalization)), settings
+    )
+    for build, sentence in (
+        (make_layers(Means), r"^loss_scope='step' joins .* shape \(1, 3\) for 2 rows and \(1, 3\) for 8"),
+        (make_layers(Noise), r"^loss_scope='step' computes outputs again .*SeedGenerator"),
+        (make_layers(loss=compare_with_noise), r"^loss_scope='step' has each worker .* not the loss"),
+    ):
+        with pytest.raises(InvalidInput, match=sentence):
+            check(data, Job(build), settings)
+    assert not caplog.messages
+    check(data, Job(make(WIDTH, CROSS_ENTROPY)), settings)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "loss_scope='step' is for a loss that compares rows, and the model's loss does not"
+    )
 
 
 class Prepares(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]

@@ -28,7 +28,7 @@ def checkpoint(generation: int) -> Checkpoint:
 
 
 def resumes(*candidates: Checkpoint) -> Any:
-    return SimpleNamespace(source=0, resume=candidates, receivers=(1,))
+    return SimpleNamespace(source=0, resume=candidates, receives=False)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
         loop._snapshot_reader = SnapshotReader(make_memory_store(), "r", PickleCodec())
         loop._state = SimpleNamespace(load=lambda snapshot: None, position=KEPT)
         loop._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)
-        loop._mark = lambda *given: None
+        loop._mark, loop._commits = lambda *given: None, None
         built: TrainingLoop = loop
         return built
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import ExchangeOptions
 from spark_elastic.gradients.modes.host import HostMode
+from spark_elastic.gradients.modes.one_bucket import OneBucketMode
 from tests.unit.torch.worlds import run_in_world
 
 
@@ -139,6 +142,83 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
 
     assert run_in_world(2, work) == [[8.0] * 4] * 2
     assert lacking == [0] * 8
+
+
+MESSAGE = 6  # bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.float32, "bf16"),
+        (torch.float32, "fp16"),
+        (torch.float16, None),
+    ],
+)
+def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtype, wire: str | None) -> None:
+    """Of every byte; also where gradients are not finite. Between the worlds one process trains alone."""
+    models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype) for _ in range(3)]
+    exchanges = [
+        GradientExchange(
+            model.named_parameters(), ExchangeOptions(wire=wire), count_message_bytes=lambda count: MESSAGE
+        )
+        for model in models
+    ]
+
+    def work(group: Group) -> None:
+        model, exchange = models[group.rank], exchanges[group.rank]
+        for step in range(256 // MESSAGE + 1):
+            exchange.clear_and_begin(group, 2)
+            for passes in range(2 if group.rank else 0):  # rank 0 has no rows
+                model[0](torch.full((2, 4), group.rank + passes, dtype=dtype)).sum().backward()
+            if step == 1 and group.rank:
+                model[0].weight.grad[0] = math.inf  # type: ignore[index]
+            exchange.finish()
+            assert exchange.mode.present.tolist() == [group.rank > 0] * 2 + [False] * 2
+            if group.size == 1:
+                continue
+            assert isinstance(exchange.mode, OneBucketMode)
+            messages = [
+                [(step * MESSAGE + rank + place) % 256 for place in range(MESSAGE)]
+                for rank in range(group.size)
+            ]
+            assert exchange.mode.carry(np.array(messages[group.rank], np.uint8)).tolist() == messages
+            total = 2.0 * sum(2 * rank + 1 for rank in range(1, group.size))
+            assert exchange.parameters[0].grad is not None
+            assert exchange.parameters[0].grad[-1].tolist() == [total] * 4
+            assert float(exchange.parameters[2].grad.abs().sum()) == 0  # type: ignore[union-attr]
+
+    for generation, size in enumerate((2, 1, 3), start=1):
+        run_in_world(size, work, generation)
+    for exchange in exchanges:
+        exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "lacks_room"),
+    [
+        (ExchangeOptions(), True),  # on one rank alone
+        (ExchangeOptions(bucket_bytes=4), False),
+        (ExchangeOptions(average=True), False),
+        (ExchangeOptions(sparse="sparse"), False),
+        (ExchangeOptions(shares=4), False),
+    ],
+)
+def test_r06_no_message_travels_with_buckets_unless_it_can_on_all_ranks(
+    options: ExchangeOptions, lacks_room: bool
+) -> None:
+    def work(group: Group) -> tuple[bool, bool]:
+        model = nn.Linear(5, 3)
+        count = (1 << 20) if lacks_room and group.rank else MESSAGE
+        with closing(
+            GradientExchange(model.named_parameters(), options, count_message_bytes=lambda _: count)
+        ) as exchange:
+            exchange.clear_and_begin(group, 1)
+            return isinstance(exchange.mode, OneBucketMode), exchange.mode.follows_backward
+
+    assert run_in_world(2, work) == [(False, True)] * 2
 
 
 def test_a_lone_worker_needs_no_thread() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +16,17 @@ import torch
 from torch.nn.utils.prune import l1_unstructured
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.protocol.types import Fence, Phase, Position
+from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
+from spark_elastic.runs.snapshot import Codec
+from spark_elastic.training.keras.state import JsonCodec
 from spark_elastic.training.torch.callback_list import TorchCallbackList
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule, Training
-from spark_elastic.training.torch.state import TorchTrainingState, check_storable
+from spark_elastic.training.torch.state import TorchCodec, TorchTrainingState, check_storable
 from tests.checkpoints import reload_from_checkpoint
 from tests.fake_group import FakeFabric
+from tests.memory_store import make_memory_store
 from tests.unit.torch.worlds import run_in_world
 
 
@@ -53,6 +62,31 @@ def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
     assert [found.pop("array").tolist(), found.pop("empty").tolist()] == [[0.0, 1.0, 2.0], []]
     assert found == {"best": 1.5, "seen": {3}, 7: [0.5, True], "none": None}
     assert state.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+class Trap:
+    """A pickle of it makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.parametrize("codec", [TorchCodec(), JsonCodec()])
+@pytest.mark.parametrize("form", ["pickle", "torch", "parts"])
+def test_a_malicious_checkpoint_runs_no_code_and_is_named(tmp_path: Path, codec: Codec, form: str) -> None:
+    store, trap = make_memory_store(), Trap(tmp_path / "caught")
+    torch_file = io.BytesIO()
+    torch.save(trap, torch_file)
+    values = pickle.dumps(trap) if form == "pickle" else torch_file.getvalue()
+    parts = {"other": b""} if form == "parts" else {"values": values, "memory": b"m"}
+    written = CheckpointStore(store, "r").write(Fence(1, 1), Position(0, Phase.TRAIN, 1), parts)
+    with pytest.raises(StoreError, match=f"checkpoint {written.name} cannot be loaded") as caught:
+        SnapshotReader(store, "r", codec).read([written])
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "caught").exists()
 
 
 def test_a_schedule_of_numpys_exp_comes_back() -> None:

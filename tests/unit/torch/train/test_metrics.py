@@ -92,7 +92,7 @@ def test_p4_a_newcomer_and_a_resumed_run_continue_metrics() -> None:
             count_step(metrics, group, step)
         if group.rank == 1:
             metrics, state = make_metrics()
-        sync_state(state, group, 0, [1])
+        sync_state(state, group, 0, group.rank == 1)
         count_step(metrics, group, STEPS[2])
         resumed, other = make_metrics()
         reload_from_checkpoint(state, other)

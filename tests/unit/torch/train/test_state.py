@@ -78,7 +78,7 @@ def test_r05_p4_a_newcomer_continues_as_the_source_does(kind: Any, arguments: di
     def work(group: Group) -> tuple[str, str, Any]:
         mine = state(kind, **arguments) if group.rank == 2 else train(state(kind, **arguments))
         identities = [id(p) for p in mine.model.parameters()]
-        assert sync_state(mine, group, source=1, receivers=[2]) == Position(1, Phase.TRAIN, 7)
+        assert sync_state(mine, group, source=1, receives=group.rank == 2) == Position(1, Phase.TRAIN, 7)
         assert [id(p) for p in mine.model.parameters()] == identities
         taken, progress, secret = mine.digest(), str(mine.progress), mine.model.get_buffer("secret").tolist()
         train(mine, 1)
@@ -95,7 +95,7 @@ def test_p4_optimizer_tensors_keep_their_dtype() -> None:
         mine = train(state()) if group.rank == 0 else state()
         if group.rank == 0:
             mine.optimizer.state[next(iter(mine.model.parameters()))]["count"] = torch.tensor(2**24 + 1)
-        sync_state(mine, group, 0, [1])
+        sync_state(mine, group, 0, group.rank == 1)
         return mine.optimizer.state[next(iter(mine.model.parameters()))]["count"], mine.digest()
 
     (ours, one), (theirs, other) = run_in_world(2, work)
@@ -106,7 +106,7 @@ def test_p4_optimizer_tensors_keep_their_dtype() -> None:
 
 def test_r05_ranks_that_do_not_receive_keep_their_state() -> None:
     def work(group: Group) -> Position:
-        return sync_state(train(state()) if group.rank == 0 else state(), group, 0, [])
+        return sync_state(train(state()) if group.rank == 0 else state(), group, 0, False)
 
     assert run_in_world(2, work) == [Position(1, Phase.TRAIN, 7), START]
 
@@ -130,7 +130,7 @@ def test_r05_a_sync_that_breaks_leaves_the_old_state(at: int) -> None:
                 group.broadcast(array, root)
 
         with pytest.raises(CollectiveError):  # noqa: PT012 - where it shows depends on who is faster
-            sync_state(mine, Failing() if group.rank else group, 0, [1])  # type: ignore[arg-type]
+            sync_state(mine, Failing() if group.rank else group, 0, group.rank == 1)  # type: ignore[arg-type]
             group.barrier()  # the sender may have sent all before it hears
         assert mine.digest() == before
         assert mine.position == (START if group.rank else Position(1, Phase.TRAIN, 7))
@@ -154,10 +154,10 @@ def test_r05_a_state_that_is_damaged_in_transit_is_refused(at: int) -> None:
                     array[len(array) // 2] ^= np.uint8(1)
 
         if group.rank == 0:
-            sync_state(mine, group, 0, [1])
+            sync_state(mine, group, 0, group.rank == 1)
         else:
             with pytest.raises(StoreError, match="not the one that was sent"):
-                sync_state(mine, Garbling(), 0, [1])  # type: ignore[arg-type]
+                sync_state(mine, Garbling(), 0, True)  # type: ignore[arg-type]
         assert mine.digest() == before
 
     run_in_world(2, work)

@@ -15,6 +15,8 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.step import GradientScaling
@@ -38,14 +40,16 @@ def divide_rows(group: Group) -> range:
     return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
 
 
+@pytest.mark.parametrize("one_bucket", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> None:
+def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int, one_bucket: bool) -> None:
     """12 ranks for 10 rows: two have none."""
 
     def work(group: Group) -> tuple[nn.Module, str, Any]:
-        trainee = TrainedModel(NET)
+        trainee = TrainedModel(NET, one_bucket=one_bucket)
         trainee.take(group, divide_rows(group))
         decision = trainee.take(group, divide_rows(group))
+        assert isinstance(trainee.exchange.mode, OneBucketMode) == (one_bucket and size > 1)
         trainee.exchange.close()
         return trainee.model, trainee.state.digest(), decision
 
@@ -56,7 +60,8 @@ def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> Non
     assert have_equal_values(done[0][0], train_plain(NET, 2))
 
 
-def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
+@pytest.mark.parametrize("one_bucket", [False, True])
+def test_r08_unused_and_frozen_parameters_are_left_alone(one_bucket: bool) -> None:
     """Weight decay moves whatever has a gradient, be it zero."""
 
     class NetWithUnusedLayer(nn.Module):
@@ -72,7 +77,7 @@ def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
     model = NetWithUnusedLayer()
 
     def work(group: Group) -> nn.Module:
-        trainee = TrainedModel(model)
+        trainee = TrainedModel(model, one_bucket=one_bucket)
         trainee.take(group, divide_rows(group))
         assert trainee.model.unused.weight.grad is None  # type: ignore[union-attr]
         trainee.exchange.close()
@@ -150,15 +155,18 @@ def test_r02_a_rank_writes_its_ledger_before_it_sends_a_bucket() -> None:
     assert trainee.ledger.lines[-1] == "applied"
 
 
+@pytest.mark.parametrize("carries", [False, True])
 @pytest.mark.parametrize("at", range(5))
-def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: int) -> None:
-    """It breaks at the layout's hash (0), at an allreduce on its way (bucket, then buffers), or at the trailer (4)."""
+def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: int, carries: bool) -> None:
+    """It breaks at the layout's hash (0), at an allreduce on its way (bucket, then buffers), or at the trailer (4). If
+    the bucket carries the trailer: as the ranks agree on that (0), at the buffers, at the hash, at the bucket (4)."""
     model = nn.Sequential(NORMED, nn.Dropout(0.5), nn.Linear(3, 3).double())
 
     def work(group: Group) -> None:
         trainee = TrainedModel(model)
         trainee.exchange.close()
-        trainee.exchange = GradientExchange(trainee.model.named_parameters())  # one bucket
+        count = count_summary_bytes if carries else None
+        trainee.exchange = GradientExchange(trainee.model.named_parameters(), count_message_bytes=count)
         trainee.taker._exchange = trainee.exchange
 
         class Breaking:
@@ -228,9 +236,10 @@ def _raise(parameter: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-def test_r06_ranks_at_different_positions_refuse_to_step() -> None:
+@pytest.mark.parametrize("one_bucket", [False, True])
+def test_r06_ranks_at_different_positions_refuse_to_step(one_bucket: bool) -> None:
     def work(group: Group) -> None:
-        trainee = TrainedModel(NET)
+        trainee = TrainedModel(NET, one_bucket=one_bucket)
         trainee.state.position = Position(0, Phase.TRAIN, group.rank)
         before = trainee.state.digest()
         with pytest.raises(CollectiveError):

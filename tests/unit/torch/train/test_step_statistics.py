@@ -16,14 +16,14 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_r09_statistics_are_those_of_all_rows_of_the_step(size: int) -> None:
+@pytest.mark.parametrize(("size", "one_bucket"), [(1, False), (3, False), (3, True)])
+def test_r09_statistics_are_those_of_all_rows_of_the_step(size: int, one_bucket: bool) -> None:
     """Shares of 4, 0 and 6 rows, and micro-batches of 3, which such a net is not cut into."""
     net = nn.Sequential(nn.Linear(5, 6), SyncBatchNorm(6), nn.Linear(6, 3)).double()
     shares = [range(ROWS)] if size == 1 else [range(4), range(4, 4), range(4, ROWS)]
 
     def work(group: Group) -> tuple[nn.Module, str]:
-        trainee = TrainedModel(net)
+        trainee = TrainedModel(net, one_bucket=one_bucket)
         for _ in range(2):
             trainee.take(group, shares[group.rank])
         trainee.exchange.close()

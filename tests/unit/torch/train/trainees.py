@@ -13,6 +13,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
@@ -52,12 +53,14 @@ class TrainedModel:
         loss: Any = None,
         metrics: Metrics | None = None,
         labels: int = 1,
+        one_bucket: bool = False,
         **settings: Any,
     ) -> None:
         """
         Args:
             loss: one of (output, label), or as `TrainStep` takes it.
             labels: how often the labels are given.
+            one_bucket: a step has one exchange: see `OneBucketMode`.
             settings: of the `FitConfig`.
         """
         self.labels = (Y,) * labels
@@ -65,7 +68,11 @@ class TrainedModel:
         self.state = TorchTrainingState(
             self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
         )
-        self.exchange = GradientExchange(self.model.named_parameters(), ExchangeOptions(bucket_bytes=64))
+        self.exchange = GradientExchange(
+            self.model.named_parameters(),
+            ExchangeOptions() if one_bucket else ExchangeOptions(bucket_bytes=64),
+            count_message_bytes=count_summary_bytes if one_bucket else None,
+        )
         self.ledger = Order()
         objective = (
             loss if hasattr(loss, "begin") else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
