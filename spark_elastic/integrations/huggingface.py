@@ -21,7 +21,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.integrations.accelerators import check_distributed, check_fsdp, divide_models
-from spark_elastic.integrations.huggingface_adapter import TrainerProgress, check_training
+from spark_elastic.integrations.huggingface_adapter import TrainerProgress, check_loop, check_training
 from spark_elastic.integrations.huggingface_loader import initialize_on_rows
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 
@@ -35,7 +35,7 @@ class _OwnLoss(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         compute = partial(super().compute_loss, model, inputs, return_outputs)
-        return self._adapter.compute_own(compute, num_items_in_batch, return_outputs)
+        return self._adapter.loss.compute_own(compute, num_items_in_batch, return_outputs)
 
 
 class ElasticTrainer(_OwnLoss):
@@ -55,7 +55,7 @@ class ElasticTrainer(_OwnLoss):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _check_loop(cls)
+        check_loop(cls, ElasticTrainer)
         order = cls.__mro__
         between = order[order.index(_OwnLoss) + 1 : order.index(Trainer)]
         if between:  # such as SFTTrainer, and classes below it, whose compute_loss calls that of transformers
@@ -111,8 +111,8 @@ class ElasticTrainer(_OwnLoss):
             InvalidInput: this kind of training cannot be elastic.
         """
         check_training(self, trial)
-        self._adapter.check_losses()
-        self._adapter.takes_count = None
+        self._adapter.loss.check_kinds()
+        self._adapter.loss.takes_count = None
         loader = self._adapter.loader = self._adapter.make_loader()
         max_steps = self.set_initial_training_values(self.args, loader)[-1]
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
@@ -167,18 +167,18 @@ class ElasticTrainer(_OwnLoss):
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         compute = self.compute_loss
-        self.compute_loss = partial(self._adapter.compute_weighted, compute)  # type: ignore[method-assign]
-        gathering = self.model.register_forward_hook(self._adapter.gather_outputs)
+        self.compute_loss = partial(self._adapter.loss.compute_weighted, compute)  # type: ignore[method-assign]
+        gathering = self.model.register_forward_hook(self._adapter.loss.gather_outputs)
         try:
             loss = super().training_step(*args, **options)
         finally:
             gathering.remove()
             self.compute_loss = compute  # type: ignore[method-assign]
-        self._adapter.check_weighted()
+        self._adapter.loss.check_weighted()
         return loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **options: Any) -> Any:
-        return super().get_batch_samples(self._adapter.fetch(epoch_iterator), *args, **options)
+        return super().get_batch_samples(self._adapter.loss.fetch(epoch_iterator), *args, **options)
 
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         begun: tuple[int, int] = super()._init_training_state(*args, **options)
@@ -243,20 +243,3 @@ def _make_elastic(kind: Any) -> type[Any]:
     return new_class(
         f"Elastic{kind.__name__}", (ElasticTrainer, kind), exec_body=lambda own: own.update(body)
     )
-
-
-def _check_loop(kind: type[Any]) -> None:
-    """What replaces transformers' loop would train without commits, and each rank on rows of its own.
-
-    Raises:
-        InvalidInput: a class does that.
-    """
-    known = ElasticTrainer.__mro__
-    for each in (each for each in kind.__mro__ if each not in known):
-        for name in ("train", "_inner_training_loop", "_run_epoch"):
-            code = getattr(inspect.unwrap(vars(each).get(name, kind)), "__code__", None)
-            if code is not None and "__class__" not in code.co_freevars:  # which super() needs
-                raise InvalidInput(
-                    f"{each.__name__} has a training loop of its own, {name}(), in which no step could be committed: "
-                    "write that loop by spark_elastic.torch.elastic, or call super() in it."
-                )

@@ -563,7 +563,11 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
         for rank in (0, 1)
     )
     world = World(Fence(1, 1), members, None, "start")
-    monkeypatch.setattr(accelerators, "get_context", lambda: WorkerContext(members[0].worker, world))
+    monkeypatch.setattr(
+        accelerators,
+        "get_context",
+        lambda: WorkerContext(members[0].worker, world.view_of(members[0].worker)),
+    )
     with pytest.raises(
         InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
     ):

@@ -61,15 +61,15 @@ def test_a_loss_that_compares_rows_is_told_of_or_refused(
         trainer.loss = type("Ranking", (torch.nn.Module,), attributes)()
         return trainer._adapter
 
-    prepare(("embedding",), gather_across_devices=False).check_losses()
-    prepare((), gather_across_devices=True).check_losses()
-    prepare((), mini_batch_size=2).check_losses()
+    prepare(("embedding",), gather_across_devices=False).loss.check_kinds()
+    prepare((), gather_across_devices=True).loss.check_kinds()
+    prepare((), mini_batch_size=2).loss.check_kinds()
     assert not caplog.messages
     for more, remedy in (
         ({}, "give the trainer gather_rows"),
         ({"mini_batch_size": 2}, "give it gather_across"),
     ):
-        prepare((), gather_across_devices=False, **more).check_losses()
+        prepare((), gather_across_devices=False, **more).loss.check_kinds()
         assert "Ranking compares the rows of one rank alone" in caplog.messages[-1]
         assert remedy in caplog.messages[-1]
     for attributes in (
@@ -77,7 +77,7 @@ def test_a_loss_that_compares_rows_is_told_of_or_refused(
         {"gather_across_devices": False, "mini_batch_size": 2},
     ):
         with pytest.raises(InvalidInput, match="Ranking gathers rows itself, or goes through them in parts"):
-            prepare(("embedding",), **attributes).check_losses()
+            prepare(("embedding",), **attributes).loss.check_kinds()
 
 
 class Pairs(torch.utils.data.BatchSampler):
