@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, parse_document
 from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
 VERSION = 4
@@ -27,6 +27,7 @@ VERSION = 4
 
 Int64s = npt.NDArray[np.int64]
 
+MOST_ROW_GROUPS = 1 << 24  # which take a gigabyte
 VIEW_BYTES = 112  # numpy's own bytes of each row of a ragged column
 
 
@@ -89,9 +90,16 @@ class RowGroup:
         """Of each row in the file, whether the table has it; None: all of them."""
         if not self.deleted:
             return None
-        count, _, packed = self.deleted.partition(":")
-        bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
-        return ~np.unpackbits(bits, count=int(count)).view(np.bool_)
+        text, _, packed = self.deleted.partition(":")
+        count, size = int(text), -(-int(text) // 8)
+        # Whatever somebody has written there, it takes no more memory than so many bits.
+        bits = zlib.decompressobj().decompress(base64.b64decode(packed), max(1, size))
+        kept = ~np.unpackbits(np.frombuffer(bits, np.uint8))[:count].view(np.bool_)
+        if len(kept) != count or np.count_nonzero(kept) != self.rows:
+            raise StoreError(
+                "The manifest's deleted rows do not match its rows: it was altered; write it again."
+            )
+        return kept
 
     @property
     def stored_rows(self) -> int:
@@ -166,6 +174,8 @@ class RowGroups:
     def from_fields(cls, content: Mapping[str, Any]) -> RowGroups:
         """What `to_fields` made."""
         count = content["count"]
+        if count > MOST_ROW_GROUPS:
+            raise ValueError(f"{count} row groups")
         numbers: dict[str, Any] = {name: _lengthen(content[name], count) for name in cls.NUMBERS}
         return cls(**numbers, deleted={int(key): text for key, text in content["deleted"].items()})
 
@@ -289,33 +299,34 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
         """Read a document; StoreError if it is not a manifest of this version, or was altered."""
-        try:
-            content = json.loads(text)
-            version = content["version"]
-            if version != VERSION:
-                raise StoreError(
-                    f"The manifest has version {version}, this release reads {VERSION}: write it again."
-                )
-            kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
-            packed = content.get("packed")
-            manifest = cls(
-                tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
-                tuple(content["files"]),
-                RowGroups.from_fields(content["row_groups"]),
-                content["fingerprint"],
-                content["content"],
-                tuple(kinds[number] for number in content["file_columns"]),
-                tuple(content["file_states"]),
-                packed
-                and PackedSource(
-                    **{**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
-                ),
+        return parse_document(text, "The manifest", cls._from_content)
+
+    @classmethod
+    def _from_content(cls, content: Any) -> Manifest:
+        version = content["version"]
+        if version != VERSION:
+            raise StoreError(
+                f"The manifest has version {version}, this release reads {VERSION}: write it again."
             )
-            expected = content["hash"]
-        except (ValueError, TypeError, KeyError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise StoreError(f"The manifest cannot be read ({reason}): write it again.") from error
-        if manifest.hash != expected:
+        kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
+        packed = content.get("packed")
+        manifest = cls(
+            tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
+            tuple(content["files"]),
+            RowGroups.from_fields(content["row_groups"]),
+            content["fingerprint"],
+            content["content"],
+            tuple(kinds[number] for number in content["file_columns"]),
+            tuple(content["file_states"]),
+            packed
+            and PackedSource(
+                **{**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
+            ),
+        )
+        manifest.max_decoded_group_bytes()  # raises for what are no columns
+        if not all(isinstance(name, str) for name in manifest.files):
+            raise TypeError("files must be names")
+        if manifest.hash != content["hash"]:
             raise StoreError(
                 "The manifest does not match its own hash: it was altered; write the data set again."
             )

@@ -18,13 +18,13 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from numbers import Real
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 import fsspec
@@ -36,8 +36,11 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.remote_file import RemoteFile
 from spark_elastic.data.renewal import RenewedCredentials, renew
 from spark_elastic.data.retries import RETRY_SECONDS, RetryingClient
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 
+T = TypeVar("T")
+
+_WRITE_BYTES = 1 << 20  # at a time: for more Linux takes large pages, which virtual machines find slowly
 TEMPORARY = ".part-"  # prefix of files that are still being written
 _HEX = "[0-9a-f]{32}"  # a uuid4().hex, or a fingerprint
 # The prefix is not enough: Hadoop's checksums of files such as part-00000 have it, too.
@@ -100,7 +103,8 @@ def replace_file(
     temporary = _name_temporary(path.rpartition("/")[0])
     try:
         with filesystem.open(temporary, "wb") as file:
-            file.write(data)
+            for begin in range(0, len(data), _WRITE_BYTES):
+                file.write(memoryview(data)[begin : begin + _WRITE_BYTES])
             file.flush()
             if local and durable:
                 os.fsync(file.fileno())
@@ -152,6 +156,24 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes | memoryview
 def _is_unsupported(error: Exception) -> bool:
     """Whether the file system lacks the operation, rather than that this call failed."""
     return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
+
+
+def parse_document(text: str | bytes, name: str, read: Callable[[Any], T]) -> T:
+    """What `read` makes of JSON from a store. Whatever somebody has written there, and however much memory it would
+    take, the error is a sentence.
+
+    Raises:
+        StoreError: it is not what `read` takes.
+    """
+    try:
+        return read(json.loads(text))
+    except ElasticError:
+        raise
+    except Exception as error:  # also of JSON that is nested too deeply
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise StoreError(
+            f"{name} is damaged and cannot be read ({reason}): write it again, or remove it."
+        ) from error
 
 
 class StoreFull(StoreError):
@@ -499,7 +521,7 @@ class Store:
                 return
 
     def remove_tree(self, name: str) -> None:
-        """Delete a folder and everything under it, if it exists."""
+        """Delete a folder and everything under it, if it exists. What is deleted later never outlives it."""
         if not name:
             raise InvalidInput("A store's root is never removed: name a folder in it.")
         with self._translate_errors("delete", name):
@@ -507,6 +529,7 @@ class Store:
             if self.is_local:
                 with suppress(FileNotFoundError):
                     self.filesystem.rm(path, recursive=True)
+                    _sync_folder(os.path.dirname(path))
                 return
             self.filesystem.invalidate_cache()
             # `rm` of fsspec takes a path for a pattern: that of "runs/a[12]" would delete "runs/a1".
@@ -621,10 +644,20 @@ def make_scratch_folder() -> Iterator[Path]:
 
     Its name identifies the owner by boot, process id namespace, process id and start time, so that only folders of dead
     processes are removed, even if several machines or containers share the parent folder.
+
+    Raises:
+        InvalidInput: none can be made.
     """
     remove_stale_folders()
     me = os.getpid()
-    with tempfile.TemporaryDirectory(prefix=f"{_build_owner_prefix()}-{me}-{_process_start(me)}-") as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix=f"{_build_owner_prefix()}-{me}-{_process_start(me)}-")
+    except OSError as error:
+        raise InvalidInput(
+            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder that has room and can "
+            "be written."
+        ) from error
+    with made as folder:
         yield Path(folder)
 
 
@@ -667,7 +700,7 @@ _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel
 # Objects that only this package makes. Each data set has one of these, also while it is written, and each run.
 _OWN = re.compile(
     rf"data/{_HEX}/({_HEX}/.+|manifest\.json|validation\.json)|probes/{_HEX}(/.+)?|channels/{_HEX}/.+|runs/[^/]+/"
-    rf"(attempts/\d{{6}}({ENDED})?|logs/\d{{6}}-\d{{6}}\.log|status/\d{{6}}\.html|checkpoints/published-\d{{6}}-.+)"
+    rf"(attempts/\d{{6}}({ENDED})?|logs/\d{{6}}-\d{{6}}\.log|status/\d{{6}}\.(html|json)|checkpoints/published-\d{{6}}-.+)"
 )
 
 
@@ -758,12 +791,9 @@ def _is_age(seconds: object) -> bool:
 
 def _iter_data_sets(store: Store, run: str) -> Iterator[str]:
     """The data sets outside of its own folder that a run reads."""
-    try:
-        manifest = json.loads(json.loads(store.read_bytes(f"{run}/run.json"))["manifest"])
-        files: list[str] = manifest["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{run}/run.json in the store {store.url} is damaged: {error}") from error
-    for name in files:
-        parts = name.split("/")
+    text, name = store.read_bytes(f"{run}/run.json"), f"{run}/run.json in the store {store.url}"
+    for parts in parse_document(
+        text, name, lambda record: [each.split("/") for each in json.loads(record["manifest"])["files"]]
+    ):
         if parts[0] == "data" and len(parts) > 2:
             yield "/".join(parts[:2])

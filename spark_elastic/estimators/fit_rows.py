@@ -26,11 +26,12 @@ from spark_elastic.data.ragged import format_remedy
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
+from spark_elastic.errors import CoordinatorLost, InvalidInput, StoreError, format_columns, suggest_name
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.protocol.messages import SPARK_STOPPED
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import (
@@ -523,8 +524,8 @@ def delete_rows_after_run(request: Request, store: Store, run: OwnedRun, folder:
     """Delete the rows in `folder` ("": none) after the block, unless it fails and the run can be resumed."""
     try:
         yield
-    except BaseException:
-        if _is_resumable(request, store, run.run_id):
+    except BaseException as error:
+        if _is_resumable(request, store, run, error):
             log.warning("run %s can be resumed: fit again with run_id=%r", run.run_id, run.run_id)
         else:
             run.delete_run(folder)
@@ -532,10 +533,15 @@ def delete_rows_after_run(request: Request, store: Store, run: OwnedRun, folder:
     run.delete_objects(folder)
 
 
-def _is_resumable(request: Request, store: Store, run_id: str) -> bool:
-    """Whether the failed run has a checkpoint."""
+def _is_resumable(request: Request, store: Store, run: OwnedRun, error: BaseException) -> bool:
+    """Whether the failed run has a checkpoint, or hosts may keep its state: R23 (kept commits). They do after a loss of
+    Spark or of a coordinator, and where an earlier driver was lost and this one's job did not begin."""
+    began_no_job = run.attempt > 1 and not hasattr(error, "report")  # which errors of jobs have
+    is_driver_lost = isinstance(error, CoordinatorLost) or SPARK_STOPPED in str(error) or began_no_job
+    if is_driver_lost and request.run_id and request.elastic.keep_commits:
+        return True
     try:
-        return request.store is not None and bool(CheckpointStore(store, run_id).read_published())
+        return request.store is not None and bool(CheckpointStore(store, run.run_id).read_published())
     except StoreError:
         return True  # the store does not answer: nothing is deleted
 

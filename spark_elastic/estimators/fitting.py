@@ -92,7 +92,9 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
     clock = SystemClock()
     started = clock.now()
     run_id = request.run_id or uuid.uuid4().hex[:12]
-    platform = make_platform(rows.session, request.elastic)
+    # Nobody can resume a run whose name nobody has chosen.
+    elastic = request.elastic if request.run_id else dataclasses.replace(request.elastic, keep_commits=False)
+    platform = make_platform(rows.session, elastic)
     with _open_store(request, platform.master) as store:
         run = _load_finished_run(rows, request, store, run_id)
         if run is None:
@@ -247,7 +249,7 @@ class FitRun(Generic[O]):
             result.save(self.store, self.run_id)
             sample = _read_sample(self.request, data, manifest)
         run.remove_partial()  # of a worker that was lost while it wrote the model
-        run.delete_objects(f"runs/{self.run_id}/checkpoints")
+        run.delete_objects(f"runs/{self.run_id}/checkpoints", run.commit_key_name)
         return FinishedRun(record, result, launched.report, sample)
 
     def build_spec(self, record: RunRecord, data: Store, run: OwnedRun) -> TrainSpec:

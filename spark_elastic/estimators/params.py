@@ -339,7 +339,7 @@ class EstimatorParams(ColumnParams):
     )
     loss_scope: Param[str] = declare(
         "step: a loss that compares rows (contrastive, triplets, Dice) sees all rows of the step, for any number of "
-        "workers (torch only); worker: those of a backward pass of one worker, and the weights depend on the workers; "
+        "workers; worker: those of a backward pass of one worker, and the weights depend on the workers; "
         "None: such a loss is refused"
     )
     label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_numbers)

@@ -12,14 +12,16 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan, count_affordable_lanes
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, parse_document
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.rendezvous import codec
 from spark_elastic.training.identity import WEIGHTS
 
 log = logging.getLogger("spark_elastic")
@@ -76,18 +78,25 @@ class RunRecord:
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunRecord | None:
-        """The run's record, or None while the run has none. Raises StoreError for a record of another format."""
+        """The run's record, or None while the run has none. Raises StoreError for one of another format, or damaged."""
         name = f"runs/{run_id}/run.json"
         if not store.exists(name):
             return None
-        fields = _read_json(store, name)
-        found = fields.get("format", 1)
-        if found != FORMAT:
-            raise StoreError(
-                f"{name} in the store {store.url} has format {found}, and this release reads {FORMAT}: continue the "
-                "run with the release that began it."
-            )
-        return cls(**fields)
+
+        def read(fields: Any) -> RunRecord:
+            found = fields.get("format", 1)
+            if found != FORMAT:
+                raise StoreError(
+                    f"{name} in the store {store.url} has format {found}, and this release reads {FORMAT}: continue "
+                    "the run with the release that began it."
+                )
+            record: RunRecord = codec.read(cls, fields)
+            itemgetter("shuffle", "seed", "batch_size", "backward_passes_per_step")(record.settings)
+            if record.validation is not None:
+                itemgetter("manifest", "global_batch", "lanes")(record.validation)
+            return record
+
+        return parse_document(store.read_bytes(name), f"{name} in the store {store.url}", read)
 
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
@@ -175,15 +184,10 @@ class RunResult:
     def load(cls, store: Store, run_id: str) -> RunResult | None:
         """None while the run has not ended."""
         name = f"runs/{run_id}/result.json"
-        return cls(**_read_json(store, name)) if store.exists(name) else None
+        if not store.exists(name):
+            return None
+        name_there = f"{name} in the store {store.url}"
+        return parse_document(store.read_bytes(name), name_there, lambda fields: codec.read(cls, fields))
 
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/result.json", json.dumps(asdict(self)).encode())
-
-
-def _read_json(store: Store, name: str) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = json.loads(store.read_bytes(name))
-    except ValueError as error:
-        raise StoreError(f"{name} in the store {store.url} is damaged: {error}") from error
-    return fields

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -108,17 +110,20 @@ def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in
 
 
 @pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("copies", [1, 3])
 def test_p2_the_driver_merges_a_small_table_as_tasks_merge_a_large_one(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
     split = ValidationSplit(0.2, seed=3)
     df = rows_of_every_kind(spark).where("id < 800").withColumn("at", F.expr("timestamp_micros(id - 400)"))
+    df = df.withColumn("copy", F.explode(F.sequence(F.lit(1), F.lit(copies)))).drop("copy")
     manifests, rows = write(df, [*COLUMNS, "at"], tmp_path / "small", split, rows_per_group=50)
     assert len(manifests[0].files) > 2
-    monkeypatch.setattr(row_order, "SMALL_BYTES", 0)
-    others, found = write(df, [*COLUMNS, "at"], tmp_path / "large", split, rows_per_group=50)
-    assert [each.hash for each in others] == [each.hash for each in manifests]
-    assert all(map(equal, found, rows))
+    for limit in ("SMALL_BYTES", "_COPIED_ROWS"):  # below the first the driver still makes copies of few rows
+        monkeypatch.setattr(row_order, limit, 0)
+        others, found = write(df, [*COLUMNS, "at"], tmp_path / limit, split, rows_per_group=50)
+        assert [each.hash for each in others] == [each.hash for each in manifests]
+        assert all(map(equal, found, rows))
 
 
 def test_p2_the_order_is_the_same_on_every_spark(spark: SparkSession, tmp_path: Path) -> None:
@@ -149,7 +154,9 @@ def test_a_table_sorted_by_its_label_is_mixed_unless_its_own_order_is_kept(
 
 
 @pytest.mark.usefixtures("small_files")
-def test_copies_of_a_row_are_spread_over_all_row_groups(spark: SparkSession, tmp_path: Path) -> None:
+def test_copies_of_a_row_are_spread_over_all_row_groups(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     df = spark.range(0, 90_000, 1, 3).selectExpr(
         "int(if(id < 80000, 0, id % 10)) as x", "double(1) as `y z.`"
     )
@@ -157,6 +164,9 @@ def test_copies_of_a_row_are_spread_over_all_row_groups(spark: SparkSession, tmp
     assert len(manifest.files) == 12
     assert sum(np.bincount(group["x"], minlength=10) for group in rows).tolist() == [81_000] + [1000] * 9
     assert all(len(set(group["x"])) == 10 for group in rows if len(group["x"]) > 500)
+    monkeypatch.setattr(
+        row_order, "CHUNK_BYTES", 10_000
+    )  # tasks make copies of a larger table before others merge
     again, (found,) = write(df.repartition(5), df.columns, tmp_path / "b", rows_per_group=2000)
     assert again[0].hash == manifest.hash
     assert equal(found, rows)
@@ -195,6 +205,23 @@ def test_rows_that_are_to_be_sorted_are_hashed_in_one_projection(spark: SparkSes
     scanned: Any = TableScan(types, nans=True, placed=False).observe(add_hashes(rows, types))
     plan = scanned._jdf.queryExecution().optimizedPlan().toString()
     assert (plan.count("Project ["), plan.count("isnan")) == (1, 0)
+
+
+def test_rows_are_sorted_in_the_python_workers_that_serve_slots_later(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Spark tells its Python workers apart by their variables: others would import anew what these have."""
+
+    def digest_variables(*_: Any) -> int:
+        return zlib.crc32(" ".join(sorted(os.environ)).encode())
+
+    setting = "spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled"
+    before = spark.conf.get(setting)
+    (wanted,) = spark.sparkContext.parallelize([0], 1).map(digest_variables).collect()
+    written = spark.range(1).select(F.udf(digest_variables, "long")("id").alias("variables"))
+    _, ((group,),) = write(written, ["variables"], tmp_path)
+    assert group["variables"].tolist() == [wanted]
+    assert spark.conf.get(setting) == before
 
 
 def test_p2_weights_do_not_depend_on_the_partitions_of_the_table(spark: SparkSession, tmp_path: Path) -> None:

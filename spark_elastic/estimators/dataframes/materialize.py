@@ -57,7 +57,7 @@ from spark_elastic.estimators.dataframes.store_access import (
 )
 from spark_elastic.monitoring.log_forwarding import announce_phase
 
-_FORM = 2  # of what is written; raise it when that changes
+_FORM = 3  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
 _RDDS = {"LogicalRDD", "ExternalRDD"}
 _FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
@@ -270,6 +270,7 @@ def _write(
     if sorts:
         folder, column = f"{target.folder}/unordered", None if split is None else _SPLIT
         chunks = SortedChunks.write(rows, types, target.store, folder, column)
+        scan.add_sums(chunks.sums)
     else:
         target.write(rows, compute_row_bytes(types.values()), None if split is None else _SPLIT)
     row_filter.log_dropped_rows()
@@ -287,7 +288,7 @@ def _write(
             counts.values()
         )
         number = target.options.count_group_rows(row_bytes)
-        files = chunks.merge(f"{target.folder}/ordered", counts, scan.count_distinct(), number, row_bytes)
+        files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
         _remove_folder(target.store, chunks.sort.folder)
     manifests = tuple(
         Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)

@@ -36,25 +36,32 @@ def normalize(values: pa.Array) -> pa.Array:
 
 
 class CopyHasher:
-    """The two hashes of numbered copies of rows: those of `add_hashes`, with the number before a row's columns."""
+    """A hash of numbered copies of rows: the first of `add_hashes`, or its exact one, with the number before a row's
+    columns."""
 
-    def __init__(self, columns: Sequence[pa.Array]) -> None:
+    def __init__(self, columns: Sequence[pa.Array], exact: bool) -> None:
         """columns: of the rows, normalized, without nulls."""
-        self._hashers = [[make_hasher(each, rounds) for each in columns] for rounds in (True, False)]
-        (self._exact_seed,) = make_hasher(pa.array([1], pa.int32()))(np.array([SEED]), np.array([0]))
+        self._hashers = [make_hasher(each, rounds=not exact) for each in columns]
+        self._seed = SEED
+        if exact:
+            (self._seed,) = make_hasher(pa.array([1], pa.int32()))(np.array([SEED]), np.array([0]))
 
-    def hash(self, copies: Numbers, places: Numbers) -> tuple[Hashes, Hashes]:
-        """The hashes of copies of the rows at those places."""
-        hashes = np.empty((2, len(copies)), np.uint64)
+    def hash(self, copies: Numbers, places: Numbers) -> Hashes:
+        """Of copies of the rows at those places."""
+        hashes = np.empty(len(copies), np.uint64)
         for begin in range(0, len(copies), _BLOCK):
             block = slice(begin, begin + _BLOCK)
-            hash_number, at = make_hasher(pa.array(copies[block])), places[block]
-            for out, seed, hashers in zip(hashes, (SEED, self._exact_seed), self._hashers, strict=True):
-                mixed = hash_number(np.full(len(at), seed), np.arange(len(at)))
-                for hash_column in hashers:
-                    mixed = hash_column(mixed, at)
-                out[block] = mixed
-        return hashes[0], hashes[1]
+            at = places[block]
+            mixed = make_hasher(pa.array(copies[block]))(np.full(len(at), self._seed), np.arange(len(at)))
+            for hash_column in self._hashers:
+                mixed = hash_column(mixed, at)
+            hashes[block] = mixed
+        return hashes
+
+
+def hash_further(hashes: Hashes, flag: bool) -> Hashes:
+    """The hashes of the same rows with one more value behind them."""
+    return make_hasher(pa.array([int(flag)], pa.int32()))(hashes, np.zeros(len(hashes), np.int64))
 
 
 def make_hasher(values: pa.Array, rounds: bool = False) -> Hasher:

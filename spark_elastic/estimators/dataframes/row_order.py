@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
@@ -30,6 +30,7 @@ from spark_elastic.estimators.dataframes.sorted_rows import (
     CopyTask,
     MergeTask,
     ReadTask,
+    RowSums,
     SortTask,
 )
 from spark_elastic.estimators.dataframes.store_access import translate_write_errors
@@ -37,10 +38,14 @@ from spark_elastic.estimators.dataframes.store_access import translate_write_err
 GROUPS_PER_FILE = 16
 # A table of at most so many bytes is small: the driver merges it.
 SMALL_BYTES = 8 << 20
+_COPIED_ROWS = 2_000_000  # of which the driver makes copies at most: it takes 50 bytes for each
 _COPY_BYTES = 4 << 20  # of copies that a task makes at least
+_MERGED_BYTES = 16 << 20  # that a task merges at least, if others are as many as sorted; a task costs 50 ms
 _MOST_SHARES = 32  # of the copies of a row
 _HASHES = (HASH_COLUMN, EXACT_COLUMN)
 _BATCH_LIMITS = ("spark.sql.execution.arrow.maxRecordsPerBatch", "spark.sql.execution.arrow.maxBytesPerBatch")
+# With the value of RDDs' Python workers, tasks run in those, which later serve slots: others would import all anew.
+_TRACEBACK = ("spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled", "false")
 _BATCH_ROWS, _BATCH_BYTES = 10_000, 4 << 20
 _UNKNOWN_BATCH = 128  # rows of a batch, if their size is not known and Spark does not look at it
 _UNBOUNDED = (1 << 31) - 1  # bytes; else Spark adds up the columns' sizes after each row
@@ -66,6 +71,7 @@ class SortedChunks:
     schema: StructType
     names: Mapping[bool, list[str]]  # whether rows validate -> chunks
     most: int = 1  # copies of a row; there may be fewer
+    sums: RowSums = field(default_factory=RowSums)
 
     @classmethod
     def write(
@@ -73,9 +79,11 @@ class SortedChunks:
     ) -> SortedChunks:
         """Compute the rows, once. types: of the columns that are trained on."""
         task, spark = SortTask(store, folder, _HASHES, split), rows.sparkSession
-        with _limit_batches(spark, compute_row_bytes(types.values())), translate_write_errors(store):
+        limits = _choose_batch_limits(spark, compute_row_bytes(types.values()))
+        with _set_conf(spark, limits), translate_write_errors(store):
             found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
-        return cls(spark, task, types, rows.schema, {})._with(found)
+        chunks = (RowSums(e.content, e.mixed, e.added, np.frombuffer(e.smallest, np.uint64)) for e in found)
+        return cls(spark, task, types, rows.schema, {}, sums=sum(chunks, RowSums()))._with(found)
 
     @property
     def files(self) -> list[str]:
@@ -90,50 +98,53 @@ class SortedChunks:
         return numbers.mapInArrow(task, row).select(f"{ROW}.*")
 
     def merge(
-        self, folder: str, counts: Mapping[bool, int], distinct: int, rows_per_group: int, row_bytes: int
+        self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
     ) -> list[list[str]]:
         """Write the rows in order; the files of each data set.
 
         Args:
             folder: where to write, in the store.
             counts: how many rows there are to train on (False) and, with a split, to validate with (True).
-            distinct: about how many of all rows are different.
             row_bytes: of a row on average.
         """
-        total = sum(counts.values())
+        total, distinct = sum(counts.values()), self.sums.distinct
+        has_copies = distinct < DISTINCT * total
+        # Copies of few rows need not be read, so the driver makes more of them, if they need not travel either.
+        makes_copies = has_copies and total <= _COPIED_ROWS and self.sort.store.is_local
         # A client of Spark Connect may be far from the store.
-        small = total * row_bytes <= SMALL_BYTES and has_context(self.spark)
-        chunks = self
-        if distinct < DISTINCT * total:
-            chunks = self._spread_copies(len(counts), distinct, total, row_bytes, small)
+        most = CHUNK_BYTES if makes_copies else SMALL_BYTES
+        small = total * row_bytes <= most and has_context(self.spark)
+        chunks, copies, tasks = self, None, max(len(self.files), total * row_bytes // _MERGED_BYTES)
+        if has_copies and total * row_bytes <= CHUNK_BYTES:  # each task makes all copies, and writes its own
+            copies = CopyTask(self.sort, self.names, list(self.types), ranges=1, shares=1)
+            tasks = -(-total * row_bytes // _MERGED_BYTES)
+        elif has_copies:
+            chunks = self._spread_copies(len(counts), distinct, total, row_bytes)
         rows_per_file = rows_per_group * GROUPS_PER_FILE
         files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
-        task = MergeTask(self.sort, folder, chunks.names, files, list(self.types), rows_per_group)
-        found = {row["number"]: row["name"] for row in self._run(task, sum(files.values()), small)}
+        task = MergeTask(self.sort, folder, chunks.names, files, list(self.types), rows_per_group, copies)
+        rows = [] if small else self._run(task, sum(files.values()), tasks)
+        found = task.write_all() if small else {row["number"]: row["name"] for row in rows}
         ends = accumulate(files.values(), initial=0)
         return [[found[each] for each in range(*bounds) if found[each]] for bounds in pairwise(ends)]
 
-    def _spread_copies(
-        self, sets: int, distinct: int, total: int, row_bytes: int, small: bool
-    ) -> SortedChunks:
+    def _spread_copies(self, sets: int, distinct: int, total: int, row_bytes: int) -> SortedChunks:
         """The same rows in the order of a hash of row and copy.
 
         A task reads the distinct rows of its range, and makes its share of their copies: there are many shares if few
         rows are distinct, or one has very many copies.
         """
         ranges = max(1, distinct * row_bytes // CHUNK_BYTES)
-        tasks = 1 if small else max(1, min(len(self.files), total * row_bytes // _COPY_BYTES))
+        tasks = max(1, min(len(self.files), total * row_bytes // _COPY_BYTES))
         heavy = min(_MOST_SHARES, self.most * row_bytes // CHUNK_BYTES)
         task = CopyTask(self.sort, self.names, list(self.types), ranges, max(-(-tasks // ranges), heavy))
-        return self._with(self._run(task, sets * ranges * task.shares, small))
+        number = sets * ranges * task.shares
+        return self._with(self._run(task, number, number))
 
-    def _run(self, task: CopyTask | MergeTask, number: int, small: bool) -> list[Any]:
-        """What so many tasks give; those of a small table run here."""
-        if small:
-            numbers = pa.RecordBatch.from_pydict({"id": list(range(number))})
-            return [row for batch in task([numbers]) for row in batch.to_pylist()]
-        with translate_write_errors(self.sort.store):
-            return self.spark.range(0, number, 1, number).mapInArrow(task, task.SCHEMA).collect()
+    def _run(self, task: CopyTask | MergeTask, number: int, tasks: int) -> list[Any]:
+        """What a task gives for so many numbers, divided among tasks of Spark."""
+        with _set_conf(self.spark, {}), translate_write_errors(self.sort.store):
+            return self.spark.range(0, number, 1, min(number, tasks)).mapInArrow(task, task.SCHEMA).collect()
 
     def _with(self, chunks: Sequence[Any]) -> SortedChunks:
         """The same of other chunks, as `SortTask` describes them."""
@@ -143,19 +154,26 @@ class SortedChunks:
         return replace(self, names=names, most=sum(chunk["most"] for chunk in chunks))
 
 
-@contextmanager
-def _limit_batches(spark: SparkSession, row_bytes: int | None) -> Iterator[None]:
-    """Have Spark give rows to Python in batches that fit into memory."""
+def _choose_batch_limits(spark: SparkSession, row_bytes: int | None) -> dict[str, str]:
+    """The settings by which Spark gives rows to Python in batches that fit into memory."""
     limits = _BATCH_ROWS, _BATCH_BYTES
     if row_bytes is not None:
         limits = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes)), _UNBOUNDED
     elif not spark.conf.isModifiable(_BATCH_LIMITS[1]):  # it is of Spark 4.1
         limits = _UNKNOWN_BATCH, _UNBOUNDED
-    before = [spark.conf.get(name, None) for name in _BATCH_LIMITS]
-    for name, limit in zip(_BATCH_LIMITS, limits, strict=True):
-        spark.conf.set(name, str(limit))
+    return dict(zip(_BATCH_LIMITS, map(str, limits), strict=True))
+
+
+@contextmanager
+def _set_conf(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Set these for the jobs of the block, and `_TRACEBACK` where slots are tasks of RDDs."""
+    if has_context(spark):
+        settings = {**settings, _TRACEBACK[0]: _TRACEBACK[1]}
+    before = {name: spark.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
     try:
         yield
     finally:
-        for name, value in zip(_BATCH_LIMITS, before, strict=True):
-            spark.conf.unset(name) if value is None else spark.conf.set(name, value)
+        for name, former in before.items():
+            spark.conf.unset(name) if former is None else spark.conf.set(name, former)

@@ -21,6 +21,7 @@ from spark_elastic.data import manifest
 from spark_elastic.data.ragged import format_remedy
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.schema import ColumnType
+from spark_elastic.estimators.dataframes.sorted_rows import RowSums
 
 log = logging.getLogger("spark_elastic")
 
@@ -209,9 +210,9 @@ def hash_columns(*texts: str) -> Column:
     return F.expr(f"xxhash64({', '.join(texts)})")
 
 
-def hash_row(types: Mapping[str, ColumnType], *salts: str) -> Column:
-    """A hash of the columns and salts, with float64 rounded to float32."""
-    return hash_columns(*salts, *(round_to_float32(name, kind) for name, kind in types.items()))
+def hash_row(types: Mapping[str, ColumnType], *salts: str, behind: Sequence[str] = ()) -> Column:
+    """A hash of the salts, the columns, with float64 rounded to float32, and what comes behind them."""
+    return hash_columns(*salts, *(round_to_float32(name, kind) for name, kind in types.items()), *behind)
 
 
 def round_to_float32(name: str, kind: ColumnType) -> str:
@@ -235,7 +236,6 @@ def count_bytes(name: str, kind: ColumnType) -> str:
 
 _MOST_COUNTED = 100  # of more columns, rows that are dropped are not counted by column
 _SHOWN_SCALARS = 4  # scalar columns that identify a row in an error
-_DISTINCT_ERROR = 0.02  # the standard deviation of that counter
 _POSITION_COLUMN, _ROW_COLUMN = "__spark_elastic_place", "__spark_elastic_row"
 HASH_COLUMN = "__spark_elastic_hash"  # `hash_row` of rows that are to be sorted
 EXACT_COLUMN = "__spark_elastic_exact"  # a hash of all of their values as they are
@@ -276,38 +276,39 @@ class TableScan:
         ragged: bool = False,
     ) -> None:
         """nans: also count NaN, and refuse it. split: the column that says which rows validate. placed: whether
-        `digest` depends on the order of rows; else they have a `HASH_COLUMN` and an `EXACT_COLUMN`. ragged: whether
-        arrays of numbers may differ in length."""
+        `digest` depends on the order of rows; else who writes them gives it by `add_sums`. ragged: whether arrays of
+        numbers may differ in length."""
         self._types, self._ragged = types, ragged
         self._split = split
         self._placed = placed
         self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
         self._observation = Observation()
+        self._sums: RowSums | None = None
+
+    def add_sums(self, sums: RowSums) -> None:
+        """Of all rows, where the order of rows does not count."""
+        self._sums = sums
 
     def observe(self, df: DataFrame) -> DataFrame:
         """`df`, a result of `select_prepared`, with the counters; write it once."""
         # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
         # column of its own, since Spark 3.5 cannot compute it in a counter.
         validates = [] if self._split is None else [quote(self._split)]
-        added, row = {}, HASH_COLUMN
-        content = F.bit_xor(EXACT_COLUMN)
-        if self._placed:
-            added[_POSITION_COLUMN] = F.monotonically_increasing_id()
-            content = F.bit_xor(hash_columns(_POSITION_COLUMN, *map(quote, self._types), *validates))
-        if self._placed or validates:
-            row = _ROW_COLUMN
-            added[row] = hash_row(self._types, *validates)
-        df = df.withColumns(added) if added else df
         texts = [count_bytes(name, kind) for name, kind in self._types.items() if kind.dtype == "object"]
         counters = [
             F.count(F.lit(1)).alias("rows"),
-            content.alias("content"),
-            F.bit_xor(row).alias("mixed"),
-            *_sum_halves(F.shiftrightunsigned(row, 32)),  # equal rows cancel out in `mixed`
-            F.approx_count_distinct(row, _DISTINCT_ERROR).alias("distinct"),
             *(count_where(F.expr(column)).alias("validating") for column in validates),
             count_where(F.expr(has_missing(self._types, self._nans))).alias("missing"),
         ]
+        added = {}
+        if self._placed:
+            added[_POSITION_COLUMN] = F.monotonically_increasing_id()
+            added[_ROW_COLUMN] = hash_row(self._types, behind=validates)
+            df = df.withColumns(added)
+            content = hash_columns(_POSITION_COLUMN, *map(quote, self._types), *validates)
+            counters += [F.bit_xor(content).alias("content"), F.bit_xor(_ROW_COLUMN).alias("mixed")]
+            # Equal rows cancel out in `mixed`.
+            counters += _sum_halves(F.shiftrightunsigned(_ROW_COLUMN, 32))
         if texts:
             total = f"aggregate(array({', '.join(texts)}), 0L, (total, each) -> total + each)"
             counters.append(F.expr(f"sum({total}) as bytes"))
@@ -323,13 +324,16 @@ class TableScan:
     def digest(self) -> str:
         """A digest of every value and, where rows are placed, its position, after the write: 16 hex digits, "-" and
         `digest_rows`. It detects changes, not attacks."""
-        return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
+        content = self._observation.get["content"] if self._sums is None else self._sums.content
+        return f"{_hex(content)}-{self.digest_rows()}"
 
     def digest_rows(self) -> str:
         """The number of rows, and a digest of them in any order, with float64 rounded to float32: sums after a shuffle
         differ in their last bits from run to run."""
         found = self._observation.get
-        return f"{found['rows']}-{_hex(found['mixed'])}{_hex(_add_halves(found))}"
+        sums = self._sums
+        mixed, added = (found["mixed"], _add_halves(found)) if sums is None else (sums.mixed, sums.added)
+        return f"{found['rows']}-{_hex(mixed)}{_hex(added)}"
 
     def count_rows(self) -> dict[bool, int]:
         """The rows to train on (False) and, with a split, those to validate with (True), after the write."""
@@ -337,10 +341,6 @@ class TableScan:
         if self._split is None:
             return {False: found["rows"]}
         return {False: found["rows"] - found["validating"], True: found["validating"]}
-
-    def count_distinct(self) -> int:
-        """About how many different rows there are, after the write: the same number for the same rows."""
-        return int(self._observation.get["distinct"])
 
     def count_bytes(self, columns: Sequence[manifest.Column]) -> int:
         """The bytes of all strings and ragged rows, after the write. columns: `describe_columns`."""

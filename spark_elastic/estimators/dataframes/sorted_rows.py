@@ -10,9 +10,10 @@ Runs in Python workers of Spark's executors, and in the driver for small tables.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.reading.decoding import CHECKSUMS
 from spark_elastic.data.store import Store
-from spark_elastic.estimators.dataframes.row_hash import CopyHasher, Hashes, normalize
+from spark_elastic.estimators.dataframes.row_hash import CopyHasher, Hashes, hash_further, normalize
 
 CHUNK_BYTES = 64 << 20  # that a task sorts at a time; with copies of them it holds three times that
 RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a batch describes
@@ -33,6 +34,8 @@ COPIES = "__spark_elastic_copies"  # the last column of a chunk: how often a row
 # With a smaller share of distinct rows, a chunk has each once, and copies of a row are spread over the table; else they
 # lie side by side.
 DISTINCT = 0.9
+
+SMALLEST = 2500  # hashes of each chunk that are kept to estimate how many rows differ: an error of 2 %
 
 Batches = Iterable[pa.RecordBatch]
 Columns = Mapping[str, npt.NDArray[np.int64]]
@@ -46,16 +49,42 @@ def locate(hashes: Hashes, files: int) -> Hashes:
 
 
 @dataclass(frozen=True)
+class RowSums:
+    """What tells the rows of some chunks from others, in any order."""
+
+    content: int = 0  # of the exact hashes, by xor
+    mixed: int = 0  # of the hashes, with whether a row validates where some do, by xor
+    added: int = 0  # the sum of the high halves of the same hashes, since equal rows cancel out in `mixed`
+    smallest: Hashes = field(
+        default_factory=lambda: np.zeros(0, np.uint64)
+    )  # different hashes, `SMALLEST` at most
+
+    def __add__(self, other: RowSums) -> RowSums:
+        smallest = np.union1d(self.smallest, other.smallest)[:SMALLEST]
+        content, mixed = self.content ^ other.content, self.mixed ^ other.mixed
+        return RowSums(content, mixed, self.added + other.added, smallest)
+
+    @property
+    def distinct(self) -> int:
+        """About how many rows differ: the same number for the same rows."""
+        if len(self.smallest) < SMALLEST:
+            return len(self.smallest)
+        return int((SMALLEST - 1) * 2**64 / int(self.smallest[-1]))
+
+
+@dataclass(frozen=True)
 class SortTask:
-    """Writes the rows of a partition as chunks. Gives the name of each, whether its rows validate, and the copies of
-    that row of which it has most."""
+    """Writes the rows of a partition as chunks. Gives the name of each, whether its rows validate, the copies of that
+    row of which it has most, and its `RowSums`."""
 
     store: Store
     folder: str
     hashes: tuple[str, str]  # columns: rows are sorted by the first; those that are equal in both are equal
     split: str | None = None  # the column that says which rows validate, if some do
 
-    SCHEMA = "name string, validates boolean, most long"
+    SCHEMA = (
+        "name string, validates boolean, most long, content long, mixed long, added long, smallest binary"
+    )
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for rows in _join_batches(batches):
@@ -68,15 +97,26 @@ class SortTask:
         hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
         order = chosen[np.argsort(hashes[chosen].view(np.uint64))]
         first = np.flatnonzero(_find_changes(hashes[order]))
+        mixed = hashes[order].view(np.uint64)
+        if self.split is not None:
+            mixed = hash_further(mixed, validates)
+        sums = {
+            "content": np.bitwise_xor.reduce(exact[order]),
+            "mixed": np.bitwise_xor.reduce(mixed).view(np.int64),
+            "added": int((mixed >> np.uint64(32)).sum()),
+            "smallest": hashes[order[first[:SMALLEST]]].tobytes(),
+        }
         counts = np.diff(first, append=len(order))
         # Rows may be equal in the first hash alone.
         alike = exact[order] == np.repeat(exact[order[first]], counts)
         if len(first) >= DISTINCT * len(order) or not alike.all():
             first, counts = np.arange(len(order)), np.ones_like(order)
-        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates)
+        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates, sums)
 
-    def write_sorted(self, rows: pa.RecordBatch, added: Columns, validates: bool) -> pa.RecordBatch:
-        """Write a chunk. added: columns that the rows lack."""
+    def write_sorted(
+        self, rows: pa.RecordBatch, added: Columns, validates: bool, sums: Mapping[str, Any] | None = None
+    ) -> pa.RecordBatch:
+        """Write a chunk. added: columns that the rows lack. sums: None: they are known already."""
         arrays = [*rows.columns, *map(pa.array, added.values())]
         schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in added)])
         rows, most = pa.RecordBatch.from_arrays(arrays, schema=schema), int(added[COPIES].max())
@@ -96,7 +136,9 @@ class SortTask:
         out.write(np.array([*offsets, ranges], np.int64).tobytes())
         name = f"{self.folder}/{uuid.uuid4().hex}.arrows"
         self.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
-        return pa.RecordBatch.from_pydict({"name": [name], "validates": [validates], "most": [most]})
+        sums = sums or {"content": 0, "mixed": 0, "added": 0, "smallest": b""}
+        described = {"name": name, "validates": validates, "most": most, **sums}
+        return pa.RecordBatch.from_pylist([described])
 
 
 def read_chunk(store: Store, name: str, number: int = 0, files: int = 1) -> Iterator[pa.RecordBatch]:
@@ -130,6 +172,30 @@ class ReadTask:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Copies of rows, which their hashes tell apart."""
+
+    rows: pa.RecordBatch  # each once, normalized
+    places: npt.NDArray[np.int64]  # of each copy's row
+    numbers: npt.NDArray[np.int64]  # of each copy among those of its row
+
+    def hash(self, chosen: Any = slice(None), exact: bool = False) -> Hashes:
+        """A hash of number and row of each. exact: the one for those that are equal in the first."""
+        return CopyHasher(self.rows.columns, exact).hash(self.numbers[chosen], self.places[chosen])
+
+    @cached_property
+    def hashes(self) -> Hashes:
+        return self.hash()
+
+    def sort_range(self, number: int, files: int) -> npt.NDArray[np.int64]:
+        """The places of the rows of which that one of so many files has copies, in order."""
+        exact = partial(self.hash, exact=True)
+        return self.places[
+            _sort_range(self.hashes, lambda chosen: exact(chosen).view(np.int64), number, files)
+        ]
+
+
+@dataclass(frozen=True)
 class CopyTask:
     """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
 
@@ -152,24 +218,46 @@ class CopyTask:
 
     def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
         """Write the copies of a range and share."""
-        found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
+        found = self._find(validates, number, share)
         if found is None:
             return
+        rows, ends = found
+        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
+        for begin in range(0, int(ends[-1]), step):
+            copies = self._number(rows, ends, range(begin, min(begin + step, ends[-1])), share)
+            keys = copies.hash(), copies.hash(exact=True)
+            order = np.argsort(keys[0])
+            added = dict(zip(self.sort.hashes, (key[order].view(np.int64) for key in keys), strict=True))
+            added[COPIES] = np.ones_like(order)
+            yield self.sort.write_sorted(rows.take(pa.array(copies.places[order])), added, validates)
+
+    def make_all(self, validates: bool) -> Copies | None:
+        """All copies of all rows; None: there are none."""
+        found = self._find(validates, 0, 0)
+        if found is None:
+            return None
+        rows, ends = found
+        return self._number(rows, ends, range(ends[-1]), 0)
+
+    def _find(
+        self, validates: bool, number: int, share: int
+    ) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]] | None:
+        """The different rows of a range, normalized, and how many copies of them and those before a share has."""
+        found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
+        if found is None:
+            return None
         hashes, exact, counts = (_to_numpy(found, name)[order] for name in (*self.sort.hashes, COPIES))
         first = np.flatnonzero(_find_changes(hashes) | _find_changes(exact))
         own = np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares))
         rows = found.select(list(self.columns)).take(pa.array(order[first]))
-        rows = pa.RecordBatch.from_arrays([normalize(column) for column in rows.columns], schema=rows.schema)
-        ends, hasher = np.cumsum(own), CopyHasher(rows.columns)
-        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
-        for begin in range(0, int(ends[-1]), step):
-            every = np.arange(begin, min(begin + step, ends[-1]))
-            places = np.searchsorted(ends, every, side="right")
-            keys = hasher.hash((every - (ends - own)[places]) * self.shares + share, places)
-            order = np.argsort(keys[0])
-            added = dict(zip(self.sort.hashes, (key[order].view(np.int64) for key in keys), strict=True))
-            added[COPIES] = np.ones_like(order)
-            yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
+        columns = [normalize(column) for column in rows.columns]
+        return pa.RecordBatch.from_arrays(columns, schema=rows.schema), np.cumsum(own)
+
+    def _number(self, rows: pa.RecordBatch, ends: npt.NDArray[np.int64], own: range, share: int) -> Copies:
+        every = np.arange(own.start, own.stop)
+        places = np.searchsorted(ends, every, side="right")
+        begins = np.concatenate([[0], ends[:-1]])
+        return Copies(rows, places, (every - begins[places]) * self.shares + share)
 
 
 @dataclass(frozen=True)
@@ -183,21 +271,41 @@ class MergeTask:
     files: Mapping[bool, int]  # whether their rows validate -> number of files
     columns: Sequence[str]  # columns that are written
     rows_per_group: int
+    copies: CopyTask | None = None  # of the chunks' rows, which each task makes all
 
     SCHEMA = "number long, name string"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
+        made: dict[bool, Copies | None] = {}
         for number in _iter_numbers(batches):
-            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
+            validates = number >= self.files[False]
+            if self.copies is not None and validates not in made:
+                made[validates] = self.copies.make_all(validates)
+            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number, made)]})
 
-    def write(self, number: int) -> str:
-        """Write a file; returns its name."""
+    def write_all(self) -> dict[int, str]:
+        """Write all files, several at a time; their names by their numbers."""
+        made: dict[bool, Copies | None] = {}
+        for validates, count in self.files.items():
+            if count and self.copies is not None:
+                made[validates] = copies = self.copies.make_all(validates)
+                _ = copies and copies.hashes  # once, before threads ask for them
+        numbers = range(sum(self.files.values()))
+        with ThreadPoolExecutor(READS) as pool:
+            return dict(zip(numbers, pool.map(lambda number: self.write(number, made), numbers), strict=True))
+
+    def write(self, number: int, made: Mapping[bool, Copies | None] | None = None) -> str:
+        """Write a file; returns its name. made: instead of the chunks' rows."""
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
-        found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
-        if found is None:
+        copies = made.get(validates) if made else None
+        if copies is not None:
+            found, order = copies.rows, copies.sort_range(place, files)
+        else:
+            found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
+            order = order if found is None else np.repeat(order, _to_numpy(found, COPIES)[order])
+        if found is None or not len(order):
             return ""
-        order = np.repeat(order, _to_numpy(found, COPIES)[order])
         out = pa.BufferOutputStream()
         rows = found.select(list(self.columns))
         with pq.ParquetWriter(
@@ -244,12 +352,24 @@ def _read_sorted(
         return None, np.array([], np.int64)
     rows = _concatenate(found)
     hashes, exact = (_to_numpy(rows, name) for name in sort.hashes)
-    chosen = np.flatnonzero(locate(hashes.view(np.uint64), files) == number)
-    keys = hashes[chosen]
+    order = _sort_range(hashes.view(np.uint64), exact.__getitem__, number, files)
+    return rows if len(order) else None, order
+
+
+def _sort_range(
+    hashes: Hashes, read_exact: Callable[[npt.NDArray[np.int64]], Any], number: int, files: int
+) -> npt.NDArray[np.int64]:
+    """The places of the hashes of that one of so many files, in order.
+
+    Args:
+        read_exact: takes places; the order among equal hashes.
+    """
+    chosen = np.flatnonzero(locate(hashes, files) == number)
+    keys = hashes[chosen].view(np.int64)
     order = np.argsort(keys)
     if not _find_changes(keys[order]).all():  # some are equal; that order costs five times as much
-        order = np.lexsort((exact[chosen], keys))
-    return rows if len(order) else None, chosen[order]
+        order = np.lexsort((read_exact(chosen), keys))
+    return chosen[order]
 
 
 def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

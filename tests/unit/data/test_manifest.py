@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import tracemalloc
+import zlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
+from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups, pack_deleted
 from spark_elastic.errors import InvalidInput, StoreError
 
 MANIFEST = Manifest(
@@ -54,3 +58,19 @@ def test_a_damaged_document_is_refused(document: str, says: str) -> None:
 def test_an_unknown_column_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match=r"no column 'z'; it has the columns \['x', 'y'\]"):
         MANIFEST.column("z")
+
+
+def test_a_mask_of_deleted_rows_takes_no_more_memory_than_its_rows_and_matches_them() -> None:
+    deleted = np.arange(11) % 3 == 0
+    group = RowGroup(0, 0, 7, 50, deleted=pack_deleted(deleted))
+    assert group.keep_mask is not None
+    assert group.keep_mask.tolist() == (~deleted).tolist()
+    assert group.stored_rows == 11
+    with pytest.raises(StoreError, match="do not match its rows"):
+        _ = replace(group, rows=8).keep_mask
+    bomb = base64.b64encode(zlib.compress(bytes(100_000_000))).decode()
+    tracemalloc.start()
+    assert replace(group, rows=11, deleted=f"11:{bomb}").stored_rows == 11
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -11,6 +11,8 @@ import pytest
 
 from spark_elastic.data import store
 from spark_elastic.data.store import make_scratch_folder, remove_stale_folders
+from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.devices import GpuClaims
 
 HOLD = """
 import sys
@@ -21,6 +23,15 @@ with make_scratch_folder() as folder:
     sys.stdout.flush()
     sys.stdin.read()
 """
+
+
+def test_a_host_without_a_temporary_folder_is_told_which_variable_to_set(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "gone"))
+    with pytest.raises(InvalidInput, match="set TMPDIR to a folder"), make_scratch_folder():
+        pass
+    GpuClaims()  # a slot without a GPU needs no such place
 
 
 @pytest.fixture(autouse=True)

@@ -157,6 +157,22 @@ def test_what_other_programs_keep_stays(tmp_path: Path, kind: str, name: str) ->
     assert store.exists(name)
 
 
+@pytest.mark.parametrize(
+    "name", ["runs/mine", "runs/mine/rows", f"probes/{OLD}", "runs/mine/rows/a", "runs/mine/up"]
+)
+def test_a_deletion_follows_no_symbolic_link(tmp_path: Path, name: str) -> None:
+    store, precious = Store.open(tmp_path / "jobs"), tmp_path / "precious"
+    Store.open(precious).write_bytes("attempts/000001", b"1")
+    store.write_bytes("runs/other/attempts/000001", b"1")
+    link = tmp_path / "jobs" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(".." if name.endswith("up") else precious)
+    remove_old_entries(store, 3600, LATER, unfinished=True)
+    store.remove_tree(name)
+    assert (precious / "attempts/000001").exists()
+    assert not store.find("runs")
+
+
 def test_a_damaged_run_record_is_an_error(store: Store) -> None:
     store.write_bytes("runs/open/run.json", b"{")
     with pytest.raises(StoreError, match=r"runs/open/run\.json .* is damaged"):

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, JobCancelled
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.fit_rows import FileRows, materialize_rows
 from spark_elastic.estimators.run_record import RunRecord
@@ -75,6 +75,29 @@ def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> Non
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "stays"),
+    [
+        (1, JobFailed("it raised"), False),
+        (1, JobCancelled("slot job 2 was cancelled: the SparkContext was stopped"), True),
+        (1, CoordinatorLost("its executor is lost"), True),
+        (2, JobCancelled("the user cancelled it"), False),
+        (2, ConnectionRefusedError("the JVM is gone"), True),
+    ],
+)
+def test_r23_a_run_whose_driver_was_lost_stays_since_hosts_may_keep_its_state(
+    tmp_path: Path, attempt: int, error: Exception, stays: bool
+) -> None:
+    train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
+    asked = request(run_id="mine", store=store.url)
+    for _ in range(attempt):
+        run = OwnedRun.acquire(store, "mine")
+    with pytest.raises(type(error)):
+        with materialize_rows(locate(train), asked, store, run):
+            raise error
+    assert (RunRecord.load(store, "mine") is not None) is stays
 
 
 def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_path: Path) -> None:

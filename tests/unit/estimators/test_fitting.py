@@ -206,7 +206,7 @@ def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
     train(Rows(order), store)
     assert RunResult.load(store, "r") is not None
     assert "Remove runs/r/rows by hand" in caplog.text
-    assert "Remove runs/r/checkpoints by hand" in caplog.text
+    assert "Remove runs/r/checkpoints and runs/r/commit-key by hand" in caplog.text
 
     def fail(*given: Any) -> None:
         raise ZeroDivisionError("of the training")

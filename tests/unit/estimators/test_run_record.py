@@ -73,6 +73,16 @@ def test_another_model_and_other_initial_weights_are_refused_with_different_reas
     assert caplog.messages == ["run r keeps its own weights: this fit's model begins with others"]
 
 
+@pytest.mark.parametrize("lacking", [{"settings": {"seed": 1}}, {"validation": {}}])
+def test_p7_a_record_that_lacks_what_a_run_needs_is_damaged(lacking: dict[str, Any]) -> None:
+    store, made = make_memory_store(), RunRecord.create(request(), "rows", ROWS, ROWS)
+    made.save(store, "r")
+    fields = json.loads(store.read_bytes("runs/r/run.json")) | lacking
+    store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
+    with pytest.raises(StoreError, match=r"runs/r/run\.json in the store .* is damaged"):
+        RunRecord.load(store, "r")
+
+
 @pytest.mark.parametrize("fields", [{"format": 99, "new": 1}, {"format": 2}, {"data": ""}])
 def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> None:
     store = make_memory_store()

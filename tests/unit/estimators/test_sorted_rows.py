@@ -12,7 +12,14 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes import sorted_rows
 from spark_elastic.estimators.dataframes.row_hash import SEED, CopyHasher, make_hasher
-from spark_elastic.estimators.dataframes.sorted_rows import CopyTask, MergeTask, ReadTask, SortTask
+from spark_elastic.estimators.dataframes.sorted_rows import (
+    SMALLEST,
+    CopyTask,
+    MergeTask,
+    ReadTask,
+    RowSums,
+    SortTask,
+)
 
 HASHES = ("hash", "exact")
 ROWS = 5000
@@ -113,8 +120,9 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
     for odd in (False, True):
         keys = np.sort(rows["a.b"].to_numpy()[rows["odd"].to_numpy(zero_copy_only=False) == odd])
         copies = np.arange(len(keys)) - np.searchsorted(keys, keys)
-        hashes, exact = CopyHasher([pa.array(keys), pa.array([f"row {key}" for key in keys])]).hash(
-            copies, np.arange(len(keys))
+        written = [pa.array(keys), pa.array([f"row {key}" for key in keys])]
+        hashes, exact = (
+            CopyHasher(written, each).hash(copies, np.arange(len(keys))) for each in (False, True)
         )
         order = np.argsort(hashes.view(np.int64))
         found = pq.read_table(pa.BufferReader(store.read_bytes(files.write(int(odd)))))
@@ -123,9 +131,39 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
         assert found["exact"].to_pylist() == exact[order].view(np.int64).tolist()
 
 
+def test_a_task_that_makes_all_copies_itself_writes_the_files_of_chunks(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sort, columns, files = SortTask(store, "copies", HASHES), ["a.b", "text"], {False: 3, True: 2}
+    names = spill(store, make_rows(copies=True), "odd")
+    copy = CopyTask(sort, names, columns, ranges=1, shares=1)
+    numbers = pa.RecordBatch.from_pydict({"id": [0, 1]})
+    made: dict[bool, list[str]] = {False: [], True: []}
+    for chunk in pa.Table.from_batches(copy([numbers])).to_pylist():
+        made[chunk["validates"]].append(chunk["name"])
+    by_chunks = MergeTask(sort, "files", made, files, columns, 100)
+    at_once = MergeTask(sort, "files", names, files, columns, 100, copy)
+    monkeypatch.setattr(sorted_rows, "CHUNK_BYTES", 9_000)  # it makes several parts
+    numbers = pa.RecordBatch.from_pydict({"id": list(range(5))})
+    written = [
+        [store.read_bytes(name) for batch in task([numbers]) for name in batch["name"].to_pylist()]
+        for task in (by_chunks, at_once)
+    ]
+    assert written[0] == written[1]
+    assert len(set(written[0])) == 5
+
+
 def test_values_are_hashed_as_spark_documents_its_function() -> None:
     """`SELECT xxhash64('Spark', array(123), 2)` is 5602566077635097486."""
     hashes = np.array([SEED])
     for values in (pa.array(["Spark"]), pa.array([[123]], pa.list_(pa.int32())), pa.array([2], pa.int32())):
         hashes = make_hasher(values)(hashes, np.array([0]))
     assert hashes.tolist() == [5602566077635097486]
+
+
+@pytest.mark.parametrize("distinct", [7, 2000, 300_000])
+def test_the_sums_of_chunks_estimate_how_many_rows_differ(distinct: int) -> None:
+    keys = np.random.default_rng(3).integers(0, 2**64, distinct, np.uint64)
+    parts = [np.unique(part)[:SMALLEST] for part in (keys, keys[::2], keys[: distinct // 3])]
+    sums = sum((RowSums(smallest=part) for part in parts), RowSums())
+    assert sums.distinct == (distinct if distinct < SMALLEST else pytest.approx(distinct, rel=0.06))
