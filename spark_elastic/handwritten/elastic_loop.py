@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State, WorkerSession
-from spark_elastic.protocol.types import START, World
+from spark_elastic.protocol.types import START, WorldView
+from spark_elastic.runs.kept_commits import COMMIT_KEEPER, CommitKeeper
 from spark_elastic.worker.outside import ENTERED, STATE
 
 R = TypeVar("R")
@@ -120,6 +121,9 @@ def _begin_world(state: State, session: WorkerSession) -> None:
     commits: int | None
     source, commits = choose_source(world)
     reader = session.snapshot_reader
+    keeper: CommitKeeper | None = session.process_values.get(COMMIT_KEEPER)
+    if keeper is not None:
+        keeper.begin_world(world.fence, keeps=world.me.local_rank == 0)
     if world.resume:
         commits = None  # the checkpoint says it
         if session.group.rank == source and reader is not None:
@@ -136,7 +140,7 @@ def _write_last_checkpoint(state: State, session: WorkerSession) -> None:
         state.write_checkpoint(session.checkpointer)
 
 
-def choose_source(world: World) -> tuple[int | None, int]:
+def choose_source(world: WorldView) -> tuple[int | None, int]:
     """(the rank whose state all others receive; None: all hold it already, how many commits led to that state).
 
     Before the first commit all receive the state of one worker: initial values may differ, and the world in which
@@ -144,4 +148,4 @@ def choose_source(world: World) -> tuple[int | None, int]:
     """
     if world.position is None or world.position == START:
         return (0 if world.source is None else world.source), 0
-    return (world.source if world.receivers else None), world.position.step
+    return (world.source if world.has_receivers else None), world.position.step

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, World
+from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, WorldView
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.handlers import (
     REGISTRY,
@@ -28,6 +28,7 @@ from spark_elastic.runs.handlers import (
     StateHandler,
     find_handler,
 )
+from spark_elastic.runs.kept_commits import COMMIT_KEEPER
 from spark_elastic.runs.snapshot import (
     Kept,
     PickleCodec,
@@ -59,7 +60,7 @@ class WorkerSession(Protocol):
     """What a state uses of the worker that it lives in."""
 
     @property
-    def world(self) -> World: ...
+    def world(self) -> WorldView: ...
 
     @property
     def group(self) -> Group: ...
@@ -440,9 +441,13 @@ class ObjectState(State):
                 "have it be a SnapshotHandler, or leave run_id out."
             )
         super().attach(session)
+        if session is not None:
+            self._snapshots.keeper = session.process_values.get(COMMIT_KEEPER)
 
     def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
         snapshot = reader.read(candidates)
+        if snapshot is None:
+            return
         if not self._fits(snapshot):
             raise InvalidInput(
                 "the run's checkpoints are of a state of other names: make the same one, or use another run_id."

@@ -14,7 +14,7 @@ from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     HostUpdateResult,
     MembershipVersion,
-    World,
+    WorldView,
 )
 from spark_elastic.runs.checkpoint import CHECKPOINTER, SNAPSHOT_READER, Checkpointer, SnapshotReader
 from spark_elastic.worker.context import WorkerContext, get_context
@@ -34,7 +34,7 @@ class ContextSession:
         self._agreed_version = INITIAL_VERSION  # newest membership version that all ranks know
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldView:
         world = _require_context().world
         assert world is not None
         return world
@@ -106,7 +106,7 @@ class ContextSession:
     def next_world(self, error: CollectiveError | None) -> None:
         self._exchange_env(*self._handle.next_world(error)).apply()
 
-    def _exchange_env(self, world: World, group: Group) -> DistEnv:
+    def _exchange_env(self, world: WorldView, group: Group) -> DistEnv:
         worker = _require_context()
         return exchange_dist_env(world, group, worker.address, worker.ports, in_loop=True)
 

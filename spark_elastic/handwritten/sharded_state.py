@@ -143,6 +143,8 @@ class ShardedState(ObjectState):
 
     def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
         whole = reader.read(candidates)
+        if whole is None:
+            return
         if LAYOUT not in whole.values:
             raise InvalidInput("the run's checkpoints are of another kind of state: use another run_id.")
         self._commits.adopt(whole)
@@ -173,7 +175,7 @@ class ShardedState(ObjectState):
         group = _wait_for_idle_group(session)
         if commits is None and group.rank != source:
             self._commits.clear()  # rank `source` has read a checkpoint
-        place = Place(session.address, session.world.members[group.rank].host)
+        place = Place(session.address, session.world.me.host)
         chosen = self._commits.agree_on_commit(group, place)
         if isinstance(chosen, LostCommit):
             chosen = self._replace_lost(session, place, chosen)

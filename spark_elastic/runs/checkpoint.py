@@ -17,23 +17,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from spark_elastic.clock import Clock
-from spark_elastic.data.store import Store, StoreFull
+from spark_elastic.data.store import Store, StoreFull, parse_document
 from spark_elastic.errors import ElasticError, StoreError
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, format_position
+from spark_elastic.protocol.types import Checkpoint, Fence, Position, format_position
+from spark_elastic.rendezvous import codec
+from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.runs.snapshot import Codec, Snapshot
 
 log = logging.getLogger("spark_elastic.state")
 
 MANIFEST = "manifest.json"
 LIST = "published-"  # prefix of the lists of published checkpoints
+# Names that this module gives, each with the number of an attempt; others may keep something beside them.
+_LIST = re.compile(LIST + r"([0-9]{6,18})-[0-9]{8,18}\.json")
+_CHECKPOINT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}-[0-9]{5,18}-[0-9]-[0-9]{8,18}")
 VERSION = 5  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
 # Keys of `WorkerSession.process_values`.
@@ -77,13 +84,16 @@ class CheckpointStore:
         """
         manifest = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
         _check(manifest, checkpoint.digest, f"{checkpoint.name}/{MANIFEST}")
-        content = json.loads(manifest)
-        if content.get("version") != VERSION:
-            raise StoreError(f"{checkpoint.name} was written by another version of spark_elastic.")
+
+        def read(content: Any) -> dict[str, str]:
+            if content.get("version") != VERSION:
+                raise StoreError(f"{checkpoint.name} was written by another version of spark_elastic.")
+            return {part: checksum["sha256"] for part, checksum in content["parts"].items()}
+
         parts = {}
-        for part, checksum in content["parts"].items():
+        for part, digest in parse_document(manifest, f"{checkpoint.name}/{MANIFEST}", read).items():
             data = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{part}")
-            _check(data, checksum["sha256"], f"{checkpoint.name}/{part}")
+            _check(data, digest, f"{checkpoint.name}/{part}")
             parts[part] = data
         return parts
 
@@ -96,7 +106,7 @@ class CheckpointStore:
         for checkpoint in candidates:
             try:
                 return checkpoint, self.read(checkpoint)
-            except StoreError as error:
+            except ElasticError as error:  # also a name outside of the store
                 log.warning("checkpoint %s is damaged, and is not used: %s", checkpoint.name, error)
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
@@ -113,9 +123,9 @@ class CheckpointStore:
 
     def find_highest_attempt(self) -> int:
         """The newest attempt that has written or published a checkpoint; 0: none has."""
-        names = (path.rpartition("/")[2].removeprefix(LIST) for path in self._store.list(self._folder))
-        numbers = (name.partition("-")[0] for name in names)
-        return max((int(number) for number in numbers if number.isdigit()), default=0)
+        names = (path.rpartition("/")[2] for path in self._store.list(self._folder))
+        own = (_CHECKPOINT.fullmatch(name) or _LIST.fullmatch(name) for name in names)
+        return max((int(each[1]) for each in own if each), default=0)
 
     def read_published(self) -> tuple[Checkpoint, ...]:
         """The published checkpoints, newest first: the last list of the highest attempt that has one."""
@@ -123,8 +133,8 @@ class CheckpointStore:
         while names:
             name = names.pop()
             try:
-                return tuple(_from_json(item) for item in json.loads(self._store.read_bytes(name)))
-            except (StoreError, ValueError, TypeError, KeyError) as error:
+                return parse_document(self._store.read_bytes(name), name, _read_list)
+            except StoreError as error:
                 there = _select_lists(self._store.list(self._folder))
                 if name in there:
                     log.warning("%s cannot be read, so the list before it is used: %s", name, error)
@@ -146,9 +156,8 @@ class CheckpointStore:
         newest = max(names, default="")
         for path in paths:
             name = path.rpartition("/")[2]
-            if name in names or not name[:1].isdigit():
-                continue
-            if name < newest or int(name.partition("-")[0]) < attempt:
+            own = _CHECKPOINT.fullmatch(name)
+            if own and name not in names and (name < newest or int(own[1]) < attempt):
                 self._store.delete(f"{path}/{MANIFEST}")
                 self._store.remove_tree(path)
 
@@ -161,8 +170,8 @@ def format_checkpoint_name(fence: Fence, position: Position) -> str:
 
 def _select_lists(names: Iterable[str], attempt: int | None = None) -> list[str]:
     """The lists of published checkpoints among objects, the last one last. attempt: whose; None: all."""
-    prefix = LIST if attempt is None else f"{LIST}{attempt:06d}-"
-    return [name for name in names if name.rpartition("/")[2].startswith(prefix)]
+    lists = ((name, _LIST.fullmatch(name.rpartition("/")[2])) for name in names)
+    return [name for name, own in lists if own and attempt in (None, int(own[1]))]
 
 
 def _sha256(data: bytes) -> str:
@@ -174,14 +183,8 @@ def _check(data: bytes, digest: str, name: str) -> None:
         raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
 
 
-def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
-    position = item["position"]
-    return Checkpoint(
-        Fence(**item["fence"]),
-        Position(position["epoch"], Phase(position["phase"]), position["step"]),
-        str(item["name"]),
-        str(item["digest"]),
-    )
+def _read_list(items: Any) -> tuple[Checkpoint, ...]:
+    return tuple(codec.read(Checkpoint, item) for item in items)
 
 
 class CheckpointWriter:
@@ -339,22 +342,38 @@ class SnapshotReader:
     than `collective_timeout` to read would never be used.
     """
 
-    def __init__(self, store: Store, run_id: str, codec: Codec) -> None:
+    def __init__(self, store: Store, run_id: str, codec: Codec, kept: KeptCommits | None = None) -> None:
+        """kept: what this host keeps of the run, of which the first candidate may be; None: nothing."""
         self._store = CheckpointStore(store, run_id)
-        self._codec = codec
+        self._codec, self._kept = codec, kept
         self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
-    def read(self, candidates: Sequence[Checkpoint]) -> Snapshot:
-        """The snapshot in the first undamaged candidate.
+    def read(self, candidates: Sequence[Checkpoint]) -> Snapshot | None:
+        """The snapshot in the first undamaged candidate. None: it was kept in memory and is gone, and there is no
+        other.
 
         Raises:
             StoreError: all candidates are damaged.
         """
         wanted = tuple(candidates)
+        if self._kept is not None and wanted[0].is_kept:
+            try:
+                return self._kept.read(wanted[0])
+            except StoreError as error:
+                log.warning("the run continues from an older state, if there is one: %s", error)
+                wanted = wanted[1:]
+                if not wanted:
+                    return None
         if self._cached is None or self._cached[0] != wanted:
             checkpoint, parts = self._store.read_first_undamaged(wanted)
-            values = self._codec.loads(parts[VALUES], trusted=False)
-            memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
+            try:
+                values = self._codec.loads(parts[VALUES], trusted=False)
+                memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
+            except ElasticError:
+                raise
+            except Exception as error:  # of torch, pickle, or the program's classes
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+                raise StoreError(f"checkpoint {checkpoint.name} cannot be loaded ({reason}).") from error
             self._cached = wanted, Snapshot(checkpoint.position, values, memory)
         return self._cached[1]
 

@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import queue
+import re
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -18,13 +20,19 @@ from typing import TypeAlias
 
 from spark_elastic.data.store import ENDED, Store, StoreFull
 from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
+from spark_elastic.protocol.messages import TAKEN_OVER
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.runs.checkpoint import CheckpointStore
 
 log = logging.getLogger("spark_elastic.state")
 
 MAX_TRIES = 100  # drivers that may open the run at the same moment
+CHECK_EVERY = (
+    5.0  # seconds after which a driver that publishes nothing looks whether the run is still its own
+)
 END_WAIT = 30.0  # seconds that closing waits for the store
+_ATTEMPT = re.compile("[0-9]{6,18}")
+_COMMIT_KEY = re.compile(rb"[0-9a-f]{64}")
 
 CheckpointList: TypeAlias = tuple[Checkpoint, ...]
 
@@ -69,8 +77,26 @@ class OwnedRun:
         if owner != self.attempt:
             taken_by = describe_owner(self.store, self.run_id, owner)
             raise JobCancelled(
-                f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
+                f"run {self.run_id!r} {TAKEN_OVER} ({taken_by}; this one is attempt {self.attempt})"
             )
+
+    @property
+    def commit_key_name(self) -> str:
+        """The object that holds the run's key."""
+        return f"runs/{self.run_id}/commit-key"
+
+    def load_commit_key(self) -> bytes:
+        """The run's key, with which its hosts keep commits: R23 (kept commits). The first driver to want it makes it.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        name = self.commit_key_name
+        self.store.create_exclusive(name, secrets.token_hex(32).encode())
+        if not _COMMIT_KEY.fullmatch(self.store.read_bytes(name)):
+            # Where a mount has no links, a power cut leaves a part of it, which anybody could guess
+            self.store.write_bytes(name, secrets.token_hex(32).encode())
+        return bytes.fromhex(self.store.read_bytes(name).decode())
 
     def delete_objects(self, *names: str) -> None:
         """Delete objects that the run no longer needs, in this order ("": none), as long as this driver owns the run.
@@ -96,7 +122,8 @@ class OwnedRun:
 
         The record comes first: a run whose record names rows that are gone could not be resumed either.
         """
-        self.delete_objects(f"runs/{self.run_id}/run.json", *names, get_attempts_folder(self.run_id))
+        own = self.commit_key_name, get_attempts_folder(self.run_id)
+        self.delete_objects(f"runs/{self.run_id}/run.json", *names, *own)
         self.store.remove_empty_folder(f"runs/{self.run_id}")
 
     def mark_ended(self) -> None:
@@ -196,7 +223,7 @@ def acquire_attempt(store: Store, run_id: str) -> int:
 def find_highest_attempt(store: Store, run_id: str) -> int:
     """The attempt that owns the run; 0 if no driver has opened it."""
     names = [name.rpartition("/")[2] for name in store.list(get_attempts_folder(run_id))]
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return max((int(name) for name in names if _ATTEMPT.fullmatch(name)), default=0)
 
 
 def describe_owner(store: Store, run_id: str, attempt: int) -> str:

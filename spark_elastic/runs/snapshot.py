@@ -13,7 +13,7 @@ import pickle
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -194,11 +194,24 @@ def _copy(sources: list[tuple[int, Bytes]], memory: Bytes) -> None:
         np.copyto(memory[offset : offset + source.nbytes], source)
 
 
-class _BackgroundCopy:
-    """Copies what a snapshot defers. `torn` says afterwards whether some of it changed meanwhile."""
+class SnapshotKeeper(Protocol):
+    """Keeps the newest snapshot of a buffer in memory that outlives this process: see `kept_commits`."""
 
-    def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder) -> None:
+    def allocate(self, nbytes: int) -> Bytes | None: ...
+
+    def owns(self, memory: Bytes) -> bool: ...
+
+    def begin(self, memory: Bytes) -> None: ...
+
+    def keep(self, snapshot: Snapshot) -> None: ...
+
+
+class _BackgroundCopy:
+    """Copies what a snapshot defers, and has it kept. `torn` says afterwards whether some of it changed meanwhile."""
+
+    def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: SnapshotKeeper | None) -> None:
         self.snapshot = snapshot
+        self._keeper = keeper
         self.torn = False
         self._deferred = builder.deferred
         self._counters = builder.change_counters
@@ -213,6 +226,8 @@ class _BackgroundCopy:
     def run(self) -> None:
         _copy(self._deferred, self.snapshot.memory)
         self.torn = [count() for count in self._counters] != self._before
+        if self._keeper is not None and not self.torn:
+            self._keeper.keep(self.snapshot)
 
     def join(self) -> None:
         with self._done:
@@ -229,12 +244,18 @@ class _BackgroundCopy:
 class SnapshotBuffer:
     """Double buffer: one memory holds the newest complete snapshot while a thread fills the other (R20, copies)."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: SnapshotKeeper | None = None, *, warns: bool = True) -> None:
+        """
+        Args:
+            keeper: None: snapshots end with this process.
+            warns: of what changed while it was copied.
+        """
         self._newest: Snapshot | None = None
         self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
         # Deferred memory changed too early once; from then on nothing is copied in the background.
         self._synchronous = False
+        self.keeper, self._warns = keeper, warns
 
     def begin(self, position: Position, capture: Capture) -> None:
         """Begin a snapshot. `capture` adds the arrays to the builder and returns the tree of values."""
@@ -243,7 +264,7 @@ class SnapshotBuffer:
         values = capture(builder)
         snapshot = Snapshot(position, values, self.get_free_memory(builder.size))
         builder.copy_to(snapshot.memory)
-        copy = _BackgroundCopy(snapshot, builder)
+        copy = _BackgroundCopy(snapshot, builder, self.keeper)
         if self._synchronous or not builder.deferred:
             copy.run()
             self._swap(snapshot)
@@ -259,6 +280,8 @@ class SnapshotBuffer:
         copy.join()
         if copy.torn:
             self._synchronous = True
+            if not self._warns:
+                return
             warnings.warn(
                 "a parameter was changed in place after commit() and outside of optimizer.step(), so that commit does "
                 "not count; from now on commits copy everything before they return.",
@@ -280,8 +303,12 @@ class SnapshotBuffer:
 
     def get_free_memory(self, nbytes: int) -> Bytes:
         """Memory of exactly `nbytes` bytes that holds no complete snapshot."""
-        if self._free_memory.nbytes != nbytes:
-            self._free_memory = np.empty(nbytes, np.uint8)
+        keeper, free = self.keeper, self._free_memory
+        if free.nbytes != nbytes or (keeper is not None and not keeper.owns(free)):
+            shared = None if keeper is None else keeper.allocate(nbytes)
+            self._free_memory = np.empty(nbytes, np.uint8) if shared is None else shared
+        if keeper is not None:
+            keeper.begin(self._free_memory)
         return self._free_memory
 
     def _swap(self, snapshot: Snapshot) -> None:
@@ -327,16 +354,16 @@ def broadcast_snapshot(
     source: int,
     snapshot: Snapshot | None,
     codec: Codec,
-    receivers: Collection[int] | None = None,
+    receives: bool = True,
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Snapshot | None:
-    """Send the snapshot of rank `source` to the receivers; collective over the whole group (R5, staging).
+    """Send the snapshot of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
 
     What arrives is verified by checksum and returned; the receiver's state does not change before it loads it.
 
     Args:
         snapshot: on rank `source`; ignored on the others.
-        receivers: ranks that receive it; None: all but `source`. The others return None.
+        receives: this rank takes it; False: it returns None, as `source` does.
         allocate: returns memory of so many bytes for what arrives.
 
     Raises:
@@ -357,7 +384,7 @@ def broadcast_snapshot(
     values, memory = np.empty(values_bytes, np.uint8), allocate(memory_bytes)
     group.broadcast(values, source)
     group.broadcast(memory, source)
-    if receivers is not None and group.rank not in receivers:
+    if not receives:
         return None
     if (_compute_crc(values), _compute_crc(memory)) != (values_crc, memory_crc):
         raise StoreError("the state that arrived is not the one that was sent; it was not taken over.")

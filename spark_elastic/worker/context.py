@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.errors import refuse_forks
-from spark_elastic.protocol.types import MembershipVersion, Position, WorkerId, World
+from spark_elastic.protocol.types import MembershipVersion, Position, WorkerId, WorldView
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.program import WorkerHandle
 
 
@@ -161,6 +162,7 @@ class GroupContext(Scope):
         # Calls the group's collectives beside the main thread, in the same order on all ranks. The main thread calls
         # collectives after `wait_until_idle`, or through `collective_thread.drain_and_call`.
         self.collective_thread = CollectiveThread()
+        self.position: Position | None = None  # the step that is being taken
         self._agreed_version: MembershipVersion | None = None
         self._exchanged_gradients = False
         self._closeables: list[Closeable] = []
@@ -225,9 +227,8 @@ class WorkerContext:
     """The worker that this process is, at one point in time."""
 
     worker: WorkerId  # its id; the same as long as the process lives
-    world: World | None = None  # None before the first world
+    world: WorldView | None = None  # None before the first world
     group: Group | None = None  # None between two worlds
-    position: Position | None = None  # the step that is being taken
     handle: WorkerHandle | None = None  # the way to the worker's loop
     # What the users of `group` share; a new one for each group.
     group_context: GroupContext = field(default_factory=GroupContext)
@@ -259,6 +260,8 @@ class ProcessContext(Scope):
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
         # Folder of the files that Spark's user added; "": Spark did not start this process's slot.
         self.files = ""
+        # Keeps this process's commits on its host; None: the job has no run, or keeps none.
+        self.commit_keeper: CommitKeeper | None = None
         # None: this process is no worker.
         self.worker: WorkerContext | None = None
         self.call = CallContext()

@@ -40,10 +40,10 @@ class GpuClaims:
     def __init__(self, folder: Path | None = None, devices: Path = DEVICES) -> None:
         """
         Args:
-            folder: of the lock files; by default one of this user on this machine.
+            folder: of the lock files; None: one of this user on this machine.
             devices: where the kernel shows GPUs.
         """
-        self._folder = folder or Path(tempfile.gettempdir()) / f"spark-elastic-gpus-{os.getuid()}"
+        self._folder = folder
         self._devices = devices
         self._locks: list[int] = []
 
@@ -65,8 +65,10 @@ class GpuClaims:
         self._locks = []
 
     def _take(self, name: str) -> bool:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        file = self._folder / name.replace("/", "_")  # MIG instances had names such as MIG-GPU-5a1f/1/0
+        # Only here: a host without GPUs may have no folder for temporary files
+        folder = self._folder or Path(tempfile.gettempdir()) / f"spark-elastic-gpus-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file = folder / name.replace("/", "_")  # MIG instances had names such as MIG-GPU-5a1f/1/0
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

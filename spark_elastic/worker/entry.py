@@ -32,6 +32,7 @@ from spark_elastic.protocol.types import Fence, Position, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
@@ -80,6 +81,7 @@ def main(fds: ChildFds | None = None) -> int:
     header = codec.from_line(Header, channel.readline())
     fds = fds or header.fds
     die_with_parent(header.parent)
+    end_forks_with_process()
     stop_ignoring_interrupts()
     clock = SystemClock()
     faulthandler.enable()  # prints the Python frames of a crash in native code
@@ -119,6 +121,21 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def end_forks_with_process() -> None:
+    """Have the kernel kill what the main thread's code forks, such as a DataLoader's workers, when this process ends.
+
+    They may hang, in a lock that another thread held when they were forked, and would then stay for ever after a loss.
+    The kernel counts the end of the forking thread; so those of other threads are left to themselves.
+    """
+    prctl, parent, thread = ctypes.CDLL(None).prctl, os.getpid(), threading.get_ident()
+
+    def end_with_parent() -> None:
+        if os.getppid() == parent and threading.get_ident() == thread:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(after_in_child=end_with_parent)
+
+
 def stop_ignoring_interrupts() -> None:
     """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not.
 
@@ -134,7 +151,10 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
     try:
         with exit_forks():
             apply_device(header.spec, header.identity, os.environ)
-            get_process_context().files = header.identity.files
+            context, spec = get_process_context(), header.spec
+            context.files = header.identity.files
+            if spec.commit_key is not None:
+                context.commit_keeper = CommitKeeper(spec.commit_key, spec.attempt, spec.orphan_timeout)
             sys.modules.pop(FOLLOWERS["pyspark"], None)  # the fork server imported it without these files
             program: Program = cloudpickle.loads(payload)
             os.environ.update(get_environment(program))  # before preloaded modules read it

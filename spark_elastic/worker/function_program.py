@@ -15,7 +15,7 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Position, World
+from spark_elastic.protocol.types import Position, WorldView
 from spark_elastic.runs.checkpoint import (
     CHECKPOINTER,
     SNAPSHOT_READER,
@@ -23,9 +23,10 @@ from spark_elastic.runs.checkpoint import (
     CheckpointPolicy,
     SnapshotReader,
 )
+from spark_elastic.runs.kept_commits import COMMIT_KEEPER
 from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
-from spark_elastic.worker.context import get_context, start_call
+from spark_elastic.worker.context import get_context, get_process_context, start_call
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks
 from spark_elastic.worker.outside import ENTERED, STATE
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
@@ -72,12 +73,12 @@ class FunctionProgram:
         """None: an elastic function reports its position through the handle."""
         return None
 
-    def sync(self, world: World, group: Group) -> Position | None:
+    def sync(self, world: WorldView, group: Group) -> Position | None:
         """None: an elastic function synchronizes its state itself, since a newcomer has none before its function has
         created one."""
         return None
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         worker = get_context()
         assert worker is not None
         handle.process_values.pop(ENTERED, None)
@@ -91,7 +92,10 @@ class FunctionProgram:
             codec, report = PickleCodec(), handle.report_checkpoint
             self._checkpointer = Checkpointer(store, policy, SystemClock(), codec, report)
             handle.process_values[CHECKPOINTER] = self._checkpointer
-            handle.process_values[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec)
+            keeper = get_process_context().commit_keeper
+            kept = None if keeper is None else keeper.kept
+            handle.process_values[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec, kept)
+            handle.process_values[COMMIT_KEEPER] = keeper
         try:
             env = exchange_dist_env(world, group, worker.address, worker.ports)
             if env.others_in_loop and handle.go_alone is not None:

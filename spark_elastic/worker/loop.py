@@ -11,14 +11,20 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, MismatchError, RequestTimeout, connect
 from spark_elastic.clock import Clock
-from spark_elastic.errors import DriverUnreachable, ElasticError, InvalidInput, PeersMissing, StaleGeneration
+from spark_elastic.errors import (
+    ConnectionClosed,
+    DriverUnreachable,
+    ElasticError,
+    InvalidInput,
+    StaleGeneration,
+)
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
@@ -39,18 +45,16 @@ from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
     Fence,
-    Member,
     MembershipVersion,
     Position,
     WorkerId,
-    World,
+    WorldView,
 )
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.client import exchange_blobs
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     DriverClient,
-    ExchangeAddresses,
+    FindAddresses,
     Report,
     WatchWorker,
 )
@@ -89,29 +93,44 @@ class GroupConnector:
     def __init__(self, endpoint: Endpoint, timeout: float, wait_recorder: WaitRecorder) -> None:
         self.wait_recorder = wait_recorder
         self._endpoint = endpoint
-        self._timeout = timeout  # seconds, of each collective and of the exchange of addresses
+        self._timeout = timeout  # seconds, of each collective
 
-    def connect(self, world: World, member: Member, driver: DriverClient) -> Group:
-        """The group of that world for that member, with its collectives recorded as waits. Each member hands in its
-        addresses in one request; once this exchange is complete, all of them are there.
+    @property
+    def address(self) -> str:
+        """At which peers reach this process, in all worlds."""
+        return self._endpoint.address
 
-        Raises:
-            CollectiveError, StaleGeneration, PeersMissing: the world broke while it was formed.
+    def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
+        """The group of that world, with its collectives recorded as waits.
+
+        Args:
+            addresses: of all members; none: the driver is asked for each that a collective needs.
         """
+
+        def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
+            request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
+            deadline = driver.now() + self._timeout
+            found: tuple[str, ...] = ("",)
+            with suppress(
+                StaleGeneration, DriverUnreachable, ConnectionClosed
+            ):  # the world is over, or this worker
+                while not all(found) and driver.now() < deadline:
+                    found = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
+            return found if all(found) else ()
+
         group = connect(
             self._endpoint,
-            member.rank,
+            world.me.rank,
             world.size,
             (world.fence.attempt, world.fence.generation),
-            lambda blob: exchange_blobs(
-                driver, ExchangeAddresses(member.worker, world.fence, member.rank, blob), self._timeout
-            ),
+            lambda own: [address.encode() for address in addresses] or [b""] * world.size,
             timeout=self._timeout,
-            local_ranks=[peer.rank for peer in world.members if peer.host == member.host],
+            local_ranks=world.host_ranks,
+            find_addresses=find_addresses,
         )
         return self.wait_recorder.watch_group(group)
 
-    def connect_alone(self, world: World) -> Group:
+    def connect_alone(self, world: WorldView) -> Group:
         """The group of a world of one, which no other group's end ends."""
         fence = world.fence.attempt, world.fence.generation
         return connect(self._endpoint, 0, 1, fence, lambda blob: [blob], timeout=self._timeout)
@@ -137,10 +156,13 @@ class WorkerLoop:
         self._reporter = reporter
         self._groups = groups
         self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
+        # The newest position: the machine does nothing about it, so it learns of it with the next event.
+        self._applied: on.Applied | None = None
         state, _ = worker_machine.initial(identity.worker)
         self._state = replace(state, fence=identity.left, position=identity.position)
         self._group: Group | None = None
-        self._world: World | None = None
+        self._world: WorldView | None = None
+        self._addresses: tuple[str, ...] = ()  # of the members of the newest world, if the driver gave them
         self._group_context = GroupContext()
         self._aborted_fence: Fence | None = None
         self._has_to_begin_again = False  # the program, in the next world, for which it needs a new process
@@ -198,7 +220,7 @@ class WorkerLoop:
         world, _ = self._go_alone()
         return self._advance(self._run_program(do.Run(world.reason, world, None)))
 
-    def _go_alone(self) -> tuple[World, Group]:
+    def _go_alone(self) -> tuple[WorldView, Group]:
         """For a program outside of its loop: be in a world of one until `_join_others`: R21 (outside of the loop)."""
         world = make_world_alone(self._identity)
         group = self._groups.connect_alone(world)
@@ -207,7 +229,7 @@ class WorkerLoop:
         set_context(alone)
         return world, group
 
-    def _join_others(self) -> tuple[World, Group] | None:
+    def _join_others(self) -> tuple[WorldView, Group] | None:
         """For a program that enters its loop: return to the world that it is a member of, or ask for one. None: it is
         in that world already."""
         if self._alone is None:
@@ -254,7 +276,7 @@ class WorkerLoop:
                 commands.extend(self._post(answer))
         raise ElasticError(f"the machine of worker {self._identity.worker} gave no command")
 
-    def _next_world(self, error: CollectiveError | None) -> tuple[World, Group]:
+    def _next_world(self, error: CollectiveError | None) -> tuple[WorldView, Group]:
         """For a program inside `run`: leave this world and return with the next."""
         assert self._world is not None
         if error is None:
@@ -263,7 +285,7 @@ class WorkerLoop:
             command = self._advance(self._group_broke(self._world.fence, error))
         return self._await_run(command)
 
-    def _await_run(self, command: do.Sync | do.Run | do.Exit) -> tuple[World, Group]:
+    def _await_run(self, command: do.Sync | do.Run | do.Exit) -> tuple[WorldView, Group]:
         """For a program inside `run`: go on to the world in which it runs."""
         while isinstance(command, do.Sync):
             command = self._advance(self._run_program(command))
@@ -285,6 +307,8 @@ class WorkerLoop:
 
     def _post(self, event: on.WorkerEvent) -> tuple[do.WorkerCommand, ...]:
         with self._lock:
+            if self._applied is not None:  # of a former world it changes nothing, nor does it twice
+                self._state, _ = worker_machine.step(self._state, self._applied)
             self._state, commands = worker_machine.step(self._state, event)
         return commands
 
@@ -304,15 +328,27 @@ class WorkerLoop:
                 self._driver.ask(WorkerFailed(self._identity.worker, *failure))
             case do.ReportDone(_, fence, position, result):
                 self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-                return self._poll(WorkerDone(self._identity.worker, fence, position, result))
+                done = WorkerDone(self._identity.worker, fence, position, result, self._get_address())
+                return self._poll(done)
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for `_execute`
         return None
 
     def _ask_for_world(self, command: do.AskForWorld) -> on.WorkerEvent:
         set_context(self._context_between_worlds)
-        reason = command.suspects, command.reason, command.planned
-        return self._poll(RequestNextWorld(self._identity.worker, command.fence, command.position, *reason))
+        request = RequestNextWorld(
+            self._identity.worker,
+            command.fence,
+            command.position,
+            reason=command.reason,
+            planned=command.planned,
+            suspected_ranks=command.suspects,
+            address=self._get_address(),
+        )
+        return self._poll(request)
+
+    def _get_address(self) -> str:
+        return "" if self._has_to_begin_again else self._groups.address
 
     def _poll(self, request: Request[NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
@@ -323,16 +359,12 @@ class WorkerLoop:
         if answer.world is not None:
             if self._has_to_begin_again:
                 raise BeginAgain(self._state.fence, self._state.position)
+            self._addresses = answer.addresses
             return on.WorldReceived(now, answer.world)
         return on.StopReceived(now, answer.stop or "")
 
-    def _form(self, world: World) -> on.WorkerEvent:
-        member = world.member(self._identity.worker)
-        assert member is not None  # the machine forms its own worlds only
-        try:
-            group = self._groups.connect(world, member, self._driver)
-        except (CollectiveError, StaleGeneration, PeersMissing) as error:
-            return self._group_broke(world.fence, error)
+    def _form(self, world: WorldView) -> on.WorkerEvent:
+        group = self._groups.connect(world, self._addresses, self._driver)
         with self._lock:
             self._group, self._world = group, world
             aborted = self._aborted_fence is not None and self._aborted_fence >= world.fence
@@ -343,17 +375,10 @@ class WorkerLoop:
         except StaleGeneration as error:
             return self._group_broke(world.fence, error)
         self._group_context = GroupContext()
-        position = self._program.position()
         context = self._group_context
-        set_context(
-            replace(
-                self._context_between_worlds,
-                world=world,
-                group=group,
-                position=position,
-                group_context=context,
-            )
-        )
+        context.position = self._program.position()
+        between = self._context_between_worlds
+        set_context(replace(between, world=world, group=group, group_context=context))
         return on.GroupFormed(self._clock.now(), world.fence)
 
     def _run_program(self, command: do.Sync | do.Run) -> on.WorkerEvent:
@@ -378,7 +403,7 @@ class WorkerLoop:
             if isinstance(command, do.Run):
                 self._has_to_begin_again = getattr(self._program, "needs_new_process", False)
 
-    def _train(self, world: World, group: Group) -> on.WorkerEvent:
+    def _train(self, world: WorldView, group: Group) -> on.WorkerEvent:
         outcome = self._program.run(world, group, self._handle)
         if self._alone is not None:
             raise InvalidInput(
@@ -395,8 +420,8 @@ class WorkerLoop:
     def _report_position(self, position: Position) -> None:
         worker = get_context()
         assert worker is not None
-        set_context(replace(worker, position=position))
-        self._post(on.Applied(self._clock.now(), self._fence(), position))
+        worker.group_context.position = position
+        self._applied = on.Applied(self._clock.now(), self._fence(), position)
 
     def _fence(self) -> Fence:
         assert self._world is not None

@@ -8,7 +8,7 @@ to the loop first, and asks for a world then. Main thread only.
 from __future__ import annotations
 
 from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.protocol.types import Fence, Member, WorldView
 from spark_elastic.rendezvous.messages import DriverClient, GetValues, SetValues
 
 ALONE = Fence(0, 0)  # of each world that a worker has for itself; the driver's worlds begin at 1
@@ -28,7 +28,8 @@ def has_loop_begun(driver: DriverClient) -> bool:
     return driver.ask(GetValues(SCOPE, (KEY,))).values != (None,)
 
 
-def make_world_alone(me: WorkerIdentity) -> World:
+def make_world_alone(me: WorkerIdentity) -> WorldView:
     """The world of this worker alone."""
     member = Member(me.worker, me.slot, me.host, 0, 0, 1, 0, 1, None)
-    return World(ALONE, (member,), None, "outside of the loop, in which the others are")
+    reason = "outside of the loop, in which the others are"
+    return WorldView(ALONE, 1, member, (0,), None, None, False, False, reason)

@@ -21,7 +21,7 @@ import cloudpickle
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
-from spark_elastic.protocol.types import Checkpoint, MembershipVersion, Position, World
+from spark_elastic.protocol.types import Checkpoint, MembershipVersion, Position, WorldView
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 
@@ -68,7 +68,7 @@ class WorkerHandle:
     # For a program that stays in `run` from world to world: leaves this world and returns the next with its group. The
     # argument is the error that broke the world, or None at a boundary that all ranks agreed on. Raises `WorkerExit` if
     # there is no next world.
-    next_world: Callable[[CollectiveError | None], tuple[World, Group]]
+    next_world: Callable[[CollectiveError | None], tuple[WorldView, Group]]
     # Values of the process by name, which outlive one call of a user's function.
     process_values: dict[str, Any] = field(default_factory=dict)
     # Tells the driver that the others of this world would be quicker without this worker. One short request.
@@ -77,10 +77,10 @@ class WorkerHandle:
     # room for one. One short request; any thread.
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
     # For a program outside of its loop, in a world with members inside of theirs: a world of this worker alone.
-    go_alone: Callable[[], tuple[World, Group]] | None = None
+    go_alone: Callable[[], tuple[WorldView, Group]] | None = None
     # For a program that enters its loop: ends its time alone. Returns the world of the others with its group; None: it
     # was not alone.
-    join_others: Callable[[], tuple[World, Group] | None] = lambda: None
+    join_others: Callable[[], tuple[WorldView, Group] | None] = lambda: None
 
 
 class WorkerExit(BaseException):
@@ -111,7 +111,7 @@ class Program(Protocol):
         """The position of the program's state; None before its first world."""
         ...
 
-    def sync(self, world: World, group: Group) -> Position | None:
+    def sync(self, world: WorldView, group: Group) -> Position | None:
         """Send or receive the state of `world.source`: into staging, verified, then swapped: R5 (staging).
 
         Returns the position of the state that the program then has. None: it synchronizes inside `run` and reports its
@@ -119,7 +119,7 @@ class Program(Protocol):
         """
         ...
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         """Continue from `position()` to the end, or to a boundary at which all ranks stop for a planned change."""
         ...
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from elastic_collectives import Group
 from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import World
+from spark_elastic.protocol.types import WorldView
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import set_accelerate_device
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks
@@ -166,7 +166,12 @@ class DistEnv:
 
 
 def exchange_dist_env(
-    world: World, group: Group, address: str, ports: tuple[int, int] | None = None, *, in_loop: bool = False
+    world: WorldView,
+    group: Group,
+    address: str,
+    ports: tuple[int, int] | None = None,
+    *,
+    in_loop: bool = False,
 ) -> DistEnv:
     """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes.
 
@@ -183,7 +188,7 @@ def exchange_dist_env(
     mine = f"{address} {find_free_port(address, ports or PORTS)}" if group.rank == 0 else " "
     told = [part.decode().split(" ") for part in group.allgather_bytes(f"{in_loop:d} {mine}".encode())]
     _, master, port = told[0]
-    me = world.members[group.rank]
+    me = world.me
     # Programs of torch take LOCAL_RANK for the number of their device, and a worker sees the GPU of its slot alone.
     has_own_gpu = get_process_context().device == "cuda"
     variables = {

@@ -18,9 +18,18 @@ from typing import Any, TypeVar
 from spark_elastic.clock import Clock
 from spark_elastic.config import find_interface_address
 from spark_elastic.errors import DriverUnreachable, ElasticError
-from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, Request, WorkerExited, WorkerStarted
+from spark_elastic.protocol.messages import (
+    JOB_OVER,
+    SPARK_STOPPED,
+    TAKEN_OVER,
+    Heartbeat,
+    RegisterSlot,
+    Request,
+    WorkerExited,
+    WorkerStarted,
+)
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import NOT_RUNNING, WorkerId
+from spark_elastic.protocol.types import NOT_RUNNING, Checkpoint, WorkerId
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
@@ -29,6 +38,7 @@ from spark_elastic.rendezvous.messages import (
     SlotCommands,
     WatchSlot,
 )
+from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
 from spark_elastic.worker.entry import Activation
@@ -76,6 +86,9 @@ class SlotAgent:
         self._gpu_claims = GpuClaims()
         self._identity = identity
         self._payload = payload
+        # What this host keeps of the run; None: the job has no run, or keeps nothing.
+        self._kept = None if spec.commit_key is None else KeptCommits(spec.commit_key)
+        self._released = ""  # why the driver has told the slot to end; "": it has not
         self._facts = dict(facts or {})
         self._find_shortage = find_shortage
         self._client = client
@@ -112,7 +125,9 @@ class SlotAgent:
         node = str(self._facts.get("host", ""))
         try:
             answer = self._client.ask(
-                RegisterSlot(me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts)
+                RegisterSlot(
+                    me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts, self._find_kept()
+                )
             )
         except BaseException:
             self._gpu_claims.close()  # Spark uses this process again, for another slot
@@ -134,6 +149,9 @@ class SlotAgent:
         finally:
             self._close()
 
+    def _find_kept(self) -> Checkpoint | None:
+        return None if self._kept is None else self._kept.find_newest()
+
     # ---- main thread
 
     def _start_child(self) -> Child:
@@ -149,7 +167,7 @@ class SlotAgent:
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
         child.worker = activation.worker
-        self._ask(WorkerStarted(self._identity.slot, child.worker))
+        self._ask(WorkerStarted(self._identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
@@ -223,6 +241,7 @@ class SlotAgent:
                 else:
                     self._stopping = self._active
                     self._call_later(STOP_GRACE, self._active.kill)
+        self._released = commands.release or ""
         if commands.release is not None and self._active is not None and self._stopping is self._active:
             self._active.wait(STOP_GRACE)
         return commands.release
@@ -246,6 +265,15 @@ class SlotAgent:
         for child in (self._active, self._spare):
             if child is not None:
                 child.close()
+        # R23 (kept commits): a slot that is given back in mid-job may be where the newest state is, and the next driver
+        # goes on with what is left by a job that has lost its run or Spark.
+        why = self._released
+        if (
+            self._kept is not None
+            and why.startswith(JOB_OVER)
+            and not (TAKEN_OVER in why or SPARK_STOPPED in why)
+        ):
+            self._kept.drop(self._spec.attempt)
         self._gpu_claims.close()
         self._lines_complete.set()
         self._line_sender.join(LAST_LINES_WAIT)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar, cast
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
 from spark_elastic.protocol.messages import Request, RequestNextWorld, WorkerDone
-from spark_elastic.rendezvous.messages import DriverClient, ExchangeAddresses
+from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.context import WaitRecorder
 
 R = TypeVar("R")
@@ -172,7 +172,7 @@ class WaitRecordingClient:
     The slot's heartbeats, which no long poll delays, count as signs of life of the driver too: R12 (driver silence).
     """
 
-    _WAITING = RequestNextWorld, ExchangeAddresses, WorkerDone
+    _WAITING = RequestNextWorld, WorkerDone
 
     def __init__(self, client: DriverClient, sampler: StackSampler) -> None:
         self._client = client

@@ -21,6 +21,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
+from tests.journals import keep_journal
 
 STEPS = 20
 PACE = 0.05  # seconds a step takes at least
@@ -205,8 +206,8 @@ class Run:
         call, driver = self.call, DriverOptions(run=self.call.take_run())
         limits, config = call.make_limits(2), call.options.config
         try:
-            with call.open_output() as told:
-                return decode_results(supervise(self.cluster, self, driver, limits, config, call.name, told))
+            with call.open_output() as told, keep_journal(config) as (kept, _):
+                return decode_results(supervise(self.cluster, self, driver, limits, kept, call.name, told))
         finally:
             for thread in self._threads:
                 thread.join()

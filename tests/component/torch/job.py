@@ -41,6 +41,7 @@ from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import await_fault
+from tests.journals import keep_journal
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
@@ -194,8 +195,10 @@ def train_elastic(
     discovery: Discovery | None = None,
     lease: float = 5.0,
     run: OwnedRun | None = None,
+    keep_commits: bool = True,
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
+    config = ElasticConfig(keep_commits=keep_commits)
     launcher = launcher_for(job.task(store, manifest, ledger))
     limits = Limits(
         job.workers,
@@ -206,7 +209,8 @@ def train_elastic(
         max_global_batch=job.batch_size * job.workers,
     )
     watch = discovery or CombinedDiscovery()
-    result = supervise(launcher, watch, DriverOptions(run=run), limits, ElasticConfig(), "test", follower)
+    with keep_journal(config) as (config, _):
+        result = supervise(launcher, watch, DriverOptions(run=run), limits, config, "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
     left = torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True)

@@ -39,6 +39,13 @@ def read_data(folder: Path) -> tuple[Store, Manifest]:
     return store, Manifest.load(store, "manifest.json")
 
 
+def count_repeated_steps(folder: Path) -> int:
+    """How many steps more than one driver's workers have applied."""
+    lines = (json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines())
+    taken = {(each["epoch"], each["step"], each["attempt"]) for each in lines if each["event"] == "applied"}
+    return len(taken) - len({step[:2] for step in taken})
+
+
 def check_every_row_once_by_attempt(folder: Path, epochs: int) -> None:
     """What the later driver did stands: generations, which begin anew with each driver, are made to grow."""
     lines = [

@@ -213,7 +213,7 @@ def test_a_newcomer_takes_over_the_state_and_the_generator(
     device: torch.device, data: tuple[Store, Manifest]
 ) -> None:
     job = Job(net(torch.nn.Dropout(0.5)), adam, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
-    world = make_world(receivers=(1,))
+    world = make_world(receives=True)
 
     def train_first(group: Group) -> Any:
         task = job.task(*data)

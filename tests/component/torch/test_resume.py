@@ -17,6 +17,7 @@ import pytest
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.component.injected_faults import inject_faults
 from tests.component.torch.job import (
@@ -33,6 +34,7 @@ from tests.component.torch.job import (
 from tests.component.torch.resumed_job import (
     DRIVER,
     check_every_row_once_by_attempt,
+    count_repeated_steps,
     make_job,
 )
 from tests.patience import until
@@ -76,7 +78,9 @@ def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
             struck[-1].start()
 
     ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
-    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(start_kill), make, run=run)
+    ours, result = train_elastic(
+        job, store, manifest, str(ledger), Follower(start_kill), make, run=run, keep_commits=False
+    )
     for thread in struck:
         thread.join()
     assert len(struck) == len(steps)
@@ -90,7 +94,7 @@ def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
 def test_p7_another_driver_resumes_with_other_workers_after_a_kill(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, seed: int | None
 ) -> None:
-    """In the second epoch; or at a moment of the seed's."""
+    """In the second epoch; or at a moment of the seed's. The run continues at the step, which hosts have kept."""
     draw = random.Random(seed)
     job, (store, manifest) = make_job(), data
     ledger = tmp_path / "ledger"
@@ -118,7 +122,45 @@ def test_p7_another_driver_resumes_with_other_workers_after_a_kill(
         other, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=workers), run=run
     )
     assert run.attempt == 2
-    assert "continues from checkpoint 000001-" in result.worlds[0].reason
+    assert "as a host's memory has kept it" in result.worlds[0].reason
+    assert count_repeated_steps(ledger) <= 1
+    assert not KeptCommits(run.load_commit_key()).list_keepers(), "a keeper outlived the success"
     assert first.returncode == -signal.SIGKILL
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     check_every_row_once_by_attempt(ledger, job.epochs)
+
+
+@pytest.mark.faults
+def test_r23_a_driver_that_was_stopped_returns_and_finds_out_at_once_that_another_one_holds_the_run(
+    data: tuple[Store, Manifest], tmp_path: Path
+) -> None:
+    """Its workers train on meanwhile, and keep commits: they change nothing."""
+    job, (store, manifest), ledger = make_job(), data, tmp_path / "ledger"
+
+    def stop_driver() -> None:
+        until(lambda: is_epoch_durable(store, 1))
+        first.send_signal(signal.SIGSTOP)
+
+    def return_driver(epoch: int, step: int) -> None:
+        first.send_signal(signal.SIGCONT)
+
+    with inject_faults(tmp_path / "faults", {"epoch 1": stop_driver}):
+        command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+        first = subprocess.Popen(command, cwd=os.getcwd(), stderr=subprocess.PIPE, text=True)
+        until(lambda: not (tmp_path / "faults" / "epoch 1").exists())
+    try:
+        run, follower = OwnedRun.acquire(store, RUN), Follower(return_driver)
+        other = replace(job, workers=2, batch_size=job.batch_size * job.workers // 2)
+        ours, result = train_elastic(
+            other, store, manifest, str(ledger), follower, lambda task: launcher(task, room=2), run=run
+        )
+        _, said = first.communicate(timeout=60)
+    finally:
+        first.kill()
+        first.communicate()
+    assert "as a host's memory has kept it" in result.worlds[0].reason
+    assert first.returncode == 1
+    assert "was taken over by another driver (attempt 2" in said
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
+    check_every_row_once_by_attempt(ledger, job.epochs)
+    until(lambda: not KeptCommits(run.load_commit_key()).list_keepers())

@@ -91,7 +91,7 @@ class SetLearningRate(Callback):
 
 def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
-    world = make_world(receivers=(1,))
+    world = make_world(receives=True)
 
     def work(group: Group) -> float:
         task = job.task(store, manifest)

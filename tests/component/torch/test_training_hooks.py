@@ -54,7 +54,9 @@ def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path
     run = OwnedRun.acquire(store, RUN)
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
     with inject_faults(tmp_path / "faults", dict.fromkeys(places, inject_fault)):
-        ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
+        ours, result = train_elastic(
+            job, store, manifest, str(ledger), Follower(), make, run=run, keep_commits=False
+        )
     theirs, history = train_hooked_plain(job, store, manifest)
     assert len(result.worlds) > 1, "nobody was lost"
     resumed = ["continues from checkpoint" in world.reason for world in result.worlds]

@@ -11,7 +11,7 @@ import cloudpickle
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.protocol.types import Position, World
+from spark_elastic.protocol.types import Position, WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
@@ -38,7 +38,7 @@ class HeldProgram(CountingProgram):
     def release(self) -> None:
         Path(self._hold).unlink(missing_ok=True)
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         self._steps -= 1
         try:
             outcome = super().run(world, group, handle)
@@ -48,7 +48,7 @@ class HeldProgram(CountingProgram):
             outcome = self._wait_for_release(world, group, handle) or super().run(world, group, handle)
         return outcome
 
-    def _wait_for_release(self, world: World, group: Group, handle: WorkerHandle) -> Stopped | None:
+    def _wait_for_release(self, world: WorldView, group: Group, handle: WorkerHandle) -> Stopped | None:
         """Until it is released or, as after any step, the membership changes; the same on all ranks."""
         deadline = self._clock.now() + HELD_AT_MOST
         while True:
@@ -65,8 +65,8 @@ class HeldProgram(CountingProgram):
 class SlowSync(HeldProgram):
     """Before it takes or hands over the state of a survivor, every rank tells and dwells."""
 
-    def sync(self, world: World, group: Group) -> Position:
-        if world.receivers and world.source is not None:
+    def sync(self, world: WorldView, group: Group) -> Position:
+        if world.has_receivers and world.source is not None:
             say(f"syncs as rank {group.rank} of world {world.fence.generation}")
             self._clock.sleep(LONG)
         return super().sync(world, group)
@@ -75,7 +75,7 @@ class SlowSync(HeldProgram):
 class SlowReturn(HeldProgram):
     """The survivors of the first world take their time to come back from it."""
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         try:
             return super().run(world, group, handle)
         except CollectiveError:

@@ -6,7 +6,7 @@ import ctypes
 import os
 
 from elastic_collectives import Group
-from spark_elastic.protocol.types import World
+from spark_elastic.protocol.types import WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 
@@ -14,7 +14,7 @@ from spark_elastic.worker.program import Outcome, WorkerHandle
 class NeverReturns(CountingProgram):
     """Rank 1 of the first world calls C code that keeps the interpreter's lock for ever."""
 
-    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, session: WorkerHandle) -> Outcome:
         if world.fence.generation == 1 and group.rank == 1:
             self.call_c_code()
         return super().run(world, group, session)

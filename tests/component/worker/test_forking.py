@@ -234,6 +234,22 @@ def test_a_forked_process_and_its_server_end_with_the_slot(tmp_path: Path) -> No
     assert not alive
 
 
+def fork_sleeper() -> int:
+    if pid := os.fork():
+        return pid
+    signal.pause()
+    raise AssertionError
+
+
+def test_what_a_program_forks_ends_with_the_process_whatever_ends_it() -> None:
+    with ForkedChild(FORKED, fork_sleeper) as child:
+        process = child.await_warm()
+        sleeper = psutil.Process(int(child.lines.get(timeout=10.0)))
+        assert sleeper.ppid() == process.pid
+        process.kill()
+        until(lambda: not sleeper.is_running())
+
+
 def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_server() -> None:
     with ForkedChild(FORKED, lambda: None) as first:
         process, server = first.await_warm(), fork_server_cache.pid

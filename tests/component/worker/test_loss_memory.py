@@ -12,7 +12,7 @@ import pytest
 
 from elastic_collectives import Group
 from spark_elastic.errors import OutOfMemory
-from spark_elastic.protocol.types import World
+from spark_elastic.protocol.types import WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.component.worker.losses import Job
@@ -63,7 +63,7 @@ class MemoryHog(CountingProgram):
         self._box = box
         self._on = on
 
-    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, session: WorkerHandle) -> Outcome:
         if self._on and group.rank == group.size - 1:
             for pid in (os.getppid(), os.getpid()):
                 self._box.put(pid)

@@ -83,7 +83,15 @@ def serve(
     )
     # Where other machines may not reach it: workers say the address of the interface.
     identity = SlotIdentity(slot=SLOT, host="host-4", address="192.0.2.1")
-    played = driver.call_in_thread(play)
+
+    def play_or_release() -> None:
+        try:
+            play()
+        except BaseException:
+            driver.server.release_slot(SLOT, "the test has failed")
+            raise
+
+    played = driver.call_in_thread(play_or_release)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
         ended = SlotAgent(spec, identity, payload, client, CLOCK, find_shortage=shortage).run()
     played.result(20.0)
@@ -236,13 +244,14 @@ def test_a_missing_spare_and_a_growing_memory_shortage_are_reported_once_and_cos
 
     def play() -> None:
         driver.await_event(RegisterSlot)
-        assert "no spare was started: OSError: [Errno 24]" in str(driver.logs.get(timeout=20.0).lines)
         worker, spare = await_children(2)
-        while "it takes too much" not in str(driver.logs.get(timeout=20.0).lines):
-            continue
-        assert looks[0] == (worker.pid, None)
-        assert looks[-1] == (worker.pid, spare.pid)
+        said = ""
+        while "it takes too much" not in said:
+            said += str(driver.logs.get(timeout=20.0).lines)
         driver.server.release_slot(SLOT, "enough")
+        assert "no spare was started: OSError: [Errno 24]" in said
+        assert {pid for pid, _ in looks} == {worker.pid}
+        assert looks[-1] == (worker.pid, spare.pid)
 
     assert serve(driver, AnnouncingProgram(1), play, shortage=shortage) == "enough"
     assert len([spare for _, spare in looks if spare is not None]) == 1

@@ -10,7 +10,8 @@ from spark_elastic.protocol.types import heartbeat_interval
 @pytest.mark.parametrize(
     ("lease", "slots", "seconds"),
     [
-        (5.0, 1, 1.0),
+        (5.0, 1, 0.4),
+        (5.0, 100, 0.4),
         (5.0, 250, 1.0),
         (5.0, 400, 1.6),
         (5.0, 2000, 2.0),  # the lease bounds it

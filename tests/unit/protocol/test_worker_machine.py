@@ -19,15 +19,19 @@ from spark_elastic.protocol.commands import (
     WorkerCommand,
 )
 from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
-from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, World
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, World, WorldView
 from tests.unit.protocol.driver_bench import at
 
 ME = "a"
 
 
-def _world(generation: int, **positions: Position | None) -> World:
+def _world(generation: int, **positions: Position | None) -> WorldView:
+    """As this worker is told it, or, if it is no member, another one."""
     places = [ChosenWorker(worker, f"slot {worker}", "h", position) for worker, position in positions.items()]
-    return World(Fence(1, generation), assign_ranks(places), find_source(places), "because")
+    world = World(Fence(1, generation), assign_ranks(places), find_source(places), "because")
+    view = world.view_of(ME if ME in positions else next(iter(positions)))
+    assert view is not None
+    return view
 
 
 class MachineUnderTest:

@@ -24,6 +24,7 @@ from spark_elastic.protocol.types import (
     Phase,
     Position,
     World,
+    WorldView,
 )
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from tests.fake_group import FakeFabric
@@ -133,7 +134,7 @@ class FakeDriver:
                 self._form()
                 self._news.notify_all()
 
-    def arrive(self, session: FakeSession) -> tuple[World, Group]:
+    def arrive(self, session: FakeSession) -> tuple[WorldView, Group]:
         with self._news:
             if session.doomed:
                 self._alive.discard(session)
@@ -148,7 +149,9 @@ class FakeDriver:
                 lambda: self._generation > before and session not in self._here, DEADLINE
             ):
                 raise TimeoutError("no world was formed")
-            return self._world, self._fabric.group(self._members.index(session))
+            group = self._fabric.group(self._members.index(session))
+            view = self._world.view_of(self._world.members[group.rank].worker)
+            return view, group
 
     def _form(self) -> None:
         """Once everybody who lives has come; newcomers are soon there."""
@@ -182,7 +185,7 @@ class FakeSession:
         self._fuse: int | None = None
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldView:
         return self._world
 
     @property

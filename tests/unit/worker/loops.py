@@ -19,7 +19,8 @@ def build_loop(program: Any = NOTHING, driver: Any = NOTHING) -> WorkerLoop:
     driver = driver or SimpleNamespace()
     identity, clock = WorkerIdentity(worker=WorkerId("1-0.1"), slot=SlotId("1-0")), SystemClock()
     watch = DriverWatch(identity.worker, driver, clock, 30.0)
-    groups = GroupConnector(NOTHING, 5.0, WaitRecorder())
+    endpoint: Any = SimpleNamespace(address="127.0.0.1:7000")
+    groups = GroupConnector(endpoint, 5.0, WaitRecorder())
     return WorkerLoop(
         identity, program, driver, clock, watch, MetricsReporter(identity.worker, driver), groups
     )

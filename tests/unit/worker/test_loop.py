@@ -17,17 +17,29 @@ from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks
 from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone, WorkerFailed
-from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, INITIAL_VERSION, START, Fence, World
+from spark_elastic.protocol.types import (
+    DRIVER_SILENT_EXIT_CODE,
+    INITIAL_VERSION,
+    START,
+    Fence,
+    Phase,
+    Position,
+    World,
+    WorldView,
+)
 from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWorker, WorkerUpdate
-from spark_elastic.worker.context import WaitRecorder
+from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_context
 from spark_elastic.worker.loop import GroupConnector
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
 from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.worker.loops import build_loop
 
 
-def _world(generation: int) -> World:
-    return World(Fence(1, generation), assign_ranks([ChosenWorker("1-0.1", "1-0", "h", None)]), None, "start")
+def _world(generation: int) -> WorldView:
+    members = assign_ranks([ChosenWorker("1-0.1", "1-0", "h", None)])
+    view = World(Fence(1, generation), members, None, "start").view_of(members[0].worker)
+    assert view is not None
+    return view
 
 
 class _Group:
@@ -56,6 +68,25 @@ def test_r10_a_late_abort_does_not_abort_the_next_world() -> None:
     loop._post = post_late  # type: ignore[method-assign]
     loop.handle_event(on.AbortReceived(0, Fence(1, 1), "world 1 is over"))
     assert groups[1].aborted == []
+
+
+def test_a_worker_that_leaves_its_world_names_the_newest_position_it_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever thread's event is the next one; and once it has left, it stands where it said."""
+    use_context_per_thread(monkeypatch)
+    loop, fence = build_loop(), Fence(1, 1)
+    loop._world = _world(1)
+    set_context(WorkerContext("1-0.1", world=loop._world))  # type: ignore[arg-type]
+    for event in (on.Warm(0), on.WorldReceived(0, _world(1)), on.GroupFormed(0, fence)):
+        loop._post(event)
+    for step in range(3):
+        loop._handle.report_position(Position(0, Phase.TRAIN, step))
+    (asks,) = (each for each in loop._post(on.Boundary(0, fence, "")) if isinstance(each, do.AskForWorld))
+    assert asks.position == Position(0, Phase.TRAIN, 2)
+    loop._handle.report_position(Position(0, Phase.TRAIN, 7))
+    loop._post(on.AbortReceived(0, fence, "over"))
+    assert loop._state.position == Position(0, Phase.TRAIN, 2)
 
 
 def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins(

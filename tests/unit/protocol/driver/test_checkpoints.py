@@ -22,7 +22,7 @@ from spark_elastic.protocol.messages import (
     WorkerStraggles,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Checkpoint, Fence, SlotId
+from spark_elastic.protocol.types import KEPT, Checkpoint, Fence, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 
@@ -106,6 +106,51 @@ def test_r18_a_world_without_survivors_begins_from_the_newest_checkpoint() -> No
     assert [each.position.step for each in world.resume] == [6, 3]
     assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
     assert "continues from checkpoint 1-1-6" in world.reason
+
+
+def keep(step: int, generation: int = 0, attempt: int = 1) -> Checkpoint:
+    return Checkpoint(Fence(attempt, generation), at(step), f"{KEPT}h", "")
+
+
+@pytest.mark.parametrize(
+    ("kept", "source", "steps"),
+    [
+        ({}, 0, [6]),
+        ({2: keep(5)}, 0, [6]),  # an older attempt's, or from before the checkpoint
+        ({2: keep(5, generation=1)}, 0, [6]),
+        ({2: keep(6, generation=1)}, 0, [6]),
+        ({2: keep(7, generation=1), 3: keep(8, generation=1), 4: keep(8, generation=1)}, 2, [8, 6]),
+        ({1: keep(9, generation=1), 3: keep(7, generation=2)}, 2, [7, 6]),
+    ],
+)
+def test_r23_a_world_without_survivors_begins_from_a_newer_commit_that_a_host_keeps(
+    kept: dict[int, Checkpoint], source: int, steps: list[int]
+) -> None:
+    bench = start_running()
+    report_written(bench, 6)
+    for job in (1, 2, 3, 4):
+        bench.exit(name(job), -9)
+        bench.on(on.LaunchEnded(bench.now, job, "its task ended"))
+    for job in (5, 6, 7, 8):
+        bench.on(RegisterSlot(SlotId(f"{job}-0"), f"h{job}", job, kept=kept.get(job - 4)))
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
+        bench.join(name(job))
+    world = bench.find_commands(PublishWorld)[-1].world
+    assert [each.position.step for each in world.resume] == steps
+    assert (world.source, world.receivers) == (source, (0, 1, 2, 3))
+    assert ("as a host's memory has kept it" in world.reason) == (len(steps) == 2)
+
+
+def test_r23_slots_that_outlive_their_workers_tell_what_their_host_has_kept_since() -> None:
+    bench = start_running()
+    report_written(bench, 3)
+    for job in (1, 2, 3, 4):
+        bench.exit(name(job), -9)
+        kept = keep(8, generation=1) if job == 3 else None
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2), kept))
+        bench.join(name(job, 2))
+    world = bench.find_commands(PublishWorld)[-1].world
+    assert ([each.position.step for each in world.resume], world.source) == ([8, 3], 2)
 
 
 def test_r18_the_driver_waits_for_old_members_that_may_live() -> None:

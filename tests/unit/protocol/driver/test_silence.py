@@ -149,6 +149,21 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     assert bench.members() == [name(2)]
 
 
+def test_r18_an_evicted_worker_that_speaks_again_is_waited_for_anew() -> None:
+    """Its host is cut off, for a moment is not, and is again before it learns that its worker was evicted."""
+    bench = Bench(Limits(1, 1, 2, driver_timeout=10.0))
+    bench.start(1)
+    bench.start_warm(2)
+    bench.wait(10.0, heartbeats_of=[2])
+    assert not bench.state.workers.get(name(1))
+    bench.on(Heartbeat(SlotId("1-0"), name(1), "S"))
+    bench.wait(12.0, heartbeats_of=[2])
+    assert len(bench.find_commands(PublishWorld)) == 1
+    bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))  # a stopped process trains nothing
+    bench.wait(5.0, heartbeats_of=[2])
+    assert bench.members() == [name(2)]
+
+
 def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     """Its connection is back before its next heartbeat."""
     bench = _start_running()
@@ -157,4 +172,52 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     bench.on(on.ConnectionBack(0, SlotId("1-0")))
     bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
     bench.wait(1.5, heartbeats_of=(2, 3, 4))
+    assert not bench.find_commands(AbortWorld)
+
+
+@pytest.mark.parametrize(
+    ("others", "late", "letter", "within"),
+    [
+        ("wait", 0.0, "", 1.1),
+        ("wait", 0.0, "T", 1.1),
+        ("work", 0.0, "", 5.1),
+        ("wait", 0.9, "", 2.0),  # as late as its heartbeats were at times, and twice as late again
+        ("wait", 3.0, "", 5.1),
+    ],
+)
+def test_r24_a_silent_member_is_lost_once_it_is_later_than_ever_and_others_wait_for_it(
+    others: str, late: float, letter: str, within: float
+) -> None:
+    """letter: of its process, if its slot sends heartbeats."""
+    bench = _start_running()
+    bench.wait(2.0, heartbeats_of=ALL)
+    bench.wait(late, heartbeats_of=(1, 2, 3))
+    began, waiting = bench.now, others == "wait"
+    bench.on(Heartbeat(SlotId("4-0"), name(4), "S"))
+    for _ in range(60):
+        for job in (1, 2, 3):
+            bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S", waiting, bench.now - began))
+        if letter:
+            bench.on(Heartbeat(SlotId("4-0"), name(4), letter))
+        bench.wait(0.1)
+        if bench.find_commands(AbortWorld):
+            break
+    assert within - 0.35 <= bench.now - began <= within + 0.3
+    assert set(bench.state.workers) == {name(1), name(2), name(3)}
+
+
+@pytest.mark.parametrize("pause", ["of the driver", "of its network"])
+def test_r24_while_the_driver_is_late_itself_nobody_is_suspicious(pause: str) -> None:
+    bench = _start_running()
+    bench.wait(2.0, heartbeats_of=ALL)
+    for job in (4, 3, 2, 1):
+        bench.wait(0.1)
+        bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S", job < 4, 0.4))
+    if pause == "of the driver":
+        bench.now += 2.0
+    else:
+        bench.wait(2.0)
+    bench.on(Heartbeat(SlotId("1-0"), name(1), "S", True, 2.4))
+    bench.wait(0.5)
+    bench.wait(1.0, heartbeats_of=ALL)
     assert not bench.find_commands(AbortWorld)

@@ -1,0 +1,340 @@
+"""Commits in the memory of hosts, outside of worker processes: R23 (kept commits).
+
+A training process shares anonymous memory with its keeper, which outlives it. The keeper's socket is in the abstract
+namespace of the host's network, `@spark-elastic/<hash of the key>/<attempt>/<process id>`: no death leaves a file.
+Each commit has a memory of its own, and two take turns: a header, the arrays at `ARRAYS`, and behind them the pickled
+values. The header comes last, is signed with the run's key and has a checksum of the arrays, so that what a process
+left half written, or another run's, is not read.
+
+`CommitKeeper` belongs to a training process: its training thread asks for memory, and whichever thread has completed
+a commit keeps it. `KeptCommits` is what a slot or worker of the run finds on its host; any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import inspect
+import json
+import logging
+import mmap
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from spark_elastic.errors import StoreError
+from spark_elastic.protocol.types import KEPT, START, Checkpoint, Fence, Phase, Position
+from spark_elastic.runs import keeper
+from spark_elastic.runs.snapshot import Bytes, Snapshot, pickle_value
+
+log = logging.getLogger("spark_elastic.state")
+
+VERSION = 1  # of the layout of a kept commit
+HEADER = 4096  # bytes of the header at most
+ARRAYS = 1 << 16  # where the arrays begin: a multiple of every page size
+SHARE = 0.5  # of the host's free memory, that the two memories of a process take at most
+TRIES = 3  # to read a commit while its process still writes
+SPAWN_SECONDS = 10.0  # for the keeper to leave its parent
+ANSWER_SECONDS = 2.0  # for a keeper's answer
+# Limit and use of memory, in control groups of both versions.
+CONTROL_GROUPS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+COMMIT_KEEPER = "commit_keeper"  # key of `WorkerSession.process_values`: the CommitKeeper of this process
+
+
+class _Segment:
+    """Memory of one commit, shared with the keeper."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("spark-elastic-commit")
+        os.ftruncate(self.fd, ARRAYS + max(1, nbytes))
+        self._map = mmap.mmap(self.fd, max(1, nbytes), offset=ARRAYS)
+        self.memory: Bytes = np.frombuffer(self._map, np.uint8)[:nbytes]
+
+    def close(self) -> None:
+        """The memory stays while an array refers to it."""
+        os.close(self.fd)
+
+
+class CommitKeeper:
+    """Keeps the newest commit of this process on its host. Of the workers of a machine, the first one does."""
+
+    def __init__(self, key: bytes, attempt: int, orphan_timeout: float) -> None:
+        """
+        Args:
+            key: the run's.
+            orphan_timeout: for so long commits stay without this process, in seconds.
+        """
+        self.kept = KeptCommits(key)
+        self._key, self._attempt, self._orphan_timeout = key, attempt, orphan_timeout
+        self._segments: list[_Segment] = []  # the older one first
+        self._fence: Fence | None = None  # of the world whose commits are kept; None: none are
+        self._name = ""  # of the keeper's socket; "": it was not started
+        self._is_first = True  # no commit was kept yet
+        self.allocations = 0  # how often memory was allocated, which costs more than a commit
+        self._gave_up = False
+
+    def begin_world(self, fence: Fence, *, keeps: bool) -> None:
+        """
+        Args:
+            keeps: this worker is the first on its machine.
+        """
+        self._fence = fence if keeps and not self._gave_up else None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether commits of this world are kept."""
+        return self._fence is not None
+
+    def allocate(self, nbytes: int) -> Bytes | None:
+        """Memory of exactly `nbytes` bytes for the next commit, in place of that of the commit before the newest. None:
+        commits are not kept, or there is no room for it."""
+        if self._fence is None:
+            return None
+        self.allocations += 1
+        is_larger = nbytes > max((each.memory.nbytes for each in self._segments), default=-1)
+        if is_larger and 2 * nbytes > SHARE * read_free_memory():
+            self._give_up(
+                f"two copies of its {nbytes / 2**20:.0f} MiB do not fit into half of the free memory"
+            )
+            return None
+        try:
+            self._start_keeper()
+            segment = _Segment(nbytes)
+            for old in self._segments[:-1]:
+                old.close()
+            self._segments = [*self._segments[-1:], segment]
+            self._ask(b"k", [each.fd for each in self._segments])
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            # A newer attempt has ended the keeper, or the host lacks descriptors or processes
+            self._give_up(str(error))
+            return None
+        return segment.memory
+
+    def owns(self, memory: Bytes) -> bool:
+        """Whether a commit in this memory is kept, or, while nothing is kept, need not be."""
+        return self._fence is None or any(memory is each.memory for each in self._segments)
+
+    def begin(self, memory: Bytes) -> None:
+        """What this memory holds is about to change."""
+        for segment in self._segments:
+            if segment.memory is memory:
+                os.pwrite(segment.fd, bytes(HEADER), 0)
+                self._segments.sort(key=lambda each: each is segment)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """The snapshot, in memory from `allocate`, is complete."""
+        fence = self._fence
+        segment = next((each for each in self._segments if each.memory is snapshot.memory), None)
+        if fence is None or segment is None or snapshot.position == START:
+            return
+        try:
+            self._write(segment, snapshot, fence)
+        except Exception as error:  # objects raise anything when they are asked for their state
+            self._give_up(f"{type(error).__name__}: {error}")
+            return
+        if self._is_first:
+            self._is_first = False
+            self.kept.drop(self._attempt)
+
+    def _write(self, segment: _Segment, snapshot: Snapshot, fence: Fence) -> None:
+        values, position = pickle_value(snapshot.values), snapshot.position
+        header = json.dumps(
+            {
+                "version": VERSION,
+                "fence": [fence.attempt, fence.generation],
+                "position": [position.epoch, position.phase.value, position.step],
+                "arrays": [snapshot.memory.nbytes, _sum(snapshot.memory)],
+                "values": [len(values), hashlib.sha256(values).hexdigest()],
+            }
+        ).encode()
+        os.pwrite(segment.fd, values, ARRAYS + max(1, snapshot.memory.nbytes))
+        os.pwrite(segment.fd, _sign(self._key, header) + b"\n" + header + b"\n", 0)
+
+    def close(self) -> None:
+        """Keep nothing from now on. What is kept stays with the keeper."""
+        for segment in self._segments:
+            segment.close()
+        self._segments, self._fence = [], None
+
+    def _start_keeper(self) -> None:
+        if self._name:
+            return
+        name = f"{self.kept.prefix}{self._attempt}/{os.getpid()}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}")
+            listener.listen()
+            command = [sys.executable, "-I", "-S", "-c", inspect.getsource(keeper), str(self._attempt)]
+            command += [str(os.getpid()), keeper.read_start(os.getpid()), str(self._orphan_timeout)]
+            null = subprocess.DEVNULL
+            subprocess.run(
+                command, stdin=listener.fileno(), stdout=null, stderr=null, timeout=SPAWN_SECONDS, check=True
+            )
+        self._name = name
+
+    def _ask(self, message: bytes, descriptors: list[int]) -> None:
+        with _connect(self._name) as connection:
+            socket.send_fds(connection, [message], descriptors)
+            connection.recv(1)
+
+    def _give_up(self, why: str) -> None:
+        self._fence, self._gave_up = None, True
+        sys.stderr.write(
+            f"the state of each step is not kept in this host's memory, so after a loss of the driver the run "
+            f"continues at its newest checkpoint: {why}\n"
+        )
+
+
+class KeptCommits:
+    """The commits of a run that this host keeps."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.prefix = f"spark-elastic/{hashlib.sha256(b'run' + key).hexdigest()[:32]}/"
+
+    def find_newest(self) -> Checkpoint | None:
+        """The newest one: of the highest fence, then at the highest position."""
+        found = []
+        for name in self.list_keepers():
+            with suppress(OSError, StoreError), self._open(name) as commits:
+                found += [header.describe(name) for header in commits.values()]
+        return max(found, key=lambda each: (each.fence, each.position), default=None)
+
+    def read(self, commit: Checkpoint) -> Snapshot:
+        """That commit, or a newer one of its process.
+
+        Raises:
+            StoreError: it is gone, or is not what was kept.
+        """
+        name = commit.name.removeprefix(KEPT)
+        try:
+            for _ in range(TRIES):  # a process that has not ended may write over what is read here
+                with self._open(name) as commits:
+                    for descriptor, header in sorted(commits.items(), key=lambda each: each[1].position)[
+                        ::-1
+                    ]:
+                        if (snapshot := header.read(descriptor)) is not None:
+                            return snapshot
+        except OSError as error:
+            raise StoreError(f"The commit that {name} kept is gone: {error}.") from error
+        raise StoreError(f"The commit that {name} keeps is not what was kept: its checksum differs.")
+
+    def drop(self, attempt: int) -> None:
+        """End the keepers of earlier attempts, and those of this attempt whose processes have ended."""
+        for name in self.list_keepers():
+            with suppress(OSError), _connect(name) as connection:
+                connection.sendall(f"d{attempt}".encode())
+                connection.recv(1)
+
+    def list_keepers(self) -> list[str]:
+        """Names of the sockets of all that keep something of the run on this host."""
+        try:
+            lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        names = (line.rpartition(" ")[2].removeprefix("@") for line in lines)
+        return sorted({name for name in names if name.startswith(self.prefix)})
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[dict[int, _Header]]:
+        """The headers of a keeper's commits, by descriptor.
+
+        Raises:
+            StoreError: another user's process has this name.
+        """
+        with _connect(name) as connection:
+            connection.sendall(b"f")
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, keeper.MOST)
+        try:
+            read = {each: _Header.read_from(each, self._key) for each in descriptors}
+            yield {descriptor: header for descriptor, header in read.items() if header is not None}
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+class _Header:
+    """What a kept commit is, as its header says."""
+
+    def __init__(self, text: bytes) -> None:
+        fields = json.loads(text)
+        epoch, phase, step = fields["position"]
+        self.is_known = fields["version"] == VERSION
+        self.fence, self.position = Fence(*fields["fence"]), Position(epoch, Phase(phase), step)
+        self._nbytes, self._sum = fields["arrays"]
+        self._values_bytes, self._values_digest = fields["values"]
+
+    @classmethod
+    def read_from(cls, descriptor: int, key: bytes) -> _Header | None:
+        """None: there is no complete commit of this run."""
+        signature, text, _ = (os.pread(descriptor, HEADER, 0) + b"\n\n").split(b"\n", 2)
+        if not hmac.compare_digest(signature, _sign(key, text)):
+            return None
+        header = cls(text)
+        return header if header.is_known else None
+
+    def describe(self, name: str) -> Checkpoint:
+        """As a checkpoint, by the name of the keeper's socket."""
+        return Checkpoint(self.fence, self.position, f"{KEPT}{name}", "")
+
+    def read(self, descriptor: int) -> Snapshot | None:
+        """The commit; None: it is not what was kept."""
+        memory: Bytes = np.empty(self._nbytes, np.uint8)
+        read = os.preadv(descriptor, [memory.data], ARRAYS) if self._nbytes else 0
+        while 0 < read < self._nbytes and (
+            more := os.preadv(descriptor, [memory.data[read:]], ARRAYS + read)
+        ):
+            read += more
+        values = os.pread(descriptor, self._values_bytes, ARRAYS + max(1, self._nbytes))
+        if read < self._nbytes or _sum(memory) != self._sum:
+            return None
+        if hashlib.sha256(values).hexdigest() != self._values_digest:
+            return None
+        return Snapshot(self.position, pickle.loads(values), memory)
+
+
+def read_free_memory() -> int:
+    """Bytes of memory that this host, or the control group of this process, has free."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) << 10
+    for group in CONTROL_GROUPS:
+        with suppress(OSError, ValueError):  # no such version of control groups, or no limit
+            most, taken = (int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")) for name in group)
+            free = min(free, max(0, most - taken))
+    return free
+
+
+@contextmanager
+def _connect(name: str) -> Iterator[socket.socket]:
+    """
+    Raises:
+        OSError: nobody of this user answers under that name.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.connect(f"\0{name}")
+        if keeper.find_peer(connection)[1] != os.getuid():
+            raise PermissionError(f"@{name} belongs to another user")
+        yield connection
+
+
+def _sum(memory: Bytes) -> int:
+    """A checksum as quick as a copy, which finds what memory does to a bit; the signature is against people."""
+    whole = memory.nbytes & ~7
+    total = int(memory[:whole].view(np.uint64).sum(dtype=np.uint64)) + int(
+        memory[whole:].sum(dtype=np.uint64)
+    )
+    return total & (1 << 64) - 1
+
+
+def _sign(key: bytes, text: bytes) -> bytes:
+    return hmac.new(key, text, "sha256").hexdigest().encode()

@@ -1,0 +1,191 @@
+"""Documents of a store that somebody has changed in any place: they are read, or refused in one sentence (P7).
+
+Each is changed in one place after the other, to values of other kinds, names outside of the store and numbers that
+would take all memory. Whoever may write to a store may also change what it says; nothing but a sentence comes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.run import attached
+from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
+from spark_elastic.data.store import Store, list_entries
+from spark_elastic.driver.run_board import RunBoard, encode_request, requests_folder, status_name
+from spark_elastic.errors import ElasticError
+from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.monitoring.report import JobReport
+from spark_elastic.protocol.commands import End, JobOutcome
+from spark_elastic.protocol.events import DrainRequested
+from spark_elastic.protocol.types import Fence, Phase, Position
+from spark_elastic.rendezvous import codec
+from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.owned_run import OwnedRun
+from tests.memory_store import make_memory_store
+
+RUN = "r"
+TEXTS = (b"", b"{", b"\xff", b"null", b"NaN", b"7" * 5000, b"[" * 100_000, b'{"a":' * 50_000)
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 10**12, 10**400, 1.5, "", "x", "../../x", "/etc/passwd", "a\0b", [], {}, [[]], {"a": 1},
+)  # fmt: skip
+
+
+class RunInStore:
+    """A run with something of everything, and what reads it."""
+
+    def __init__(self) -> None:
+        self.store = make_memory_store()
+        self.run = OwnedRun.acquire(self.store, RUN)
+        self.run.load_commit_key()
+        self.checkpoints = CheckpointStore(self.store, RUN)
+        position = Position(0, Phase.TRAIN, 1)
+        self.checkpoint = self.checkpoints.write(Fence(1, 1), position, {"values": b"v", "memory": b"m"})
+        self.run.publish_now((self.checkpoint,))
+        groups = RowGroups.of([RowGroup(0, 0, 5, 20)])
+        self.manifest = Manifest((Column("x", "float32", (2,)),), ("data/x/part",), groups, "from", "content")
+        self.manifest.save(self.store, "data/manifest.json")
+        text = self.manifest.to_json()
+        settings = {"seed": 1, "shuffle": True, "batch_size": 5, "backward_passes_per_step": 1}
+        RunRecord("", text, self.manifest.hash, 5, 1, settings, None, {}).save(self.store, RUN)
+        RunResult("runs/r/model", "", "", 1, [{"loss": 1.0}], 5).save(self.store, RUN)
+        self.posted: list[Any] = []
+        end = codec.to_plain(End("it is over", JobOutcome.SUCCESS, ("{}",)))
+        shown = {"status": {"stage": "ended"}, "report": JobReport().to_json(), "beat": 1, "end": end}
+        self.store.write_bytes(status_name(RUN, 1), json.dumps(shown).encode())
+        self.request = f"{requests_folder(RUN)}/000001-x"
+        self.store.write_bytes(self.request, encode_request(DrainRequested(0, "why", host="h")))
+
+    def read_list(self) -> None:
+        found = OwnedRun.acquire(self.store, RUN).checkpoints
+        sorted(found, key=lambda each: (each.fence, each.position))
+        if found:
+            self.checkpoints.read_first_undamaged(found)
+
+    def read_checkpoint(self) -> None:
+        text = self.store.read_bytes(f"runs/r/checkpoints/{self.checkpoint.name}/manifest.json")
+        self.checkpoints.read(replace(self.checkpoint, digest=hashlib.sha256(text).hexdigest()))
+
+    def read_manifest(self) -> None:
+        self.use(Manifest.load(self.store, "data/manifest.json"))
+
+    def use(self, manifest: Manifest) -> None:
+        manifest.max_decoded_group_bytes()
+        for name in manifest.files:
+            self.store.path(name)
+
+    def read_record(self) -> None:
+        record = RunRecord.load(self.store, RUN)
+        if record is not None:
+            self.use(record.load_manifest())
+            record.load_validation()
+        list_entries(self.store)
+
+    def read_result(self) -> None:
+        result = RunResult.load(self.store, RUN)
+        assert result is not None
+        self.store.exists(result.model)
+
+    def attach(self) -> None:
+        job = attached.AttachedJob(self.store, RUN, SystemClock())
+        repr(job), job.status(), job.report, job.has_ended
+        if job.has_ended:
+            job.result()
+
+    def read_requests(self) -> None:
+        RunBoard(self.run, dict, self.posted.append, SystemClock())._read_requests()
+        assert not self.store.exists(self.request), "it would keep those behind it from being read"
+
+    def read_key(self) -> None:
+        assert len(self.run.load_commit_key()) == 32
+
+
+def find_places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from find_places(each, (*place, key))
+
+
+def spoil(value: Any) -> Iterator[bytes]:
+    """The document with each place changed, removed or joined by another."""
+    text = json.dumps(value).encode()
+    yield from TEXTS
+    yield from (text[:size] for size in range(0, len(text), max(1, len(text) // 40)))
+    yield from (json.dumps(each).encode() for each in VALUES)
+    for *path, last in filter(None, find_places(value)):
+        for new in (*VALUES, "removed"):
+            changed = copy.deepcopy(value)
+            place = changed
+            for key in path:
+                place = place[key]
+            if new == "removed":
+                del place[last]
+            else:
+                place[last] = new
+            yield json.dumps(changed).encode()
+
+
+DOCUMENTS: dict[str, Callable[[RunInStore], None]] = {
+    "runs/r/checkpoints/published-000001-00000001.json": RunInStore.read_list,
+    "runs/r/checkpoints/{checkpoint}/manifest.json": RunInStore.read_checkpoint,
+    "data/manifest.json": RunInStore.read_manifest,
+    "runs/r/run.json": RunInStore.read_record,
+    "runs/r/result.json": RunInStore.read_result,
+    "runs/r/status/000001.json": RunInStore.attach,
+    "runs/r/requests/000001-x": RunInStore.read_requests,
+    "runs/r/commit-key": RunInStore.read_key,
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_p7_a_document_that_was_changed_anywhere_is_read_or_refused_in_a_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "SILENT_AFTER", 0.0)
+    # Whoever alters a manifest can make its hash right.
+    monkeypatch.setattr(Manifest, "hash", "right")
+    there = RunInStore()
+    path = name.format(checkpoint=there.checkpoint.name)
+    text = there.store.read_bytes(path)
+    DOCUMENTS[name](there)
+    changed = list(spoil(text.decode() if name.endswith("key") else json.loads(text)))
+    assert len(changed) > 50
+    for each in changed:
+        there.store.write_bytes(path, each)
+        try:
+            DOCUMENTS[name](there)
+        except ElasticError as error:
+            said = str(error)
+        except BaseException as error:
+            raise AssertionError(f"{each[:300]!r} raises {error!r}") from error
+        else:
+            continue
+        assert said.endswith((".", "once")), said
+        assert "\n" not in said
+
+
+def test_what_others_keep_among_checkpoints_stays_and_disturbs_nothing(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    run = OwnedRun.acquire(store, RUN)
+    others = ["1st try/x", "0-old/x", "published-000009.json", "published-000001-x.json", "²/x"]
+    for name in others:
+        store.write_bytes(f"runs/r/checkpoints/{name}", b"")
+    store.write_bytes("runs/r/attempts/²", b"")
+    for step in (1, 2):
+        new = CheckpointStore(store, RUN).write(
+            Fence(run.attempt, 1), Position(0, Phase.TRAIN, step), {"x": b"x"}
+        )
+        run.publish_now((new,))
+    assert OwnedRun.acquire(store, RUN).checkpoints == (new,)
+    assert all(os.path.exists(tmp_path / "runs/r/checkpoints" / name) for name in others)
+    assert len(store.list("runs/r/checkpoints")) == len(others) + 2  # the newest list and checkpoint
