@@ -31,7 +31,6 @@ _EXPORTS = {
     "NotEnoughWorkers": "spark_elastic.errors",
     "OutOfMemory": "spark_elastic.errors",
     "Packing": "spark_elastic.data.packing",
-    "PeersMissing": "spark_elastic.errors",
     "PreflightError": "spark_elastic.errors",
     "Rows": "spark_elastic.estimators.rows",
     "Ragged": "spark_elastic.data.ragged",
@@ -41,12 +40,14 @@ _EXPORTS = {
     "TorchDistributor": "spark_elastic.clusters.run.torch_distributor",
     "Unauthorized": "spark_elastic.errors",
     "WorkerFailed": "spark_elastic.errors",
+    "attach": "spark_elastic.clusters.run.attached",
     "report": "spark_elastic.worker.session",
     "run": "spark_elastic.clusters.run.call",
     "task_resources": "spark_elastic.worker.session",
 }
 
 if TYPE_CHECKING:
+    from spark_elastic.clusters.run.attached import attach
     from spark_elastic.clusters.run.call import run
     from spark_elastic.clusters.run.torch_distributor import TorchDistributor
     from spark_elastic.config import ElasticConfig
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
         JobFailed,
         NotEnoughWorkers,
         OutOfMemory,
-        PeersMissing,
         PreflightError,
         StaleGeneration,
         StoreError,
@@ -97,7 +97,6 @@ __all__ = [
     "NotEnoughWorkers",
     "OutOfMemory",
     "Packing",
-    "PeersMissing",
     "PreflightError",
     "Ragged",
     "Rows",
@@ -107,6 +106,7 @@ __all__ = [
     "TorchDistributor",
     "Unauthorized",
     "WorkerFailed",
+    "attach",
     "report",
     "run",
     "task_resources",

@@ -111,7 +111,8 @@ class ElasticConfig:
         MASTER_PORT is one of them.
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
     start_timeout: how long to wait for `min_workers`, at the start and after a loss.
-    lease: silence after which a worker is taken for lost.
+    lease: silence after which a worker is taken for lost. One for which others wait is, after about a second, if its
+        host is otherwise punctual.
     stall_after: a worker that keeps others waiting for this long is named in the log, with what it is doing.
     collective_timeout: longest wait of a worker for its peers in one collective.
     regroup_timeout: how long the others wait, after a loss, for a worker that runs code without collectives (an
@@ -137,6 +138,9 @@ class ElasticConfig:
         checkpoint stays. Waiting for workers counts; what a fit does before (checks, writing rows) does not. A
         resumed run starts over with its time. None: never.
     checkpoints_kept: number of checkpoints to keep, the newest ones.
+    keep_commits: each step's state of a run with a `run_id` is also kept in the memory of its hosts, outside of the
+        workers and where it fits into half of what is free, so that the next driver of the run continues at the step.
+    orphan_timeout: for how long the memory of hosts keeps it once the workers have ended with their driver.
     ledger: workers of a fit write which rows they trained in which step, and when.
     ship: send this package (not numpy or the framework) to executors that lack it.
     cpus_per_worker: threads that a worker computes with (OMP_NUM_THREADS); None: `spark.task.cpus`.
@@ -177,6 +181,8 @@ class ElasticConfig:
     checkpoint_steps: int | None = None
     checkpoint_seconds: float | None = 60.0
     checkpoints_kept: int = 3
+    keep_commits: bool = True
+    orphan_timeout: float = 600.0
     max_runtime: float | None = None
     ledger: bool = False
     ship: bool = False

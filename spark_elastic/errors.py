@@ -14,7 +14,6 @@ ElasticError                      everything below
 ├── DriverUnreachable             the rendezvous server does not answer; names host:port
 ├── Unauthorized                  a request without the job's key
 ├── StaleGeneration               a message of an ended world
-├── PeersMissing                  a wait for other workers reached its deadline; names the missing ones
 ├── ConnectionClosed              this side closed its connection to the driver while a request was open
 └── StoreError                    the store cannot be read or written
 """
@@ -101,10 +100,6 @@ class Unauthorized(ElasticError):
 
 class StaleGeneration(ElasticError):
     """A message belongs to a world that has ended."""
-
-
-class PeersMissing(ElasticError):
-    """A wait for other workers reached its deadline. The message names the missing ones."""
 
 
 class ConnectionClosed(ElasticError):

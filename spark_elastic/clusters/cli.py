@@ -116,6 +116,11 @@ PYTHON = re.compile(r"py(thon)?\d*(\.\d+)*t?$")  # how names of Pythons end
     "--run-id", help="Name of the run: it writes checkpoints to the store, and the same name resumes."
 )
 @click.option("--store", help="Folder or fsspec url for the checkpoints of the run.")
+@click.option(
+    "--restarts",
+    type=SOME,
+    help="How often the driver is started again after a signal killed it; it continues the run. Needs --run-id.",
+)
 @click.option("--checkpoint-steps", type=SOME, help="Write a checkpoint every N commits; default: by time.")
 @click.option(
     "-prefix-timestamp",
@@ -176,6 +181,7 @@ class RunOptions:
     output_filename: str | None = None
     run_id: str | None = None
     store: str | None = None
+    restarts: int | None = None
     checkpoint_steps: int | None = None
     prefix_output_with_timestamp: bool = False
     log_level: str | None = None
@@ -219,6 +225,8 @@ def execute(options: RunOptions) -> int:
         InvalidInput: the command line asks for something that does not exist.
         JobFailed: with its subclasses.
     """
+    if options.restarts is not None:
+        return supervise_driver(options)
     first = options.command[0]
     if not first.endswith(".py") and not PYTHON.search(os.path.basename(first)):
         return run_around(options.command, options.words, os.environ)
@@ -229,6 +237,50 @@ def execute(options: RunOptions) -> int:
     with log_to_stream(sys.stderr, announced=not options.verbose):
         _execute(options)
     return 0
+
+
+def supervise_driver(options: RunOptions) -> int:
+    """Run the job in a process of its own, and again, up to `restarts` times, when a signal has killed that: its run
+    continues. What ends with an error is not repeated. Returns the exit code.
+
+    Raises:
+        InvalidInput: the run has no name, or as `execute`.
+    """
+    if options.run_id is None or options.store is None:
+        raise InvalidInput(
+            "--restarts needs --run-id and --store: by them the next driver continues the run."
+        )
+    assert options.restarts is not None
+    for left in range(options.restarts, -1, -1):
+        driver = os.fork()
+        if driver == 0:
+            return execute(replace(options, restarts=None))
+        code = _await_driver(driver)
+        if code >= 0 or left == 0:
+            break
+        click.echo(
+            f"spark-elastic-run: the driver was killed by {signal.Signals(-code).name}; it starts again and continues "
+            f"the run ({left - 1} restarts left)",
+            err=True,
+        )
+    return code if code >= 0 else 128 - code
+
+
+def _await_driver(driver: int) -> int:
+    """The exit code of the driver's process, negative: the signal that killed it. Ctrl-C, which reaches it as well, and
+    SIGTERM, which is passed on, end it for good."""
+    ended_by_user: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        ended_by_user.append(number)
+        if number == signal.SIGTERM:
+            os.kill(driver, number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    code = os.waitstatus_to_exitcode(os.waitpid(driver, 0)[1])
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return 128 - code if ended_by_user and code < 0 else code
 
 
 def _execute(options: RunOptions) -> None:

@@ -1,6 +1,6 @@
-"""The command line tool `spark-elastic`: lists what a store holds, and removes old entries.
+"""The command line tool `spark-elastic`: examines a cluster, lists what a store holds, and removes old entries.
 
-It defines the options and prints the entries. `data.store` decides what may be removed. Runs in the main thread.
+It defines the options and prints. `doctor` examines, `data.store` decides what may be removed. Runs in the main thread.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import os
 import re
 import sys
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.doctor import examine
 from spark_elastic.data.store import Store, StoreEntry, list_entries, remove_old_entries
 from spark_elastic.errors import ElasticError, InvalidInput
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -25,7 +29,41 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 @click.group(name="spark-elastic")
 @click.version_option(spark_elastic.__version__)
 def group() -> None:
-    """Tools for stores of spark_elastic."""
+    """Tools for clusters and stores of spark_elastic."""
+
+
+@group.command(name="doctor")
+@click.option("--master", help="Cluster to examine, as Spark names it: local[2], spark://host:7077, yarn ...")
+@click.option("--conf", "settings", multiple=True, metavar="NAME=VALUE", help="Setting of Spark; repeatable.")
+@click.option("--store", help="Store to try, a path or an fsspec url.")
+@click.option("-n", "--num-workers", type=click.IntRange(min=1), help="Workers that a job would ask for.")
+def examine_all(
+    master: str | None, settings: tuple[str, ...], store: str | None, num_workers: int | None
+) -> None:
+    """Say what is installed, what a cluster offers and what a job would be refused for."""
+    spark = _start_session(master, settings) if master is not None else None
+    try:
+        findings = []
+        for finding in examine(spark, store, num_workers):
+            click.echo(str(finding))
+            findings.append(finding)
+    finally:
+        if spark is not None:
+            spark.stop()
+    if spark is None:
+        click.echo(f"{'':8} give --master to examine a cluster")
+    sys.exit(any(finding.refused for finding in findings))
+
+
+def _start_session(master: str, settings: tuple[str, ...]) -> SparkSession:
+    pairs = [setting.partition("=") for setting in settings]
+    if not all(equals for _, equals, _ in pairs):
+        raise InvalidInput(f"--conf takes NAME=VALUE; got {' '.join(settings)!r}.")
+    try:
+        from spark_elastic.clusters.spark.host_facts import start_session
+    except ImportError as error:
+        raise InvalidInput(f"to examine a cluster takes pyspark ({error}): install it.") from error
+    return start_session(master, {name: value for name, _, value in pairs})
 
 
 @group.group(name="store")

@@ -20,6 +20,7 @@ from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
 from spark_elastic.driver.ports import Discovery, Launcher
+from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
 from spark_elastic.errors import (
     FailureBudgetExceeded,
     JobCancelled,
@@ -157,6 +158,12 @@ def supervise(
     state = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(state, events, executor.execute, clock, journal)
 
+    def describe() -> dict[str, object]:
+        built = monitor.history.build_report()
+        return {STATUS: build_status(monitor.history, name), REPORT: built.to_json()}
+
+    board = None if run is None else RunBoard(run, describe, events.put, clock)
+
     # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
     with ExitStack() as closing:
         closing.enter_context(reserve_files(limits.max_workers))
@@ -167,6 +174,8 @@ def supervise(
         if run is not None:
             closing.callback(run.close)
             run.start(lambda reason: events.put(CancelRequested(clock.now(), reason)))
+        if board is not None:
+            closing.enter_context(board)
         if store_log is not None:
             closing.callback(store_log.close)
             store_log.start()
@@ -184,6 +193,7 @@ def supervise(
             attempt=attempt,
             job_name=name,
             certificate=server.certificate,
+            commit_key=run.load_commit_key() if run is not None and config.keep_commits else None,
         )
         monitor.announce(f"starting {limits.max_workers} slots of {name}")
         launcher.start(spec, events.put)
@@ -191,6 +201,8 @@ def supervise(
         loop.start()
         end = _await_end(loop)
     report = monitor.history.build_report()
+    if board is not None:
+        board.show(end)
     if run is not None and status is not None:
         save_status(run.store, run.run_id, run.attempt, save_page(build_status(monitor.history, name)))
     try:

@@ -76,8 +76,9 @@ class Journal:
         if self._start is None:
             self._start = event.now
         at = round(event.now - self._start, 6)
-        changed = commands or after is None or self._state is None or not after.is_same(self._state)
-        if changed and self._file is not None:
+        if self._file is not None and (
+            commands or after is None or self._state is None or not after.is_same(self._state)
+        ):
             self._write({"at": at, "event": encode_event(event), "commands": encode_commands(commands)})
         self._state = after
         self._notify_listener(event, commands, after)

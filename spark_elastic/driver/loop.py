@@ -23,17 +23,23 @@ from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.rendezvous.server import RendezvousServer
 
+MANY_EVENTS = 16  # after which the loop pauses
+PAUSE = 0.003  # seconds
+
 
 class EventQueue:
     """Events in the order in which they came; None ends the loop. Any thread puts, only the driver loop takes.
 
     Most events are heartbeats, which do not wake the loop: they wait for the next other event or tick. Waking the
     loop's thread would take the interpreter lock from the server's thread, which costs more than the heartbeat itself.
+    For the same reason the loop pauses after many events without a wait: thousands of workers answer at once.
     """
 
     def __init__(self) -> None:
         self._events: deque[DriverEvent | None] = deque()
         self._wakeup = threading.Event()
+        self._never = threading.Event()
+        self._in_a_row = 0  # events since the loop last waited for one
 
     def put(self, event: DriverEvent | None) -> None:
         """Never blocks."""
@@ -49,9 +55,13 @@ class EventQueue:
         """
         self._wakeup.clear()
         if not self._events:
+            if self._in_a_row > MANY_EVENTS:
+                self._never.wait(min(PAUSE, timeout))
+            self._in_a_row = 0
             self._wakeup.wait(timeout)
         if not self._events:
             raise queue.Empty
+        self._in_a_row += 1
         return self._events.popleft()
 
 

@@ -49,6 +49,10 @@ class ThreadPerSlotLauncher(ABC):
     def cancel(self) -> None:
         """End all slots that still run. Called repeatedly: a slot that is just being submitted escapes the first."""
 
+    def explain_failed_start(self, error: Exception) -> SlotOutcome:
+        """By default, the driver launches such a slot again."""
+        return SlotOutcome(f"it could not be started: {type(error).__name__}: {error}")
+
     @property
     def spec(self) -> SlotSpec:
         """What `start` was given."""
@@ -65,7 +69,7 @@ class ThreadPerSlotLauncher(ABC):
             thread = self.thread_class(target=self._run_and_post, args=(launch,), name=name, daemon=True)
             thread.start()
         except Exception as error:  # the process has as many threads or descriptors as it may
-            self._post_end(launch, _describe_failed_start(error))
+            self._post_end(launch, self.explain_failed_start(error))
             return
         self._threads.append(thread)
 
@@ -86,7 +90,7 @@ class ThreadPerSlotLauncher(ABC):
         try:
             end = self.run_slot(launch)
         except Exception as error:  # the driver launches the slot again
-            end = _describe_failed_start(error)
+            end = self.explain_failed_start(error)
         if end is not None:
             self._post_end(launch, end)
 
@@ -101,8 +105,3 @@ class ThreadPerSlotLauncher(ABC):
     def _join(self, deadline: float) -> None:
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock.now()))
-
-
-def _describe_failed_start(error: Exception) -> SlotOutcome:
-    """The driver launches such a slot again."""
-    return SlotOutcome(f"it could not be started: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.protocol.types import Phase, Position, WorldView
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
 WIDTH = 1000  # numbers in the state of a `CountingProgram`
@@ -136,14 +136,14 @@ class CountingProgram:
     def position(self) -> Position | None:
         return None if self._step is None else Position(0, Phase.TRAIN, self._step)
 
-    def sync(self, world: World, group: Group) -> Position:
+    def sync(self, world: WorldView, group: Group) -> Position:
         source = world.source
         staging = np.array([self._step if group.rank == source else 0, *self._state], dtype=np.float64)
         group.broadcast(staging, 0 if source is None else source)
         self._step, self._state = int(staging[0]), staging[1:].copy()
         return Position(0, Phase.TRAIN, self._step)
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
         self._step = self._step or 0
         self._sizes.append(group.size)
         while self._step < self._steps:

@@ -88,7 +88,17 @@ def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
         raise InvalidInput(
             f"the journal {path} has {len(jobs)} jobs, and none has the number {job}: give another one."
         )
-    initial, first, entries = jobs[job]
+    return _repeat(path, *jobs[job])
+
+
+def replay_all(path: str | os.PathLike[str]) -> list[Replay]:
+    """The same of all jobs of the file."""
+    return [_repeat(path, *job) for job in _jobs(Path(path))]
+
+
+def _repeat(
+    path: object, initial: dict[str, Any], first: tuple[DriverCommand, ...], entries: list[JournalEntry]
+) -> Replay:
     state, commands = driver_machine.initial(**initial)
     _compare(path, "the beginning", first, commands)
     for entry in entries:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
-from spark_elastic.clusters import cli
+from spark_elastic.clusters import cli, store_cli
 from spark_elastic.clusters.horovodrun_options import REFUSED
 from spark_elastic.clusters.local.command import take_python_options
 from spark_elastic.config import ElasticConfig, operations_from_env
-from spark_elastic.errors import InvalidInput
+from spark_elastic.data.store import Store
+from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -242,3 +245,23 @@ def test_variables_of_options_are_in_the_programs_environment(
 )
 def test_options_of_python_become_variables(words: str, variables: dict[str, str], rest: list[str]) -> None:
     assert take_python_options(words.split()) == (variables, rest)
+
+
+def test_the_doctor_examines_this_machine_and_a_store_without_a_cluster(tmp_path: Path) -> None:
+    doctor = partial(CliRunner().invoke, store_cli.group)
+    fine = doctor(["doctor", "--store", str(tmp_path)])
+    assert (fine.exit_code, len(fine.output.splitlines())) == (0, 4), fine.output
+    assert f"{tmp_path} can be written here" in fine.output
+    refused = doctor(["doctor", "--store", "nowhere://x"])
+    assert refused.exit_code == 1
+    with pytest.raises(ElasticError) as said:
+        Store.open("nowhere://x")
+    assert f"refused  {said.value}\n" in refused.output
+    assert "--conf takes NAME=VALUE" in str(doctor(["doctor", "--master", "local", "--conf", "a"]).exception)
+
+
+def test_shells_complete_the_options_of_both_commands() -> None:
+    run = ShellComplete(cli.run, {}, "spark-elastic-run", "_SPARK_ELASTIC_RUN_COMPLETE")
+    assert [each.value for each in run.get_completions([], "--host-d")] == ["--host-discovery-script"]
+    store = ShellComplete(store_cli.group, {}, "spark-elastic", "_SPARK_ELASTIC_COMPLETE")
+    assert [each.value for each in store.get_completions([], "do")] == ["doctor"]

@@ -85,7 +85,7 @@ def test_what_the_driver_cannot_use_is_refused_before_any_job(setting: dict[str,
 def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unreached: str | None
 ) -> None:
-    monkeypatch.setattr(connect, "preflight", lambda *arguments: unreached)
+    monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], unreached))
     ways: list[str] = []
     monkeypatch.setattr(
         "spark_elastic.clusters.platforms.spark_platform.supervise", lambda *arguments: ways.append("beside")
@@ -116,7 +116,7 @@ def test_a_store_that_cannot_remove_a_job_s_messages_hides_neither_result_nor_er
     def fail(*arguments: object) -> None:
         raise StoreError("Cannot delete 'channels' in the store.")
 
-    monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
+    monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], UNREACHED))
     monkeypatch.setattr("spark_elastic.clusters.coordinator.CoordinatorClient.follow", follow)
     monkeypatch.setattr(Store, "remove_tree", fail)
     platform = ConnectPlatform(session(), ElasticConfig())
@@ -133,7 +133,7 @@ def test_a_store_that_cannot_remove_a_job_s_messages_hides_neither_result_nor_er
 def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
+    monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], UNREACHED))
     platform = ConnectPlatform(session(), ElasticConfig(handle=JobHandle()))
     with pytest.raises(InvalidInput, match="handle does not work where executors cannot reach the client"):
         platform.preflight(b"", make_memory_store(), (), 2, "it")

@@ -55,9 +55,9 @@ class ClassicPlatform(SparkPlatform):
     def _choose_bind(self) -> Bind:
         return choose_bind(self._get_application().getConf(), self._config)
 
-    def _probe(self, spec: ProbeSpec, number: int) -> None:
+    def _probe(self, spec: ProbeSpec, number: int) -> list[dict[str, str]]:
         self._ship_package()
-        preflight(self._get_application(), spec, self._config.start_timeout, number)
+        return preflight(self._get_application(), spec, self._config.start_timeout, number)
 
     def _find_plaintext_server(self) -> None:
         return None

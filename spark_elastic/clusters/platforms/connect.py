@@ -66,13 +66,14 @@ class ConnectPlatform(SparkPlatform):
     def _choose_bind(self) -> Bind:
         return connect.choose_bind(self._spark, self._config)
 
-    def _probe(self, spec: ProbeSpec, number: int) -> None:
+    def _probe(self, spec: ProbeSpec, number: int) -> list[dict[str, str]]:
         connect.check_call(self._config, number)
-        unreached = connect.preflight(self._spark, spec, number, self._config.start_timeout)
+        facts, unreached = connect.preflight(self._spark, spec, number, self._config.start_timeout)
         if unreached is not None:
             coordinator.check_config(self._config)
             log.warning("the coordinator will run in a task: %s", unreached)
             self._coordinator_store = spec.store
+        return facts
 
     def _find_plaintext_server(self) -> str | None:
         return connect.find_plaintext_server(self._spark)
@@ -115,7 +116,10 @@ class ConnectPlatform(SparkPlatform):
         )
         attempt = FIRST_ATTEMPT if run is None else run.attempt
         # The coordinator's address and certificate follow.
-        spec = SlotSpec.from_config(self._config, address="", key=key, attempt=attempt, job_name=job.name)
+        commit_key = run.load_commit_key() if run is not None and self._config.keep_commits else None
+        spec = SlotSpec.from_config(
+            self._config, address="", key=key, attempt=attempt, job_name=job.name, commit_key=commit_key
+        )
         client = coordinator.CoordinatorClient(
             ChannelEnd(store, folder, key, own, other),
             spec,

@@ -16,6 +16,7 @@ from spark_elastic.clusters.spark.probe import ProbeSpec
 from spark_elastic.clusters.spark.settings import (
     EXECUTOR_GPUS,
     check_settings,
+    find_harmful_settings,
     is_ssl_enabled,
     make_slot_profile,
     read_executor_memory,
@@ -79,8 +80,8 @@ class SparkPlatform(ABC):
         """Where the driver's server listens."""
 
     @abstractmethod
-    def _probe(self, spec: ProbeSpec, number: int) -> None:
-        """Run the preflight of a job with that number of workers."""
+    def _probe(self, spec: ProbeSpec, number: int) -> list[dict[str, str]]:
+        """Run the preflight of a job with that number of workers; returns the facts of each executor."""
 
     @abstractmethod
     def _find_plaintext_server(self) -> str | None:
@@ -113,6 +114,10 @@ class SparkPlatform(ABC):
         check_settings(settings, self.python_settings)
         check_driver_settings(self._config, is_ssl_enabled(settings))
 
+    def list_warnings(self) -> list[str]:
+        """Settings of the session that harm jobs without preventing them, in a sentence each."""
+        return find_harmful_settings(self._read_settings(), self._find_plaintext_server())
+
     def preflight(
         self,
         payload: bytes,
@@ -121,8 +126,8 @@ class SparkPlatform(ABC):
         number: int,
         what: str,
         imports: tuple[str, ...] = (),
-    ) -> None:
-        """Check that hosts can run the job: see `spark.preflight`.
+    ) -> list[dict[str, str]]:
+        """Check that hosts can run the job: see `spark.preflight`. Returns the facts of each executor.
 
         Args:
             payload: the pickled program; what: the same in words, for errors.
@@ -136,7 +141,7 @@ class SparkPlatform(ABC):
         spec = replace(
             spec, payload=payload, store=store, bind=bind, what=what, encrypted=encrypted, slot=slot
         )
-        self._probe(spec, number)
+        return self._probe(spec, number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
         """Run the job to its end. Blocks.

@@ -18,6 +18,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from tokenize import TokenError
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -90,8 +91,8 @@ class _Search:
                 scope.modules[name] = known[name].__name__
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-        except (OSError, TypeError, SyntaxError, ValueError):
-            return  # typed into an interpreter, or a part of an expression
+        except (OSError, TypeError, SyntaxError, ValueError, TokenError):
+            return  # typed into an interpreter, a part of an expression, or the file of its name is another one
         for definition in tree.body:
             self._walk(getattr(definition, "body", []) if _is_function(definition) else [definition], scope)
 

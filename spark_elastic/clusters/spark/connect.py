@@ -151,10 +151,12 @@ def check_call(config: ElasticConfig, number: int | None) -> int:
     return number
 
 
-def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float) -> str | None:
+def preflight(
+    spark: SparkSession, spec: ProbeSpec, number: int, timeout: float
+) -> tuple[list[dict[str, str]], str | None]:
     """As `preflight.preflight`, with as many probes as workers, which also check whether they reach one another.
 
-    Returns why executors cannot reach the client, or None.
+    Returns the facts of each executor, and why executors cannot reach the client, or None.
 
     Args:
         timeout: seconds for all probes; they do not count while another job of the application trains.
@@ -186,7 +188,7 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
         raise PreflightError(
             f"{unreached.removesuffix('.')}; or give a store, and the driver runs in a task."
         )
-    return unreached
+    return list({report.executor: report.facts for report in reports}.values()), unreached
 
 
 class DriverTask(Protocol):

@@ -10,12 +10,12 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyspark.errors import PySparkRuntimeError
+from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 import spark_elastic
@@ -64,6 +64,21 @@ def get_session(given: SparkSession | None) -> SparkSession:
             "out."
         )
     return chosen
+
+
+def start_session(master: str, settings: Mapping[str, str]) -> SparkSession:
+    """
+    Raises:
+        InvalidInput: Spark cannot start one.
+    """
+    builder = SparkSession.builder.master(master).appName("spark_elastic")
+    try:
+        return builder.config(map=dict(settings)).getOrCreate()
+    except PySparkException as error:
+        raise InvalidInput(
+            f"no session could be started at {master} ({error}): see whether Java 17 or newer is there, or set "
+            "JAVA_HOME to it."
+        ) from error
 
 
 def has_context(session: SparkSession) -> bool:

@@ -90,9 +90,14 @@ class SparkLauncher(ThreadPerSlotLauncher):
                 results: list[Any] = rdd.mapPartitions(self._task).collect()
             return SlotOutcome(str(results[0]) if results else "the slot task returned nothing")
         except Exception as error:  # Spark has many ways to fail a job; the kind decides about a new launch
-            if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):
-                return CONTEXT_STOPPED
-            return classify_error(str(error))
+            return CONTEXT_STOPPED if self._is_gone(error) else classify_error(str(error))
+
+    def explain_failed_start(self, error: Exception) -> SlotOutcome:
+        return CONTEXT_STOPPED if self._is_gone(error) else super().explain_failed_start(error)
+
+    def _is_gone(self, error: Exception) -> bool:
+        """Whether the SparkContext was stopped, or its JVM has ended."""
+        return self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError)
 
     def _dispatch(self) -> None:
         """Start the slots' threads from a thread that has the caller's local properties."""

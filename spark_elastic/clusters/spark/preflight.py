@@ -6,7 +6,7 @@ A preflight is a Spark job of short tasks, each a `probe.Probe`; the calling thr
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
@@ -52,6 +52,8 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1
             tag = f"spark_elastic-preflight-{probe.token}"
             has_imports = spec.slot is not None and spec.slot.forks_imports
             least = min(number, sc.defaultParallelism) if has_imports else 1
+            if _count_live_executors(sc) == 1:
+                probe = replace(probe, hold=0.0)
             task = make_probe_task(probe, program)
             reports = _probe_executors(sc, task, ProbeJob(tag, timeout, number), least)
             check_reports(reports, spec.make_host_check(), spec.store)

@@ -33,7 +33,7 @@ from spark_elastic.worker.load_check import LOAD_SECONDS, find_load_error, find_
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
 PROBES = "probes"  # folder of the store
-HOLD_SECONDS = 0.2  # for which a probe keeps its core at least, so that the next one goes to another executor
+HOLD_SECONDS = 0.2  # for which a probe keeps its core, so that the next one goes to another executor
 REACH_SECONDS = 5.0  # for a connection to the driver
 PEERS_SECONDS = 5.0  # for probes that have not come, and for those that have not finished
 DIAL_SECONDS = 3.0  # for a connection to another probe
@@ -153,6 +153,7 @@ class Probe:
     # A host that all executors reach: their own addresses are those on the way to it.
     reachable_host: str | None = None
     slot: SlotSpec | None = None  # as in `ProbeSpec`
+    hold: float = HOLD_SECONDS  # seconds for which a probe keeps its core at least
 
     def report(self, number: int, program: bytes) -> ProbeReport:
         clock = SystemClock()
@@ -168,7 +169,7 @@ class Probe:
         )
         fault = next((said for applies, check in checks if applies and (said := check())), None)
         unreached = self._check_driver()
-        clock.sleep(max(0.0, began + HOLD_SECONDS - clock.now()))
+        clock.sleep(max(0.0, began + self.hold - clock.now()))
         # The parent is the executor's Python daemon: one per executor.
         return ProbeReport(
             facts,

@@ -24,6 +24,7 @@ from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.driver.thread_launcher import SlotOutcome
 from spark_elastic.errors import ElasticError
+from spark_elastic.protocol.messages import SPARK_STOPPED
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.addresses import split_address
@@ -109,7 +110,7 @@ EXECUTOR_LOST = "ExecutorLostFailure"
 PY4J_HEADER = "An error occurred while calling"
 NEWEST_FAILURE = "most recent failure: "
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
-CONTEXT_STOPPED = SlotOutcome("the SparkContext was stopped", cancelled=True)
+CONTEXT_STOPPED = SlotOutcome(SPARK_STOPPED, cancelled=True)
 
 
 def classify_error(text: str) -> SlotOutcome:

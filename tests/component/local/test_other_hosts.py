@@ -98,9 +98,9 @@ class Job:
 
     def kill(self) -> None:
         """The process of the command on h0; `process` is nsenter, which started it."""
-        for process in processes(self._hosts, 0):
-            with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[1:3] == ["-m", "spark_elastic.clusters.cli"]:
+        for process, words in processes(self._hosts, 0).items():
+            if words[1:3] == ["-m", "spark_elastic.clusters.cli"]:
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
 
 
@@ -114,32 +114,29 @@ def run_job(hosts: Hosts, *options: str, **variables: str) -> Iterator[Job]:
         job.process.wait(20)
 
 
-def processes(hosts: Hosts, node: int) -> list[psutil.Process]:
-    """Those of a host besides its sshd. What has ended is none, although process 1 of these hosts reaps nothing."""
-    found = []
+def processes(hosts: Hosts, node: int) -> dict[psutil.Process, list[str]]:
+    """Those of a host besides its sshd, with their command lines. What has ended has none and is left out, although
+    process 1 of these hosts reaps nothing."""
+    commands = {}
     for pid in hosts.pids(node):
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if process.cmdline() and os.path.basename(process.cmdline()[0]) not in ("sleep", "sshd:", SSHD):
-                found.append(process)
-    return found
+            commands[process] = process.cmdline()
+    own = ("sleep", "sshd:", SSHD)
+    return {
+        each: words for each, words in commands.items() if words and os.path.basename(words[0]) not in own
+    }
 
 
 def pythons(hosts: Hosts, *nodes: int) -> list[str]:
-    found = []
-    for node in nodes:
-        for process in processes(hosts, node):
-            with suppress(psutil.NoSuchProcess):
-                words = process.cmdline()
-                if "python" in words[0]:
-                    found.append(" ".join(words))
-    return found
+    commands = [words for node in nodes for words in processes(hosts, node).values()]
+    return [" ".join(words) for words in commands if "python" in words[0]]
 
 
 def test_a_job_over_three_hosts_shows_no_secret_and_ends_with_its_driver(hosts: Hosts) -> None:
     with run_job(hosts, "-H", "h0:1,h1:1,h2:1", "-np", "3") as job:
         job.await_lines(*(f"sum 6 of 3 on h{node} mark {MARK}" for node in (0, 1, 2)))
-        commands = [process.cmdline() for node in (0, 1, 2) for process in processes(hosts, node)]
+        commands = [words for node in (0, 1, 2) for words in processes(hosts, node).values()]
         entered = [words for words in commands if words[0].endswith("ssh")]
         assert sorted(words[words.index("--") + 1] for words in entered) == ["h1", "h2"], "h0 is this machine"
         assert not [words for words in commands if MARK in " ".join(words)]
@@ -185,8 +182,8 @@ def test_a_job_continues_while_hosts_refuse_join_disconnect_and_die(hosts: Hosts
         listing.write_text("h0:1\nh1:1\nh2:1\n")
         job.await_lines("sum 6 of 3 on h2")
 
-        slot = [process for process in processes(hosts, 2) if "main" in process.cmdline()]
-        (ssh,) = [p for p in processes(hosts, 0) if p.cmdline()[0].endswith("ssh") and "h2" in p.cmdline()]
+        slot = [process for process, words in processes(hosts, 2).items() if "main" in words]
+        (ssh,) = [p for p, words in processes(hosts, 0).items() if words[0].endswith("ssh") and "h2" in words]
         assert len(slot) == 1
         before = len(job.output())
         ssh.kill()

@@ -141,5 +141,4 @@ def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(JobCancelled, match=re.escape(by)) as lost:
         run_failing_job(OwnedRun(store, "mine", run.attempt, ()))
-    assert isinstance(lost.value.__context__, NotEnoughWorkers), "what it failed of is told, too"
     assert lost.value.report is not None

@@ -49,7 +49,9 @@ def test_a_result_of_more_than_a_message_goes_through_the_store(
     stores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = Member(WorkerId("0-0.1"), SlotId("0-0"), HostId("a"), 0, 0, 1, 0, 1, None)
-    context = WorkerContext(member.worker, World(Fence(1, 1), (member,), None, "start"))
+    context = WorkerContext(
+        member.worker, World(Fence(1, 1), (member,), None, "start").view_of(member.worker)
+    )
     monkeypatch.setattr(torchrun, "get_context", lambda: context)
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
     store = ResultStore(str(tmp_path)) if stores else None

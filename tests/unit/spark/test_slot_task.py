@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
+from spark_elastic.clusters.spark.launcher import SparkLauncher
 from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
-from spark_elastic.driver.thread_launcher import SlotOutcome
+from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
@@ -173,3 +176,19 @@ def test_a_stopped_context_counts_as_a_cancel_and_a_task_that_raised_does_not(
     text: str, outcome: SlotOutcome
 ) -> None:
     assert classify_error(text) == outcome
+
+
+def test_slots_that_cannot_be_started_since_the_jvm_is_gone_end_the_job() -> None:
+    """Launched again and again, they would keep the driver waiting for `start_timeout`."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError
+
+    posted: list[Any] = []
+    thread = type("ThreadOfTheJvm", (threading.Thread,), {"__init__": refuse})
+    context: Any = SimpleNamespace(_jsc=object())
+    launcher = type("Launcher", (SparkLauncher,), {"thread_class": thread})(context, Any, SystemClock())
+    ThreadPerSlotLauncher.start(launcher, SlotSpec(address="", key=b"", attempt=1), posted.append)
+    ThreadPerSlotLauncher.launch(launcher, 4)
+    (end,) = posted
+    assert (end.launch, SlotOutcome(end.reason, end.cancelled, end.executor_lost)) == (4, STOPPED)

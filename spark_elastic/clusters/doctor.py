@@ -1,0 +1,116 @@
+"""The lines of `spark-elastic doctor`: what is installed, what a cluster offers and what a job would be refused for.
+
+It decides nothing of its own: each remark is what the checks before a job, and its preflight, say. Runs in the calling
+thread.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spark_elastic.config import ElasticConfig, from_env
+from spark_elastic.data.store import Store
+from spark_elastic.errors import ElasticError
+from spark_elastic.worker import pickling
+from spark_elastic.worker.entry import find_tls_problem
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line; `refused`: a job that needs this would be refused."""
+
+    text: str
+    refused: bool = False
+    warned: bool = False
+
+    def __str__(self) -> str:
+        mark = "refused" if self.refused else "warning" if self.warned else "ok"
+        return f"{mark:8} {self.text}"
+
+
+def examine(
+    spark: SparkSession | None = None, store: str | None = None, workers: int | None = None
+) -> Iterator[Finding]:
+    """Examine this machine, then the store, then the session's cluster by a preflight, as far as they are given.
+
+    Args:
+        store: as a job's. workers: how many a job would ask for.
+    """
+    config = from_env()
+    facts: dict[str, str] = {}
+    try:
+        from spark_elastic.clusters.spark.host_facts import collect_host_facts
+
+        facts = collect_host_facts()
+        yield Finding(f"this machine: {_describe(facts)}; {platform.system()} {platform.machine()}")
+    except ImportError as error:
+        yield Finding(
+            f"pyspark cannot be imported ({error}): without it, spark-elastic-run works alone.", True
+        )
+    problem = find_tls_problem()
+    yield Finding(problem or "the engine loads, and can encrypt", warned=problem is not None)
+    opened = None
+    if store is not None:
+        try:
+            opened = Store.open(store)
+        except ElasticError as error:
+            yield Finding(str(error), refused=True)
+            return
+    if spark is not None:
+        yield from _examine_cluster(spark, config, opened, workers)
+    elif opened is not None:
+        yield _examine_store(opened)
+
+
+def _describe(facts: Mapping[str, str]) -> str:
+    """A host's versions and GPUs, in words."""
+    names = [name for name in ("spark_elastic", "python", "numpy", *FRAMEWORKS) if name in facts]
+    lacking = [name for name in FRAMEWORKS if name not in facts]
+    missing = f"; no {', '.join(lacking)}" if lacking else ""
+    return f"{', '.join(f'{name} {facts[name]}' for name in names)}{missing}; {facts['gpus']} GPUs"
+
+
+def _examine_store(store: Store) -> Finding:
+    from spark_elastic.clusters.spark.probe import ProbeSpec, open_probe
+
+    try:
+        with open_probe(ProbeSpec(b"", store=store)):
+            return Finding(
+                f"the store {store.url} can be written here; whether hosts see it, a cluster tells"
+            )
+    except ElasticError as error:
+        return Finding(str(error), refused=True)
+
+
+def _examine_cluster(
+    spark: SparkSession, config: ElasticConfig, store: Store | None, workers: int | None
+) -> Iterator[Finding]:
+    """The checks of a job of these frameworks, up to its first slot."""
+    from spark_elastic.clusters.platforms import make_platform
+    from spark_elastic.clusters.spark.host_facts import collect_host_facts
+
+    needs = tuple(name for name in FRAMEWORKS if name in collect_host_facts())
+    try:
+        cluster = make_platform(spark, config)
+        number = cluster.count_workers(workers)
+        yield Finding(f"Spark {spark.version} at {cluster.master}; a job would ask for {number} workers")
+        for remark in cluster.list_warnings():
+            yield Finding(remark, warned=True)
+        hosts = cluster.preflight(pickling.dumps(None), store, needs, number, "an empty program")
+    except ElasticError as error:
+        yield Finding(str(error), refused=True)
+        return
+    kinds = Counter(_describe(host) for host in hosts)
+    for kind, count in kinds.items():
+        yield Finding(f"{count} executor{'s' if count > 1 else ''}: {kind}")
+    shared = "" if store is None else f", and all hosts see the store {store.url}"
+    yield Finding(f"a job that uses {', '.join(needs) or 'no framework'} passes its checks{shared}")

@@ -1,0 +1,145 @@
+"""What the store shows of a run's job, for `attach` in other processes, and what they ask of it.
+
+    runs/RUN/status/ATTEMPT.json         how the job stands, a few seconds ago, or how it has ended
+    runs/RUN/requests/ATTEMPT-NAME       a request to drain or to cancel, deleted once the driver has read it
+
+A thread of the driver's writes and reads them, from `with` to its end, and looks whether another driver holds the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from spark_elastic.clock import Clock
+from spark_elastic.data.store import Store, parse_document
+from spark_elastic.driver.ports import Post
+from spark_elastic.errors import JobCancelled, StoreError
+from spark_elastic.monitoring.page import encode_json
+from spark_elastic.monitoring.report import JobReport
+from spark_elastic.protocol.commands import End, JobOutcome
+from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
+from spark_elastic.rendezvous import codec
+from spark_elastic.runs.owned_run import OwnedRun, find_highest_attempt
+
+log = logging.getLogger("spark_elastic")
+
+EVERY = 5.0  # seconds between two looks at the store
+END_WAIT = 30.0  # seconds that the job's end waits for the store
+Request: TypeAlias = CancelRequested | DrainRequested
+# What reads each kind of request.
+CODECS: dict[str, Callable[[object], Request]] = {
+    "CancelRequested": partial(codec.read, CancelRequested),
+    "DrainRequested": partial(codec.read, DrainRequested),
+}
+STATUS, REPORT, END, BEAT = "status", "report", "end", "beat"  # keys of what is shown
+
+
+class RunBoard:
+    """The driver's side."""
+
+    def __init__(
+        self, run: OwnedRun, describe: Callable[[], dict[str, Any]], post: Post, clock: Clock
+    ) -> None:
+        """
+        Args:
+            describe: returns the job's status and report, as JSON takes them; called in the thread.
+            post: takes what others ask for, and the end of a job whose run another driver holds.
+        """
+        self._run, self._describe, self._post, self._clock = run, describe, post, clock
+        self._beat = 0
+        self._failed = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="spark-elastic-board", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._thread.join(END_WAIT)
+        if kind is not None:
+            self.show(End("the caller was interrupted", JobOutcome.CANCELLED))
+
+    def show(self, end: End | None = None) -> None:
+        """Show how the job stands. end: it has ended so. A store that fails costs this, and one warning."""
+        self._beat += 1
+        shown = {**self._describe(), BEAT: self._beat, END: None if end is None else codec.to_plain(end)}
+        try:
+            self._run.store.write_bytes(status_name(self._run.run_id, self._run.attempt), encode_json(shown))
+        except StoreError as error:
+            log.log(
+                logging.DEBUG if self._failed else logging.WARNING, "attach() shows nothing new: %s", error
+            )
+            self._failed = True
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._run.check()
+                self._read_requests()
+                self.show()
+            except JobCancelled as error:  # this process may have been stopped, or its host cut off
+                self._post(CancelRequested(self._clock.now(), str(error)))
+                return
+            except Exception as error:  # of any file system; the next look may succeed
+                log.debug("the store was not read: %s", error)
+            if self._closing.wait(EVERY):
+                return
+
+    def _read_requests(self) -> None:
+        store, attempt = self._run.store, f"{self._run.attempt:06d}-"
+        for name in store.list(requests_folder(self._run.run_id)):
+            if not name.rpartition("/")[2].startswith(attempt):
+                continue
+            try:
+                request = parse_document(store.read_bytes(name), name, lambda each: CODECS[each[0]](each[1]))
+            except StoreError as error:
+                log.warning("this is no request: %s", error)
+            else:
+                self._post(replace(request, now=self._clock.now()))
+            store.delete(name)
+
+
+def status_name(run_id: str, attempt: int) -> str:
+    return f"runs/{run_id}/status/{attempt:06d}.json"
+
+
+def requests_folder(run_id: str) -> str:
+    return f"runs/{run_id}/requests"
+
+
+def encode_request(event: DriverEvent) -> bytes:
+    return json.dumps([type(event).__name__, codec.to_plain(event)]).encode()
+
+
+def read_board(store: Store, run_id: str) -> tuple[int, dict[str, Any]]:
+    """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    attempt = find_highest_attempt(store, run_id)
+    name = status_name(run_id, attempt)
+    text = store.read_bytes(name) if store.exists(name) else b""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):  # of a store that does not replace an object at once
+        return attempt, {}
+    return attempt, parse_document(text, f"{name} in the store {store.url}", _read_shown)
+
+
+def _read_shown(shown: Any) -> dict[str, Any]:
+    end = None if shown.get(END) is None else codec.read(End, shown[END])
+    if end is not None and end.outcome is JobOutcome.SUCCESS and not end.results:
+        raise ValueError("a success without results")
+    report = shown.get(REPORT) and JobReport.from_json(shown[REPORT])
+    return {**shown, STATUS: dict(shown.get(STATUS, {})), END: end, REPORT: report}
