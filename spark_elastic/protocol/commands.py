@@ -14,6 +14,7 @@ from spark_elastic.protocol.types import (
     SlotId,
     WorkerId,
     World,
+    WorldView,
 )
 
 
@@ -127,7 +128,7 @@ class AskForWorld(Command):
 
     fence: Fence | None  # of the world that it left, None before its first
     position: Position | None  # of the state that it holds, None if it holds none
-    suspects: tuple[WorkerId, ...] = ()  # members that it blames for its broken group
+    suspects: tuple[int, ...] = ()  # ranks of members that it blames for its broken group
     planned: bool = False  # it stopped at a boundary because a change was announced
 
 
@@ -135,21 +136,21 @@ class AskForWorld(Command):
 class Form(Command):
     """Build the group of this world."""
 
-    world: World  # in which the worker is a member
+    world: WorldView  # in which the worker is a member
 
 
 @dataclass(frozen=True)
 class Sync(Command):
-    """Take part in the broadcast of the source's state to the world's `receivers`, into staging."""
+    """Take part in the broadcast of the source's state to the members behind it, into staging."""
 
-    world: World  # whose group is formed
+    world: WorldView  # whose group is formed
 
 
 @dataclass(frozen=True)
 class Run(Command):
     """Train on."""
 
-    world: World  # whose group is formed and whose state, if it has one, is in place
+    world: WorldView  # whose group is formed and whose state, if it has one, is in place
     position: Position | None  # None: from the beginning
 
 

@@ -44,6 +44,8 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
         return state, tuple(tx.commands)
     failure_detector.notice_pause(tx)
     subject = event.message if isinstance(event, on.Received) else event
+    if isinstance(event, on.Received):
+        failure_detector.hear_possibly_alive(tx, event.message)
     HANDLERS[type(subject)](tx, subject)
     if tx.commands or not on.is_heartbeat(event):  # a mere heartbeat makes nothing due
         decide_next_step(tx)
@@ -95,9 +97,9 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
         case on.Received(
             _, messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted() as message
         ):
-            tx.emit(ReleaseSlot("the job is over", message.slot))
+            tx.emit(ReleaseSlot("the job has ended", message.slot))
         case on.Received(_, messages.RequestNextWorld() | messages.WorkerDone() as message):
-            tx.emit(StopWorker("the job is over", message.worker))
+            tx.emit(StopWorker("the job has ended", message.worker))
 
 
 HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {

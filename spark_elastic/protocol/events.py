@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat
-from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, WorkerId, WorldView
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Warm(Event):
 
 @dataclass(frozen=True)
 class WorldReceived(Event):
-    world: World  # the answer to the newest request; it may be one that the worker has left
+    world: WorldView  # the answer to the newest request; it may be one that the worker has left
 
 
 @dataclass(frozen=True)

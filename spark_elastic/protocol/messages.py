@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, WorldView
 
 # Words of the driver's answer to a request of another release; the slot's last words then have them.
 ANOTHER_RELEASE = "install one release"
+
+JOB_OVER = "the job is over"  # begins what the slots that take part are told at the end of a job
+# Words of the reason for which a job ends whose run another driver holds now, or whose Spark is gone.
+TAKEN_OVER, SPARK_STOPPED = "was taken over by another driver", "the SparkContext was stopped"
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -71,8 +75,10 @@ class HeartbeatReply:
 class NextWorld:
     """Answers a worker that waits for a world. Both fields None: not decided yet, ask again."""
 
-    world: World | None = None  # in which the worker is a member
+    world: WorldView | None = None  # in which the worker is a member
     stop: str | None = None  # why the worker must end
+    # The members' in order of rank; none of a large world, or while one of them is not known: see `FindAddresses`.
+    addresses: tuple[str, ...] = ()
 
     @property
     def is_undecided(self) -> bool:
@@ -95,6 +101,8 @@ class RegisterSlot(SlotRequest[Admission]):
     unfit: str = ""
     # What the host runs: versions, pids, boot id; JSON values by name.
     facts: dict[str, Any] = field(default_factory=dict)
+    # The newest commit of the run that its host keeps in memory: R23 (kept commits); None: there is none.
+    kept: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ class WorkerStarted(SlotRequest[Acknowledged]):
     """The slot announces the process that is its worker now."""
 
     worker: WorkerId  # its number in the slot is higher than those of all workers that the slot had before
+    kept: Checkpoint | None = None  # the newest commit that the host keeps now, as in `RegisterSlot`
 
 
 @dataclass(frozen=True)
@@ -137,10 +146,13 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
 
     fence: Fence | None = None  # the world it left; None before its first
     position: Position | None = None  # where its state stands; None for a newcomer, which holds no state
-    # Members that it blames for its broken group; empty for a planned change.
+    # Members that it blames for its broken group; empty for a planned change. The server knows them by their ranks.
     suspects: tuple[WorkerId, ...] = ()
     reason: str = ""  # why it asks; the driver shows it if its world broke
     planned: bool = False  # it stopped at a step boundary because a change was announced
+    suspected_ranks: tuple[int, ...] = ()  # of the suspects in the world that it left
+    # At which peers reach it, as long as it lives; "" if another process is to take its place.
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,6 +181,7 @@ class WorkerDone(WorkerRequest[NextWorld]):
     fence: Fence  # of the world in which it did
     position: Position  # of the state that it keeps
     result: str  # JSON text
+    address: str = ""  # as in `RequestNextWorld`
 
 
 @dataclass(frozen=True)

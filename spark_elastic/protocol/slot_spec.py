@@ -36,7 +36,13 @@ class SlotSpec:
     # Early imports of the program, of `worker.imports`: those and its variables, which may be secret.
     imports: tuple[str, ...] = field(default=(), repr=False)
 
+    # The run's, with which hosts keep commits in memory: R23 (kept commits). None: they keep none.
+    commit_key: bytes | None = field(default=None, repr=False)
+
     # Settings of `ElasticConfig` under their names; times in seconds.
+
+    # For so long commits stay in a host's memory once their worker has ended.
+    orphan_timeout: float = _SETTINGS.orphan_timeout
 
     collective_timeout: float = _SETTINGS.collective_timeout  # the longest wait for peers in one collective
     # After so long a silence of the driver a worker ends itself.

@@ -132,7 +132,7 @@ class MembershipVersion:
 
     def encode(self) -> int:
         """As an integer for the collectives of the engine, in the same order as the versions."""
-        return self.number << 3 | self.job_ends << 2 | self.update
+        return self.number << 3 | self.job_ends << 2 | int(self.update)
 
     @classmethod
     def decode(cls, encoded: int) -> MembershipVersion:
@@ -157,14 +157,23 @@ class Member:
     position: Position | None  # of the state that it brought along; None for a newcomer
 
 
+KEPT = "kept by "  # begins the name of a commit in a host's memory
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state that was written to the store."""
+    """A state that was written to the store, or a commit that a host keeps in memory: R23 (kept commits)."""
 
     fence: Fence  # of the world in which a member wrote it
     position: Position  # at which a run resumes from it
-    name: str  # its folder among the run's checkpoints, from `format_checkpoint_name`
-    digest: str  # of its manifest
+    # Its folder among the run's checkpoints, from `format_checkpoint_name`; in memory: KEPT, and who keeps it.
+    name: str
+    digest: str  # of its manifest; "": it has none
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is in a host's memory."""
+        return self.name.startswith(KEPT)
 
 
 @dataclass(frozen=True)
@@ -209,9 +218,58 @@ class World:
     def member(self, worker: WorkerId) -> Member | None:
         return self._by_worker.get(worker)
 
+    def view_of(self, worker: WorkerId) -> WorldView | None:
+        """What a member is told; None: the worker is none."""
+        me = self.member(worker)
+        if me is None:
+            return None
+        return WorldView(
+            fence=self.fence,
+            size=self.size,
+            me=me,
+            host_ranks=self._by_host[me.host],
+            source=self.source,
+            position=self.position,
+            receives=bool(self.resume) or me.position != self.position,
+            has_receivers=bool(self.receivers),
+            reason=self.reason,
+            version=self.version,
+            resume=self.resume,
+            is_homogeneous=self._is_homogeneous,
+        )
+
     @cached_property
     def _by_worker(self) -> dict[WorkerId, Member]:
         return {member.worker: member for member in self.members}
+
+    @cached_property
+    def _by_host(self) -> dict[HostId, tuple[int, ...]]:
+        ranks: dict[HostId, list[int]] = {}
+        for member in self.members:
+            ranks.setdefault(member.host, []).append(member.rank)
+        return {host: tuple(on_host) for host, on_host in ranks.items()}
+
+    @cached_property
+    def _is_homogeneous(self) -> bool:
+        return len({member.local_size for member in self.members}) == 1
+
+
+@dataclass(frozen=True)
+class WorldView:
+    """A world as one of its members knows it: as much in a world of ten thousand as in one of two."""
+
+    fence: Fence  # as in `World`
+    size: int  # how many members the world has
+    me: Member  # the one that this is told
+    host_ranks: tuple[int, ...]  # ranks of the members on its host, in order, its own among them
+    source: int | None  # as in `World`
+    position: Position | None  # as in `World`
+    receives: bool  # it takes the source's state
+    has_receivers: bool  # any member does; False: no broadcast at all
+    reason: str  # as in `World`
+    version: MembershipVersion = INITIAL_VERSION  # as in `World`
+    resume: tuple[Checkpoint, ...] = ()  # as in `World`
+    is_homogeneous: bool = True  # all machines have as many members
 
 
 class WorkerStatus(Enum):
@@ -266,7 +324,7 @@ class Limits:
         return min(self.num_workers, self.capacity)
 
 
-MAX_HEARTBEAT_INTERVAL = 1.0  # seconds, in a small job with an ordinary lease
+MAX_HEARTBEAT_INTERVAL = 0.4  # seconds, in a small job with an ordinary lease
 HEARTBEATS_PER_LEASE = 5  # in a small job
 # In any job. One of them may be lost, and half a lease without any shows that the driver is cut off: R12 (driver
 # silence).

@@ -30,7 +30,7 @@ from spark_elastic.protocol.types import (
     Fence,
     Position,
     WorkerId,
-    World,
+    WorldView,
 )
 
 
@@ -51,7 +51,7 @@ class WorkerState:
     worker: WorkerId  # its own id
     stage: WorkerStage = WorkerStage.STARTING  # what its main thread does
     fence: Fence | None = None  # of the last world that it entered
-    world: World | None = None  # that of `fence`; None before its first
+    world: WorldView | None = None  # that of `fence`; None before its first
     # Of the state that it holds, None while it holds none. R5 (staging): the old one until a new one is swapped in.
     position: Position | None = None
     newest_ended: Fence | None = None  # of the newest world that is known to be over
@@ -92,22 +92,22 @@ def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
 
 
 def _ask_for_world(
-    state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
+    state: WorkerState, reason: str, suspects: tuple[int, ...] = (), planned: bool = False
 ) -> StepResult:
     return replace(state, stage=WorkerStage.WAITING), (
         AskForWorld(reason, state.fence, state.position, suspects, planned),
     )
 
 
-def _receive_world(state: WorkerState, world: World) -> StepResult:
+def _receive_world(state: WorkerState, world: WorldView) -> StepResult:
     if state.stage not in (WorkerStage.WAITING, WorkerStage.DONE):
         return state, ()
     if state.fence is not None and world.fence <= state.fence:
         if state.stage is WorkerStage.DONE:
             return state, (_report_result(state),)
         return _ask_for_world(state, f"world {world.fence.generation} is one that it left")
-    me = world.member(state.worker)
-    if me is None:
+    me = world.me
+    if me.worker != state.worker:
         return _stop(state, f"world {world.fence.generation} was formed without it", 0)
     number = world.fence.generation
     closing = _close_commands(state, f"world {number} follows")
@@ -142,10 +142,7 @@ def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
             WorkerStage.SYNCING,
             WorkerStage.RUNNING,
         ):
-            assert state.world is not None
-            members = state.world.members
-            suspects = tuple(members[rank].worker for rank in event.suspects if 0 <= rank < len(members))
-            return _leave(state, event.reason, suspects)
+            return _leave(state, event.reason, event.suspects)
         case on.Finished() if state.stage is WorkerStage.RUNNING:
             # A newcomer that took no state has a position from here on: the one that the driver is told.
             position = state.position or START
@@ -160,9 +157,9 @@ def _enter_formed(state: WorkerState) -> StepResult:
     assert world is not None
     if _is_over(state):
         return _leave(state, f"world {world.fence.generation} was over before it was formed")
-    if not world.receivers:
+    if not world.has_receivers:
         return _run(state)
-    verb = "take" if _rank(state) in world.receivers else "hand on"
+    verb = "take" if world.receives else "hand on"
     return replace(state, stage=WorkerStage.SYNCING), (
         Sync(f"{verb} the state of rank {world.source}", world),
     )
@@ -176,10 +173,10 @@ def _run(state: WorkerState) -> StepResult:
         return _leave(state, f"world {world.fence.generation} is over")
     position = START if world.source is None else state.position
     running = replace(state, stage=WorkerStage.RUNNING, position=position)
-    return running, (Run(f"rank {_rank(state)} of {world.size}", world, state.position),)
+    return running, (Run(f"rank {world.me.rank} of {world.size}", world, state.position),)
 
 
-def _leave(state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = ()) -> StepResult:
+def _leave(state: WorkerState, reason: str, suspects: tuple[int, ...] = ()) -> StepResult:
     waiting, commands = _ask_for_world(replace(state, open=False), reason, suspects)
     return waiting, (*_close_commands(state, reason), *commands)
 
@@ -225,10 +222,3 @@ def _stop(state: WorkerState, reason: str, code: int) -> StepResult:
 def _is_over(state: WorkerState) -> bool:
     ended = state.newest_ended
     return ended is not None and state.fence is not None and state.fence <= ended
-
-
-def _rank(state: WorkerState) -> int:
-    assert state.world is not None
-    member = state.world.member(state.worker)
-    assert member is not None
-    return member.rank

@@ -20,7 +20,6 @@ from spark_elastic.errors import (
     ConnectionClosed,
     DriverUnreachable,
     InvalidInput,
-    PeersMissing,
     StaleGeneration,
     Unauthorized,
 )
@@ -28,11 +27,10 @@ from spark_elastic.protocol.messages import Request
 from spark_elastic.rendezvous import auth, codec, http1
 from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.messages import (
+    MAX_ANSWER_BYTES,
     MAX_BODY_BYTES,
     MAX_POLL_SECONDS,
     VERSION,
-    DriverClient,
-    ExchangeAddresses,
     path_of,
     reply_of,
 )
@@ -57,13 +55,13 @@ class Connection:
         self.idle_since = 0.0
         self._address = address
         self._key = key
-        self._session = auth.create_id()  # at first the nonce of the hello
+        self.session = auth.create_id()  # at first the nonce of the hello
         self._count = 0
         self._is_last = False  # the driver closes it
 
     def send_hello(self, seconds: float) -> None:
         """Prove the key, and have the driver prove it; raises as `post` does."""
-        self._session = str(self.post(auth.HELLO, b"", seconds)["session"])
+        self.session = str(self.post(auth.HELLO, b"", seconds)["session"])
 
     def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
         """The driver's answer, proven to be its own. seconds: how long it may be silent.
@@ -72,7 +70,7 @@ class Connection:
             OSError, TransportError: there was none.
             Unauthorized: one side does not prove the job's key.
         """
-        credentials = auth.sign_request(self._key, path, self._session, self._count, body)
+        credentials = auth.sign_request(self._key, path, self.session, self._count, body)
         self._count += 1
         self.socket.settimeout(seconds)
         signed = (("authorization", credentials.header()),)
@@ -104,6 +102,8 @@ class Connection:
             status, fields, length = http1.parse_response(bytes(received[:end]))
         except http1.MalformedHead as error:
             raise TransportError(f"what came is not HTTP: {error}") from None
+        if length > MAX_ANSWER_BYTES:  # whoever answers has proved nothing yet
+            raise TransportError(f"an answer of {length} bytes was announced")
         del received[: end + len(http1.END_OF_HEAD)]
         while len(received) < length:
             self._receive_into(received)
@@ -130,10 +130,12 @@ class ConnectionPool:
         self._key = key
         self._clock = clock
         self._context = auth.create_pinned_context(certificate) if certificate else None
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._closed = False
         self._idle: list[Connection] = []
         self._sockets: set[socket.socket] = set()  # of all connections
+        # Sessions of connections that broke in a request, as far as the driver has not been told.
+        self.broken: frozenset[str] = frozenset()
 
     def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
         """The driver's answer, proven to be its own. seconds: how long it may be silent.
@@ -149,6 +151,8 @@ class ConnectionPool:
             try:
                 answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
             except BaseException:
+                with self._lock:
+                    self.broken |= {connection.session}
                 self._drop(connection.socket)
                 raise
         except ssl.SSLCertVerificationError:
@@ -164,6 +168,10 @@ class ConnectionPool:
         if self._closed:
             self.close()  # which did not see this one
         return answer
+
+    def forget_broken(self, told: frozenset[str]) -> None:
+        with self._lock:
+            self.broken -= told
 
     def close(self) -> None:
         """Free every thread that waits in `post`, at once; any thread, any number of times."""
@@ -275,7 +283,8 @@ class RendezvousClient:
             left = deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
             hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
-            body = self._build_envelope(request, hold_seconds)
+            broken = self._pool.broken
+            body = self._build_envelope(request, hold_seconds, broken)
             seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
             try:
                 answer = self._pool.post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
@@ -283,6 +292,7 @@ class RendezvousClient:
                 self._pause(tries, deadline, error)
                 tries += 1
                 continue
+            self._pool.forget_broken(broken)
             reply = _read_reply(request, answer)
             self._last_answered = max(self._last_answered, sent)
             return reply
@@ -306,8 +316,9 @@ class RendezvousClient:
         would not show when the driver last received something (R18, publication)."""
         return self._last_answered
 
-    def _build_envelope(self, request: Request[Any], hold: float) -> bytes:
-        body = codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})
+    def _build_envelope(self, request: Request[Any], hold: float, broken: frozenset[str]) -> bytes:
+        envelope = {"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request}
+        body = codec.dumps({**envelope, "broken": sorted(broken)} if broken else envelope)
         if len(body) > MAX_BODY_BYTES:  # the driver would hang up while it is still being sent
             raise InvalidInput(f"The driver refuses a request of {len(body)} bytes as too large.")
         return body
@@ -330,22 +341,3 @@ def _read_reply(request: Request[R], answer: dict[str, Any]) -> R:
     if "error" in answer:
         raise InvalidInput(str(answer["error"]))
     return codec.read(reply_of(type(request)), answer.get("reply"))
-
-
-def exchange_blobs(driver: DriverClient, request: ExchangeAddresses, timeout: float) -> tuple[bytes, ...]:
-    """Hand in a blob and wait for those of all ranks, in rank order.
-
-    Raises:
-        StaleGeneration: the generation is over.
-        PeersMissing: some did not come within `timeout` seconds; names them.
-    """
-    deadline = driver.now() + timeout
-    while True:
-        reply = driver.ask(request, min(MAX_POLL_SECONDS, max(0.0, deadline - driver.now())))
-        if reply.blobs is not None:
-            return reply.blobs
-        if driver.now() >= deadline:
-            raise PeersMissing(
-                f"Generation {request.fence.generation} was not formed within {timeout:g} s: "
-                f"no address came from {', '.join(reply.missing)}."
-            )

@@ -149,7 +149,10 @@ def _build_reader(hint: Any) -> Reader:
         if arguments[-1] is Ellipsis:
             return _sequence(_build_reader(arguments[0]))
         return _make_tuple_reader([_build_reader(argument) for argument in arguments])
-    if origin is dict or hint is dict:
+    if origin is list:
+        sequence = _sequence(_build_reader(arguments[0]))
+        return lambda value, where: list(sequence(value, where))
+    if origin in (dict, Mapping) or hint is dict:
         return _mapping(_build_reader(arguments[1]) if arguments else _read_anything)
     if hint is Any:
         return _read_anything

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
 import ssl
@@ -59,6 +60,8 @@ class Connection(asyncio.Protocol):
         self._is_in_head = True  # the deadline is that of a head
         self._is_last = False  # it closes behind the next response
         self._timer: asyncio.TimerHandle | None = None
+        # When it expires; the timer may be earlier, and then waits on: most deadlines move before they come.
+        self._deadline = math.inf
 
     # ---- called by the event loop
 
@@ -79,6 +82,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        self._start_timer()  # ends it
         if self._transport is not None:
             self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
         self._connections.forget(self)
@@ -154,10 +158,12 @@ class Connection(asyncio.Protocol):
             self._send(answer)
         elif isinstance(answer, LongPoll):
             self._pending = answer
+            self._connections.unauthenticated.pop(self, None)  # only a genuine request waits
             answer.start(self._send)
         else:
             self._answer_body = answer
-            self._set_deadline(self._limits.body_seconds)
+            if len(self._received) < self._request.length:
+                self._set_deadline(self._limits.body_seconds)
 
     def _send(self, response: Response) -> None:
         assert self._transport is not None
@@ -179,12 +185,20 @@ class Connection(asyncio.Protocol):
 
     def _set_deadline(self, seconds: float | None) -> None:
         """seconds: from now; None: there is no deadline."""
+        self._deadline = math.inf if seconds is None else self._loop.time() + seconds
+        if self._timer is None or self._deadline < self._timer.when():
+            self._start_timer()
+
+    def _start_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+        self._timer = None if self._deadline == math.inf else self._loop.call_at(self._deadline, self._expire)
 
     def _expire(self) -> None:
-        if self._answer_body is None:
+        if self._loop.time() < self._deadline:
+            self._timer = None
+            self._start_timer()
+        elif self._answer_body is None:
             self.abort()
         else:
             self._send(Response(408, is_last=True))

@@ -66,6 +66,8 @@ class Dispatcher:
         """The reply to a genuine request, or the poll that waits for it."""
         envelope = codec.loads(body)
         self._check_envelope(envelope)
+        broken: Any = codec.read_as(tuple[str, ...], envelope.get("broken", []), "broken")
+        self._sessions.end(broken)
         if path not in self._handlers:
             raise codec.MalformedMessage("the driver knows no such request")
         cls, handler = self._handlers[path]
@@ -101,9 +103,9 @@ class Dispatcher:
         return Response(status, text, ((auth.REPLY_HEADER, signature),), is_authenticated)
 
     def _encode(self, reply: object) -> bytes:
-        """The same reply to many (a new world to its members) is put into words once."""
+        """The same reply to many (the end of a world, say) is put into words once."""
         last, text = self._last_replies.get(type(reply), (None, b""))
-        if reply is not last:
+        if reply != last:
             text = codec.compress(_encode_text("reply", reply))
             self._last_replies[type(reply)] = reply, text
         return text

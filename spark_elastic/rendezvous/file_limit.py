@@ -51,10 +51,11 @@ def raise_file_limit(workers: int, others: int = 0) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        most = max(1, workers - -(-(needed - hard) // FILES_PER_WORKER))
+        most = workers - -(-(needed - hard) // FILES_PER_WORKER)
+        fewer = f" or set max_workers to {most} or less" if most > 0 else ""
         raise InvalidInput(
             f"The driver may open {hard} files and needs {needed} for {workers} workers' connections: raise its hard "
-            f"limit (ulimit -Hn) or set max_workers to {most} or less."
+            f"limit (ulimit -Hn){fewer}."
         )
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from spark_elastic.rendezvous.http1 import Response
 
@@ -14,7 +16,7 @@ class LongPoll:
     """A request that waits for a reply, for its deadline, or for the end of its connection: the first one ends it."""
 
     waiters: Waiters  # wake it
-    topic: str  # of what it waits for
+    topic: Topic  # of what it waits for
     find_reply: Callable[[], object]  # the reply; None: it goes on waiting
     get_last_reply: Callable[[], object]  # the reply at its deadline
     # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
@@ -57,25 +59,44 @@ class LongPoll:
             self._send(response)
 
 
+class Subject(Enum):
+    """What a long poll waits for."""
+
+    WORLD = "a worker's next world"
+    UPDATE = "what a worker must know at once"
+    COMMANDS = "commands to a slot"
+    VALUES = "values of a scope"
+
+
+Topic: TypeAlias = tuple[Subject, str]  # of which worker, slot or scope
+
+
 class Waiters:
-    """Long polls by topic (a worker, a slot, a scope)."""
+    """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time."""
 
     def __init__(self) -> None:
-        self._by_topic: dict[str, set[LongPoll]] = {}
+        self._polls: dict[Subject, dict[str, set[LongPoll]]] = {subject: {} for subject in Subject}
 
-    def add(self, topic: str, poll: LongPoll) -> None:
-        self._by_topic.setdefault(topic, set()).add(poll)
+    def __len__(self) -> int:
+        return sum(len(polls) for by_name in self._polls.values() for polls in by_name.values())
 
-    def remove(self, topic: str, poll: LongPoll) -> None:
-        polls = self._by_topic.get(topic, set())
+    def add(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic[0]].setdefault(topic[1], set()).add(poll)
+
+    def remove(self, topic: Topic, poll: LongPoll) -> None:
+        by_name = self._polls[topic[0]]
+        polls = by_name.get(topic[1], set())
         polls.discard(poll)
         if not polls:
-            self._by_topic.pop(topic, None)
+            by_name.pop(topic[1], None)
 
-    def wake(self, topic: str) -> None:
-        for poll in self._by_topic.get(topic, ()):
-            poll.wake()
+    def wake(self, *topics: Topic) -> None:
+        for subject, name in topics:
+            for poll in self._polls[subject].get(name, ()):
+                poll.wake()
 
-    def wake_all(self) -> None:
-        for topic in self._by_topic:
-            self.wake(topic)
+    def wake_all(self, *subjects: Subject) -> None:
+        for subject in subjects:
+            for polls in self._polls[subject].values():
+                for poll in polls:
+                    poll.wake()

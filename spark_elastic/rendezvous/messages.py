@@ -13,10 +13,11 @@ from typing import Any, Protocol, TypeVar
 from spark_elastic.protocol.messages import Acknowledged, DriverMessage, Request, SlotRequest, WorkerRequest
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
-VERSION = 6  # of the wire format; client and server must have the same
+VERSION = 7  # of the wire format; client and server must have the same
 # Begins a log line that a slot itself writes; the driver always logs such lines.
 SLOT_LINE_PREFIX = "spark_elastic: "
 MAX_BODY_BYTES = 8 << 20  # of a request
+MAX_ANSWER_BYTES = 512 << 20  # all values of the key-value store
 MAX_POLL_SECONDS = 20.0  # for which the server holds a long poll
 
 R = TypeVar("R")
@@ -104,21 +105,19 @@ class Report(WorkerRequest[Acknowledged]):
 
 
 @dataclass(frozen=True)
-class Blobs:
-    """Answers an exchange."""
+class Addresses:
+    """Answers `FindAddresses`."""
 
-    blobs: tuple[bytes, ...] | None = None  # one of each rank, in rank order; None while some are missing
-    missing: tuple[WorkerId, ...] = ()  # workers that have not sent theirs
+    # In the order of its ranks, of each as it gave it when it asked for a world; "" of one that has not yet.
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class ExchangeAddresses(WorkerRequest[Blobs]):
-    """Sends the address of `rank`, as bytes, and waits for those of all ranks (long poll)."""
+class FindAddresses(WorkerRequest[Addresses]):
+    """Asks where peers reach some members of the sender's world; waits until all of these are known (long poll)."""
 
-    fence: Fence  # of the world whose members exchange; refused unless that is the newest and not over
-    rank: int  # the sender's in that world
-    blob: bytes  # for the peers, opaque to the server
-    name: str = "mesh"  # a world may have several exchanges
+    fence: Fence  # of that world; refused unless that is the newest and not over
+    ranks: tuple[int, ...]  # of these members
 
 
 # ---- the key-value store
@@ -191,7 +190,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     LogLines,
     WatchWorker,
     Report,
-    ExchangeAddresses,
+    FindAddresses,
     SetValues,
     GetValues,
     ListKeys,

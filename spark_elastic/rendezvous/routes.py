@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from spark_elastic.clock import Clock
-from spark_elastic.errors import StaleGeneration
+from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol import events, messages
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import (
@@ -28,13 +28,13 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.dispatcher import Handler
-from spark_elastic.rendezvous.long_polls import LongPoll
+from spark_elastic.rendezvous.long_polls import LongPoll, Subject, Topic
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
-    Blobs,
+    Addresses,
     CompareAndSet,
     Comparison,
-    ExchangeAddresses,
+    FindAddresses,
     GetValues,
     Keys,
     ListKeys,
@@ -112,7 +112,6 @@ class Routes:
         self._callbacks = callbacks
         self._clock = clock
         self._connections = ConnectionTracker(callbacks.post, clock)
-        self._heartbeat_reply = messages.HeartbeatReply()  # the newest one
 
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
         own: dict[type[Request[Any]], Handler] = {
@@ -124,7 +123,7 @@ class Routes:
             WatchSlot: self._watch_slot,
             WatchWorker: self._watch_worker,
             Report: self._report,
-            ExchangeAddresses: self._exchange,
+            FindAddresses: self._find_addresses,
             SetValues: self._set,
             GetValues: self._get,
             ListKeys: self._list_keys,
@@ -151,12 +150,8 @@ class Routes:
 
     def _heartbeat(self, message: messages.Heartbeat) -> messages.HeartbeatReply:
         self._receive(message)
-        reply = messages.HeartbeatReply(
-            self._callbacks.heartbeat_interval(self._connections.slot_count), self._state.ended
-        )
-        if reply != self._heartbeat_reply:
-            self._heartbeat_reply = reply
-        return self._heartbeat_reply  # one object, so that it is encoded once
+        interval = self._callbacks.heartbeat_interval(self._connections.slot_count)
+        return messages.HeartbeatReply(interval, self._state.ended)
 
     def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
@@ -168,11 +163,21 @@ class Routes:
             return self._state.find_next_world(message.worker, message.fence)
 
         self._connections.mark_connected(_sender(message))
+        self._state.set_address(message.worker, message.address)
         reply = find_answer()
-        if reply is None:
-            self._receive(message)
-            return self._poll(_sender(message), message.worker, find_answer, NextWorld)
-        return reply
+        if reply is not None:
+            return reply
+        if isinstance(message, messages.RequestNextWorld):
+            message = self._name_suspects(message)
+        self._receive(message)
+        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer, NextWorld)
+
+    def _name_suspects(self, message: messages.RequestNextWorld) -> messages.RequestNextWorld:
+        world = self._state.find_world(message.fence) if message.suspected_ranks and message.fence else None
+        members = () if world is None else world.members
+        ranks = [rank for rank in message.suspected_ranks if 0 <= rank < len(members)]
+        suspects = tuple(members[rank].worker for rank in ranks)
+        return dataclasses.replace(message, suspects=(*message.suspects, *suspects)) if suspects else message
 
     def _receive(self, message: DriverMessage) -> None:
         self._connections.mark_connected(_sender(message))
@@ -200,7 +205,7 @@ class Routes:
             now = get_commands()
             return now if now.workers_to_stop or now.release is not None else None
 
-        return self._poll(_sender(message), message.slot, find_commands, get_commands)
+        return self._poll(_sender(message), (Subject.COMMANDS, message.slot), find_commands, get_commands)
 
     def _watch_worker(self, message: WatchWorker) -> object:
         self._connections.mark_connected(_sender(message))
@@ -212,35 +217,34 @@ class Routes:
             )
             return None if is_known else now
 
+        topic = Subject.UPDATE, message.worker
         return self._poll(
-            _sender(message), message.worker, find_update, partial(self._state.get_update, message.worker)
+            _sender(message), topic, find_update, partial(self._state.get_update, message.worker)
         )
 
     def _report(self, message: Report) -> Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
         return Acknowledged(self._stop_reason(message))
 
-    def _exchange(self, message: ExchangeAddresses) -> object:
+    def _find_addresses(self, message: FindAddresses) -> object:
         self._connections.mark_connected(_sender(message))
         self._refuse_stale(message.fence)
         world = self._state.find_world(message.fence)
-        member = None if world is None else world.member(message.worker)
-        if world is None or member is None or member.rank != message.rank:
-            raise StaleGeneration(f"{message.worker} is not rank {message.rank} of that world")
-        scope = name_generation_scope(message.fence.generation)
-        # Wakes the ranks once, when the last part is there: not all of them at each part.
-        if self._state.add_blob(scope, message.name, message.rank, message.blob):
-            self._state.waiters.wake(scope)
+        if world is None or world.member(message.worker) is None:
+            raise StaleGeneration(f"{message.worker} is no member of that world")
+        if not all(0 <= rank < world.size for rank in message.ranks):
+            raise InvalidInput(f"ranks must be in [0, {world.size})")
 
-        def find_blobs() -> Blobs | None:
+        def get_addresses() -> Addresses:
             self._refuse_stale(message.fence)
-            return self._state.get_blobs(message.name)
+            return Addresses(self._state.find_addresses(message.ranks))
 
-        def name_missing() -> Blobs:
-            absent = self._state.find_missing_ranks(scope, message.name)
-            return Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
+        def find_all() -> Addresses | None:
+            now = get_addresses()
+            return now if all(now.addresses) else None
 
-        return self._poll(_sender(message), scope, find_blobs, name_missing)
+        topic = Subject.VALUES, name_generation_scope(message.fence.generation)
+        return self._poll(_sender(message), topic, find_all, get_addresses)
 
     def _refuse_stale(self, fence: Fence) -> None:
         reason = self._state.get_end_reason(fence)
@@ -252,7 +256,7 @@ class Routes:
     def _set(self, message: SetValues) -> Values:
         for key, value in zip(message.keys, message.values, strict=False):
             self._state.values.set(message.scope, key, value)
-        self._state.waiters.wake(message.scope)
+        self._state.waiters.wake((Subject.VALUES, message.scope))
         return Values()
 
     def _get(self, message: GetValues) -> object:
@@ -264,14 +268,14 @@ class Routes:
         def get_values() -> Values:
             return Values(self._state.values.get(message.scope, message.keys))
 
-        return self._poll(None, message.scope, find_values, get_values)
+        return self._poll(None, (Subject.VALUES, message.scope), find_values, get_values)
 
     def _list_keys(self, message: ListKeys) -> Keys:
         return Keys(self._state.values.list_keys(message.scope, message.prefix))
 
     def _compare_and_set(self, message: CompareAndSet) -> Comparison:
         reply = self._state.values.compare_and_set(message)
-        self._state.waiters.wake(message.scope)
+        self._state.waiters.wake((Subject.VALUES, message.scope))
         return reply
 
     # ---- waiting
@@ -279,7 +283,7 @@ class Routes:
     def _poll(
         self,
         peer: Peer | None,
-        topic: str,
+        topic: Topic,
         find_reply: Callable[[], object],
         get_last_reply: Callable[[], object],
     ) -> object:

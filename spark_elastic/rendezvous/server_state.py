@@ -5,16 +5,16 @@ Owned by the server's event loop thread, to which the driver's calls are passed.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
-from spark_elastic.rendezvous.long_polls import Waiters
+from spark_elastic.rendezvous.long_polls import Subject, Waiters
 from spark_elastic.rendezvous.messages import (
-    Blobs,
     CompareAndSet,
     Comparison,
     SlotCommands,
@@ -22,6 +22,9 @@ from spark_elastic.rendezvous.messages import (
     WorkerUpdate,
 )
 
+# Members of a world that are told the addresses of all of them with their place in it; those of a larger one ask for
+# each that they need.
+SMALL_WORLD = 64
 GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 
@@ -108,10 +111,6 @@ class KeyValueStore:
         comparisons[request.token] = changed
         return Comparison(changed, entries.get(request.key))
 
-    def find_missing(self, scope: str, keys: Iterable[str]) -> list[str]:
-        entries = self._scope(scope)
-        return [key for key in keys if key not in entries]
-
     def _scope(self, name: str, create: bool = False) -> dict[str, bytes]:
         entries = self._scopes.get(name)
         if entries is None:
@@ -128,18 +127,19 @@ class KeyValueStore:
 class ServerState:
     """The current world, aborts, versions, commands to slots and the job's end. Changes wake the polls they concern."""
 
-    def __init__(self, attempt: int) -> None:
+    def __init__(self, attempt: int, small_world: int = SMALL_WORLD) -> None:
         self.attempt = attempt
         self.values = KeyValueStore()
         self.waiters = Waiters()
         self.ended: str | None = None
-        self._blob_counts: Counter[str] = Counter()  # by name of the exchange, in the current world
-        self._blobs: dict[str, Blobs] = {}
+        self.addresses: dict[WorkerId, str] = {}  # of workers that have asked for a world
+        self._small_world = small_world
+        self._addresses_of_all: tuple[str, ...] = ()  # in the current world, if it is small
         self._world: World | None = None
-        self._next = NextWorld()  # the reply that tells its members of it
         self._abort_reason: str | None = None  # why the current world is over
         self._newest_ended: tuple[Fence, str] | None = None  # the newest world that is over, and why it is
         self._version = INITIAL_VERSION
+        self._update = WorkerUpdate(self._version)  # what all must know that continue
         self._stops: dict[WorkerId, WorkerToStop] = {}
         self._commands: defaultdict[SlotId, list[WorkerToStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
@@ -147,70 +147,64 @@ class ServerState:
     # ---- the driver's calls
 
     def publish(self, world: World) -> None:
-        self._close_exchange()
         if self._world is not None and self._abort_reason is None:
-            self._newest_ended = self._world.fence, world.reason
-        self._world, self._abort_reason, self._next = world, None, NextWorld(world)
+            self._end_world(self._world.fence, world.reason)
+        self._world, self._abort_reason = world, None
         self.values.open(name_generation_scope(world.fence.generation))
-        # Also those that are no members: they may watch the previous world, which is over now.
-        self.waiters.wake_all()
+        addresses = self.find_addresses(range(world.size)) if world.size <= self._small_world else ()
+        self._addresses_of_all = addresses if all(addresses) else ()
+        self.waiters.wake(*((Subject.WORLD, member.worker) for member in world.members))
 
     def abort(self, fence: Fence, reason: str) -> None:
         """Ignores a fence other than the current world's: that world is over."""
         if self._world is not None and self._world.fence == fence and self._abort_reason is None:
             self._abort_reason = reason
-            self._newest_ended = fence, reason
-            self._close_exchange()
-            self.waiters.wake_all()
+            self._end_world(fence, reason)
 
     def announce(self, version: MembershipVersion) -> None:
         self._version = version
-        self.waiters.wake_all()
+        self._renew_update()
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
         slot = worker.slot
         self._stops[worker] = stop = WorkerToStop(worker, reason, kill)
         self._commands[slot].append(stop)
-        self.waiters.wake(worker)
-        self.waiters.wake(slot)
+        self.addresses.pop(worker, None)
+        self.waiters.wake((Subject.WORLD, worker), (Subject.UPDATE, worker), (Subject.COMMANDS, slot))
 
     def release_slot(self, slot: SlotId, reason: str) -> None:
         self._released.setdefault(slot, reason)
-        self.waiters.wake(slot)
+        self.waiters.wake((Subject.COMMANDS, slot))
 
     def end(self, reason: str) -> None:
         if self.ended is None:
             self.ended = reason
-            self._close_exchange()
-            self.waiters.wake_all()
+            self.values.close_generations()
+            self.waiters.wake_all(*Subject)
 
-    def add_blob(self, scope: str, name: str, rank: int, blob: bytes) -> bool:
-        """A rank's part in an exchange of the current world; True once all parts are there."""
-        if not self.values.find_missing(scope, [f"{name}/{rank}"]):
-            return False
-        self.values.set(scope, f"{name}/{rank}", blob)
-        self._blob_counts[name] += 1
-        assert self._world is not None
-        if self._blob_counts[name] < self._world.size:
-            return False
-        keys = [f"{name}/{rank}" for rank in range(self._world.size)]
-        self._blobs[name] = Blobs(tuple(blob or b"" for blob in self.values.get(scope, keys)))
-        return True
+    def _end_world(self, fence: Fence, reason: str) -> None:
+        """Tell every worker, also those that are no members: they may watch a world before it."""
+        self._newest_ended = fence, reason
+        self.values.close_generations()
+        self.waiters.wake_all(Subject.VALUES)
+        self._renew_update()
 
-    def get_blobs(self, name: str) -> Blobs | None:
-        """One object for all ranks, so that it is encoded once; None while a part is missing."""
-        return self._blobs.get(name)
+    def _renew_update(self) -> None:
+        fence, reason = self._newest_ended or (None, "")
+        self._update = WorkerUpdate(self._version, fence, reason)
+        self.waiters.wake_all(Subject.UPDATE)
 
-    def find_missing_ranks(self, scope: str, name: str) -> set[int]:
-        """Ranks whose part is missing."""
-        size = self._world.size if self._world is not None else 0
-        return {rank for rank in range(size) if self.values.find_missing(scope, [f"{name}/{rank}"])}
+    def set_address(self, worker: WorkerId, address: str) -> None:
+        """address: "" if it is not known yet, since another process will take the worker's place."""
+        if self.addresses.get(worker, "") != address:
+            self.addresses[worker] = address
+            if self._world is not None and self._world.member(worker) is not None:
+                self.waiters.wake((Subject.VALUES, name_generation_scope(self._world.fence.generation)))
 
-    def _close_exchange(self) -> None:
-        self._blob_counts.clear()
-        self._blobs.clear()
-        for scope in self.values.close_generations():
-            self.waiters.wake(scope)
+    def find_addresses(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Of these members of the newest world."""
+        members = self._world.members if self._world is not None else ()
+        return tuple(self.addresses.get(members[rank].worker, "") for rank in ranks)
 
     # ---- replies to slots and workers
 
@@ -222,13 +216,13 @@ class ServerState:
     def find_next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
         """The newest world, if it has `worker` as a member and is newer than the one it left.
 
-        Members receive it even if it is over by now: the driver waits until each of them has left it. They share
-        one object, so that it is encoded once.
+        Members receive it even if it is over by now: the driver waits until each of them has left it.
         """
         world = self._world
-        if world is None or world.member(worker) is None:
+        if world is None or (left is not None and left >= world.fence):
             return None
-        return self._next if left is None or left < world.fence else None
+        view = world.view_of(worker)
+        return None if view is None else NextWorld(view, addresses=self._addresses_of_all)
 
     def find_world(self, fence: Fence) -> World | None:
         return self._world if self._world is not None and self._world.fence == fence else None
@@ -244,8 +238,8 @@ class ServerState:
         return self._abort_reason
 
     def get_update(self, worker: WorkerId) -> WorkerUpdate:
-        fence, reason = self._newest_ended or (None, "")
-        return WorkerUpdate(self._version, fence, reason, self.get_stop_reason(worker))
+        stop = self.get_stop_reason(worker)
+        return self._update if stop is None else dataclasses.replace(self._update, stop=stop)
 
     def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
         """The commands for a slot after the first `seen` ones."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from spark_elastic.protocol.commands import JobOutcome
-from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import Fault, FaultKind, Moment, Share
+from tests.simulator.scenes import scene
 from tests.simulator.simulation import simulate
 
 SEEDS = range(8)
@@ -157,6 +158,18 @@ def test_r15_a_job_succeeds_after_a_loss_while_some_workers_are_done(target: int
         assert "null" not in (report.end.results if whole else report.end.results[:1])
 
 
+def test_r21_nobody_waits_for_a_newcomer_that_is_before_its_loop() -> None:
+    """It works there for 2 s: the others train on without it, and it joins at a boundary."""
+    for seed in SEEDS:
+        plan = scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=5, target=1), seed=seed, steps=150)
+        report, prompt = simulate(replace(plan, before_loop=2.0)), simulate(plan)
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
+        assert [world.size for world in report.worlds] == [4, 3, 4], report.event_log
+        began, joined = (world.position.step for world in report.worlds[1:] if world.position is not None)
+        assert joined - began > 2.0 / plan.forward / 2, "steps of the three while it worked"
+        assert report.seconds < prompt.seconds + 1.0
+
+
 def test_r16_the_first_world_waits_for_num_workers_for_a_limited_time() -> None:
     report = simulate(scene(hosts=2))
     assert [world.size for world in report.worlds] == [2]
@@ -175,7 +188,7 @@ def test_training_starts_again_and_says_so_after_the_loss_of_all_workers() -> No
     report = simulate(scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
     assert report.end.outcome is JobOutcome.SUCCESS
     assert report.worlds[1].source is None
-    assert "the next starts from the beginning" in report.worlds[1].reason
+    assert "continues from the beginning, for lack of a checkpoint" in report.worlds[1].reason
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL_WORKER, FaultKind.KILL_SLOT, FaultKind.KILL_HOST])

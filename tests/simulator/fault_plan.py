@@ -91,7 +91,12 @@ class FaultPlan:
     replace_after: float | None = 1.0  # seconds after which another host replaces a lost one; None: never
     retries: bool = False  # the cluster itself starts a failed slot task again
     checkpoint_every: int | None = None  # steps from one checkpoint to the next; None: no checkpoints
+    before_loop: float = 0.0  # seconds that a program works before its loop, in workers that come later
     duplicates: float = 0.02  # probability that a message comes twice
+    # Probability that a message comes again up to 20 s later, whatever happened meanwhile: its sender did not get the
+    # answer, or the network held a copy.
+    late_copies: float = 0.0
+    driver_clock: float = 1.0  # how quickly the driver's clock runs
 
     def find_next_position(self, position: Position) -> Position:
         """The position one step on; the end is CLOSE of the last epoch."""
@@ -165,6 +170,12 @@ def random_plan(seed: int) -> FaultPlan:
             silences.randrange(64),
         )
         plan = replace(plan, faults=(*plan.faults, silence))
+    network = random.Random(f"network {seed}")
+    plan = replace(
+        plan,
+        late_copies=network.choice((0.0, 0.0, 0.1, 0.3)),
+        driver_clock=network.choice((1.0, 1.0, 1.0, 0.5, 2.0)),
+    )
     durable = random.Random(f"durable {seed}")
     return _with_checkpoints(durable, plan) if durable.random() < DURABLE_SHARE else plan
 

@@ -61,10 +61,11 @@ class SimGroup:
     def form(self, worker: SimWorker) -> None:
         self.inside[worker.name] = worker
         self._unaware[worker.name] = worker
-        self._begin(worker, Activity.FORMING)
+        begun = self._begin(worker, Activity.FORMING)
         self.sim.moment(Moment.FORMING)
-        if self._is_complete(Activity.FORMING):
-            self._complete(Activity.FORMING, self._finish_forming)
+        if begun:  # without the others: connections open at first use
+            delay = self.sim.rng.uniform(0.0002, 0.005)
+            worker.act_later(delay, partial(self._deliver, worker, Activity.FORMING, self._finish_forming))
 
     def sync(self, worker: SimWorker) -> None:
         if not self._begin(worker, Activity.SYNCING):
@@ -131,12 +132,13 @@ class SimGroup:
         before = self.activity.pop(worker.name, None)
         if before is not None:
             self._count[before] -= 1
+        worker.waits_since = self.sim.now if what in WAITING else None
         if what is not None:
             self.activity[worker.name] = what
             self._count[what] += 1
 
     def _is_complete(self, what: Activity) -> bool:
-        if what is not Activity.FORMING and self._find_dead_links():  # connections open at first use
+        if self._find_dead_links():
             return False
         return len(self.inside) == self.world.size == self._count[what]
 

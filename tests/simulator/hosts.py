@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
+from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Fence,
@@ -140,7 +141,12 @@ class SimSlot:
         if self.alive and not self.is_silent:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
-            self.server.send_heartbeat(self, worker.name if worker is not None else "", state)
+            since = None if worker is None else worker.waits_since
+            waited = 0.0 if since is None else self.sim.now - since
+            name = worker.name if worker is not None else ""
+            self.server.send_heartbeat(
+                Heartbeat(self.name, name, state, since is not None, waited), self.host
+            )
             self.sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 
     def report_exit(self, worker: SimWorker, code: int) -> None:
@@ -181,9 +187,11 @@ class SimWorker:
         self.checkpointer = SimCheckpointer(self)
         self.raises = ""  # fingerprint of what user code raises next
         self.woke = sim.now
+        self.waits_since: float | None = None  # for others; None: it works
         self._frozen: list[Callable[[], None]] = []
         sim.moment(Moment.WARMING)
-        self.act_later(sim.rng.uniform(0.02, 0.4), lambda: self.handle(on.Warm(sim.now)))
+        before_loop = sim.plan.before_loop if sim.server.worlds else 0.0
+        self.act_later(sim.rng.uniform(0.02, 0.4) + before_loop, lambda: self.handle(on.Warm(sim.now)))
 
     @property
     def position(self) -> Position:
@@ -261,7 +269,7 @@ class SimWorker:
                 self.question = None
                 if self.group is not None:
                     raise Violation(f"{self.name} forms a group while its last one is open")
-                self.group = self.sim.group(command.world)
+                self.group = self.sim.group(self.slot.server.find_world(command.world.fence))
                 self.group.form(self)
             case do.Sync():
                 if self.group is not None:
@@ -285,6 +293,8 @@ class SimWorker:
     def ask(self, question: Callable[[], None]) -> None:
         """A request that stays open until answered, and is repeated."""
         self.connected = True
+        if question is not self.question:
+            self.waits_since = self.sim.now
         self.question = question
         question()
         self.act_later(REPEAT, lambda: self.ask(question) if self.question is question else None)

@@ -179,7 +179,9 @@ class DriverInvariants:
     def _check_source(self, world: World) -> None:
         positions = sorted({m.position for m in world.members if m.position is not None})
         if not positions:
-            self._require(world.source == (0 if world.resume else None), "a source where no member has state")
+            from_host = bool(world.resume) and world.resume[0].is_kept  # a rank of that host reads it
+            sources = range(world.size) if from_host else [0 if world.resume else None]
+            self._require(world.source in sources, "a source where no member has state")
             return
         self._require(not world.resume, "a checkpoint although there is state (P3)")
         self._require(world.source is not None, "no source although there is state")

@@ -1,7 +1,8 @@
 """The simulated rendezvous: the network between hosts and driver, and the driver machine with its invariants.
 
-Messages are delayed, reordered and duplicated; those of a host that is cut off arrive once it is back. The server
-answers as the real one does: from what was published, if that answers the question, else from the machine.
+Messages are delayed, reordered, duplicated and repeated long after; those of a host that is cut off arrive once it is
+back. The server answers as the real one does: from what was published, if that answers the question, else from the
+machine.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, MembershipVersion, World
+from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
+    Checkpoint,
+    Fence,
+    MembershipVersion,
+    WorkerId,
+    World,
+)
 from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation
 from tests.simulator.stamping import stamp_event
+from tests.specification import Specification
 
 if TYPE_CHECKING:
     from tests.simulator.hosts import SimHost, SimSlot, SimWorker
     from tests.simulator.simulation import Simulation
 
 TICK = 0.05
+LATEST_FACTOR = 2000  # a late copy comes after 0.01 s, or after up to so many times as long
 PUBLISHING = 0.02  # seconds from the machine's command to the list in the store; commands stay in order
 ABORT_TIMEOUT = 0.5  # seconds after an abort, by which no reachable worker waits in that world any more
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
@@ -60,6 +70,7 @@ class SimServer:
         self.held: dict[str, tuple[SimWorker, Fence | None]] = {}
         self.stops: dict[str, do.StopWorker] = {}
         self.version = INITIAL_VERSION
+        self._loses_answers = False  # of the message that is delivered now
 
     @property
     def over(self) -> bool:
@@ -70,6 +81,7 @@ class SimServer:
             self.sim.plan.limits, self.run.attempt, self.run.checkpoints
         )
         self.invariants.check(self.state, None, self.state, commands)
+        self.rules = Specification(self.sim.plan.limits, self.run.attempt, self.run.checkpoints)
         self._carry_out(commands)
         self._tick()
 
@@ -82,10 +94,11 @@ class SimServer:
         """Give the event to the machine, or the message as received now."""
         if self.dead:
             return
-        event = stamp_event(played, self.sim.now)
+        event = stamp_event(played, self.sim.now * self.sim.plan.driver_clock)
         before = self.state
         self.state, commands = self.step(before, event)
         self.invariants.check(before, event, self.state, commands)
+        self.rules.read(event, commands)
         self._carry_out(commands)
 
     def _carry_out(self, commands: tuple[do.DriverCommand, ...]) -> None:
@@ -114,6 +127,9 @@ class SimServer:
                 case do.End():
                     self.end = command
 
+    def find_world(self, fence: Fence) -> World:
+        return next(world for world in reversed(self.worlds) if world.fence == fence)
+
     def _workers(self) -> list[SimWorker]:
         return [worker for worker in self.sim.workers() if worker.slot.server is self]
 
@@ -125,9 +141,9 @@ class SimServer:
     def receive_started(self, slot: SimSlot, worker: str) -> None:
         self._send(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
 
-    def send_heartbeat(self, slot: SimSlot, worker: str, state: str) -> None:
-        if not slot.host.cut:  # a lost heartbeat is not repeated
-            self._send(slot.host, lambda: self.post(Heartbeat(slot.name, worker, state)))
+    def send_heartbeat(self, heartbeat: Heartbeat, host: SimHost) -> None:
+        if not host.cut:  # a lost heartbeat is not repeated
+            self._send(host, lambda: self.post(heartbeat))
 
     def receive_exit(self, slot: SimSlot, worker: str, code: int) -> None:
         self._send(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
@@ -135,9 +151,11 @@ class SimServer:
     # ---- messages of workers
 
     def joins(self, worker: SimWorker, join: do.AskForWorld) -> None:
-        event = RequestNextWorld(
-            worker.name, join.fence, join.position, join.suspects, join.reason, join.planned
-        )
+        suspects = ()
+        if join.suspects and join.fence is not None:
+            members = self.find_world(join.fence).members
+            suspects = tuple(members[rank].worker for rank in join.suspects)
+        event = RequestNextWorld(worker.name, join.fence, join.position, suspects, join.reason, join.planned)
         self._send(worker.slot.host, lambda: self._receive_question(worker, join.fence, event))
 
     def receive_done(self, worker: SimWorker, report: do.ReportDone) -> None:
@@ -160,20 +178,28 @@ class SimServer:
     ) -> None:
         if self.dead:
             return
-        self.held[worker.name] = (worker, fence)
-        if not self._answer(worker.name):
+        if not self._loses_answers:
+            self.held[worker.name] = (worker, fence)
+        is_answered = self._find_answer(worker.name, fence) is not None
+        if not is_answered:
             self.post(message)
+        elif not self._loses_answers:
+            self._answer(worker.name)
+
+    def _find_answer(self, name: str, fence: Fence | None) -> on.WorkerEvent | None:
+        stop = self.stops.get(name)
+        view = self.worlds[-1].view_of(WorkerId(name)) if self.worlds else None
+        if stop is not None:
+            return on.StopReceived(0, stop.reason)
+        if view is not None and (fence is None or fence < view.fence):
+            return on.WorldReceived(0, view)
+        return None
 
     def _answer(self, name: str) -> bool:
         """Answer a question that waits, if there is an answer. Returns whether there was."""
         worker, fence = self.held[name]
-        stop = self.stops.get(name)
-        world = self.worlds[-1] if self.worlds else None
-        if stop is not None:
-            event: on.WorkerEvent = on.StopReceived(0, stop.reason)
-        elif world is not None and world.member(name) is not None and (fence is None or fence < world.fence):
-            event = on.WorldReceived(0, world)
-        else:
+        event = self._find_answer(name, fence)
+        if event is None:
             return False
         del self.held[name]
         self._send_to_worker(worker, lambda: self._deliver_answer(worker, event))
@@ -231,6 +257,15 @@ class SimServer:
             return
         for _ in range(1 + (self.sim.rng.random() < self.sim.plan.duplicates)):
             self.sim.schedule(self.sim.rng.uniform(0.0002, most), act)
+        if self.sim.plan.late_copies and self.sim.rng.random() < self.sim.plan.late_copies:
+            self.sim.schedule(0.01 * LATEST_FACTOR ** self.sim.rng.random(), partial(self._deliver_late, act))
+
+    def _deliver_late(self, act: Callable[[], None]) -> None:
+        """The connection is gone, on which the message's answer would go."""
+        if not self.over:
+            self._loses_answers = True
+            act()
+            self._loses_answers = False
 
     def _send_to_worker(self, worker: SimWorker, act: Callable[[], None]) -> None:
         """driver -> worker; lost where the host is cut off."""

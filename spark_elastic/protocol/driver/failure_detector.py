@@ -1,8 +1,8 @@
 """Decides which workers, slots and worlds are gone, and changes the records accordingly.
 
-Evidence comes from broken connections, reports of peers, silence (leases) and Spark. R12 (driver silence): while the
-driver itself was cut off or paused, silence proves nothing. R18 (publication): an evicted member may run on, and
-until it cannot, no world begins from a checkpoint.
+Evidence comes from broken connections, reports of peers, silence (leases and R24, suspicion) and Spark. R12 (driver
+silence): while the driver itself was cut off or paused, silence proves nothing. R18 (publication): an evicted member
+may run on, and until it cannot, no world begins from a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol import messages
 from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
@@ -20,12 +21,16 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
-from spark_elastic.protocol.types import SlotId, WorkerId, WorkerStatus
+from spark_elastic.protocol.types import NOT_RUNNING, SlotId, WorkerId, WorkerStatus, heartbeat_interval
 
 CHECKS_PER_LEASE = 20
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
+WAITS = 0.25  # seconds that a member waits for others, from which on silence of others is suspicious
+SHORTEST_DELAY = 0.6  # seconds by which a heartbeat may be late on any host, however punctual it was
+LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
+FORGET = 0.98  # of the longest delay, what is left of it after another heartbeat
 
 # ---- evictions and removals
 
@@ -217,12 +222,33 @@ def _is_mass_disconnect(tx: Transition) -> bool:
 # ---- silence
 
 
+def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) -> SlotRecord:
+    """Renews the slot's record, which is returned."""
+    connections, interval = tx.state.connections, _get_interval(tx)
+    late = tx.now - slot.last_seen - interval
+    runs = event.state not in NOT_RUNNING
+    stack = "" if runs else event.stack
+    slot = replace(slot, last_seen=tx.now, delay=max(late, FORGET * slot.delay), stack=stack)
+    tx.state.slots.put(slot)
+    worker = tx.state.workers.get(event.worker) if event.waits and event.worker is not None else None
+    if worker is not None and worker.is_member and event.seconds >= WAITS and runs:
+        connections.waited_at = tx.now
+    return slot
+
+
+def _get_interval(tx: Transition) -> float:
+    return heartbeat_interval(tx.state.limits.lease, len(tx.state.slots))
+
+
 def notice_pause(tx: Transition) -> None:
     """Detect before each event that the driver was paused: it checked no leases for half a lease. Messages that came
     meanwhile are still unread, so the silence of the other slots proves nothing: R12 (driver silence)."""
-    connections = tx.state.connections
-    if tx.now - connections.last_lease_check > tx.state.limits.lease / 2:
+    connections, lease = tx.state.connections, tx.state.limits.lease
+    unchecked = tx.now - connections.last_lease_check
+    if unchecked > lease / 2:
         connections.driver_partitioned_at = tx.now
+    if unchecked > 2 * lease / CHECKS_PER_LEASE:
+        connections.driver_late_at = tx.now
 
 
 def check_connections_and_leases(tx: Transition) -> None:
@@ -236,22 +262,51 @@ def check_connections_and_leases(tx: Transition) -> None:
     lease = state.limits.lease
     connections.last_lease_check = tx.now
     connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
-    if _is_driver_partitioned(tx):
+    shortest = min(lease, _get_interval(tx) + SHORTEST_DELAY)
+    silences = [
+        tx.now - state.slots[w.slot].last_seen for w in state.workers.values() if w.slot in state.slots
+    ]
+    if silences and min(silences) > max(SHORTEST_DELAY, 1.5 * _get_interval(tx)):
+        connections.driver_late_at = tx.now
+    if silences and _is_driver_partitioned(tx, min(silences)):
         connections.driver_partitioned_at = tx.now
         return
-    reachable_since = connections.driver_partitioned_at
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
-        limit = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
-        if slot is not None and tx.now - max(slot.last_seen, reachable_since) > limit:
-            reason = f"its slot was silent for {tx.now - slot.last_seen:.1f} s"
-        elif tx.now - max(worker.last_seen, reachable_since) > limit:
-            reason = f"its process has not run for {tx.now - worker.last_seen:.1f} s"
-        else:
-            continue
-        state.failures.add_silence(worker.slot, tx.now, state.limits.failure_window)
-        evict_externally_lost(tx, worker, reason, kill=True)
+        if tx.now - worker.last_seen > shortest or (slot is not None and tx.now - slot.last_seen > shortest):
+            _judge_silence(tx, worker, slot)
     _evict_silent_slots(tx)
+
+
+def _judge_silence(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None) -> None:
+    """Evict the worker if it or its slot was silent for too long."""
+    state = tx.state
+    lease, reachable_since = state.limits.lease, state.connections.driver_partitioned_at
+    limit = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
+    signs = [("its process has not run", worker.last_seen)]
+    if slot is not None:
+        signs.insert(0, ("its slot was silent", slot.last_seen))
+    for sign, seen in signs:
+        if tx.now - max(seen, reachable_since) > limit or _is_suspicious(tx, worker, slot, seen):
+            reason = f"{sign} for {tx.now - seen:.1f} s"
+            if slot is not None and slot.stack:
+                reason += f", last seen in {slot.stack}"
+            state.failures.add_silence(worker.slot, tx.now, state.limits.failure_window)
+            evict_externally_lost(tx, worker, reason, kill=True)
+            return
+
+
+def _is_suspicious(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None, seen: float) -> bool:
+    """R24 (suspicion): whether a member was silent for longer than its slot is otherwise late, and others wait for it.
+
+    Args:
+        seen: when its newest sign came. That a heartbeat of another member says that it waits is news since then.
+    """
+    connections = tx.state.connections
+    if slot is None or not worker.is_member or connections.waited_at <= seen:
+        return False
+    patience = _get_interval(tx) + max(SHORTEST_DELAY, LONGEST_DELAYS * slot.delay)
+    return tx.now - max(seen, connections.driver_late_at) > patience
 
 
 def _evict_silent_slots(tx: Transition) -> None:
@@ -265,18 +320,12 @@ def _evict_silent_slots(tx: Transition) -> None:
             remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
 
 
-def _is_driver_partitioned(tx: Transition) -> bool:
+def _is_driver_partitioned(tx: Transition, silence: float) -> bool:
     """Whether no slot was seen for half a lease, in which each sends at least one heartbeat, although connections
     stand: then the driver is cut off, or was paused. R12 (driver silence): training continues without it until
     `driver_timeout`, after which the workers have ended themselves."""
-    state = tx.state
-    slots = state.slots
-    silences = [tx.now - slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots]
-    return (
-        bool(silences)
-        and state.limits.lease / 2 < min(silences) <= state.limits.driver_timeout
-        and not _is_mass_disconnect(tx)
-    )
+    limits = tx.state.limits
+    return limits.lease / 2 < silence <= limits.driver_timeout and not _is_mass_disconnect(tx)
 
 
 # ---- evicted members that may be alive
@@ -299,6 +348,22 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
         for name, at in ends
     )
     state.possibly_alive.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
+
+
+def hear_possibly_alive(tx: Transition, message: messages.DriverMessage) -> None:
+    """An evicted member that gives a sign of life is silent anew from now on, however the message came: it may never
+    receive that it shall end. A heartbeat speaks for the worker that it names, if that one runs."""
+    state = tx.state
+    if not state.possibly_alive.members:
+        return
+    for name, member in state.possibly_alive.find_by_connection(message.slot, None):
+        if isinstance(message, messages.Heartbeat):
+            speaks = message.worker == name and message.state not in NOT_RUNNING | {"D"}
+        else:
+            speaks = getattr(message, "worker", name) == name
+        if speaks:
+            until = tx.now + state.limits.driver_timeout + MARGIN
+            state.possibly_alive.update(name, replace(member, until=until, last_seen=tx.now))
 
 
 def _ends_within_lease(tx: Transition, at: float, last_seen: float) -> bool:

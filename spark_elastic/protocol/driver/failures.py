@@ -19,6 +19,7 @@ from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
     KILLED_EXIT_CODES,
     START,
+    Checkpoint,
     HostId,
     Position,
     SlotId,
@@ -334,8 +335,14 @@ def _find_machines(tx: Transition, links: Iterable[frozenset[WorkerId]]) -> list
 # ---- sentences
 
 
-def resume_point(state: DriverState, position: Position | None) -> str:
-    """Where a world begins if its source is at that position."""
+def resume_point(state: DriverState, position: Position | None, newest: Checkpoint | None = None) -> str:
+    """Where a world begins if its source is at that position.
+
+    Args:
+        newest: what it begins from where no source has a position, if that is no checkpoint of the job's.
+    """
+    if position is None and newest is not None and newest.is_kept:
+        return f"{format_position(newest.position)}, as a host's memory has kept it"
     if position is None and state.checkpoints:
         return f"checkpoint {state.checkpoints[0].name}"
     return format_position(position)

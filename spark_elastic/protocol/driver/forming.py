@@ -42,6 +42,7 @@ from spark_elastic.protocol.driver.state import (
 )
 from spark_elastic.protocol.types import (
     START,
+    Checkpoint,
     HostId,
     HostUpdateResult,
     Limits,
@@ -237,11 +238,8 @@ def _regroup(tx: Transition) -> None:
     if not tx.has_survivors():
         state.stage = JobStage.GATHERING
         state.timers.leaving_since = None
-        begins = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else NO_CHECKPOINT
-        state.current.break_reason = (
-            f"no worker of world {state.generation} is left, so the next starts from {begins}: "
-            f"{state.current.break_reason}"
-        )
+        broke = state.current.break_reason
+        state.current.break_reason = f"no worker of world {state.generation} is left: {broke}"
         return
     most = len(state.workers) - state.workers.starting
     if most < state.limits.min_workers and not _has_enough(tx, most):
@@ -466,10 +464,12 @@ def _publish(tx: Transition, chosen: list[WorkerRecord], position: Position | No
     assignments = [ChosenWorker(w.worker, w.slot, w.host, w.position, machines[w.worker]) for w in ranked]
     source = find_source(assignments)
     current.generation += 1
-    reason = _explain_world(tx, ranked, leaving, position)
-    resume = state.checkpoints if source is None else ()
+    resume, reader = ((), source) if source is not None else choose_resume(state, ranked)
+    begins_anew = reader is None and not survivors and current.generation > 1
+    point = NO_CHECKPOINT if begins_anew else resume_point(state, position, *resume[:1])
+    reason = _explain_world(tx, ranked, leaving, point)
     members = assign_ranks(assignments)
-    world = World(state.fence, members, 0 if resume else source, reason, current.version, resume)
+    world = World(state.fence, members, reader, reason, current.version, resume)
     tx.emit(PublishWorld(reason, world))
     for worker in leaving:
         _dismiss(tx, worker)
@@ -482,14 +482,28 @@ def _resets_used_up(state: DriverState) -> bool:
     return limit is not None and state.generation > limit
 
 
+def choose_resume(
+    state: DriverState, ranked: Sequence[WorkerRecord]
+) -> tuple[tuple[Checkpoint, ...], int | None]:
+    """What a world without a state begins from: the published checkpoints, or before them the commit that a member's
+    host keeps, if that is newer: R23 (kept commits). With it the rank that reads it; None: nothing is there."""
+    kept = [(each, rank) for rank, w in enumerate(ranked) if (each := state.slots[w.slot].kept) is not None]
+    newest, reader = max(kept, key=lambda each: (each[0].fence, each[0].position), default=(None, 0))
+    published = state.checkpoints
+    if newest is not None and (
+        not published or (newest.fence, newest.position) > (published[0].fence, published[0].position)
+    ):
+        return (newest, *published), reader
+    return published, 0 if published else None
+
+
 def _explain_world(
-    tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], position: Position | None
+    tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], point: str
 ) -> str:
     state = tx.state
     joining = [worker.worker for worker in chosen if not worker.is_member]
     change = _format_change(joining, [worker.worker for worker in leaving])
     why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
-    point = resume_point(state, position)
     size = f"{len(chosen)} worker{'' if len(chosen) == 1 else 's'}"
     sentence = f"world {state.generation}, of {size}, continues from {point}: {why}"
     return sentence if state.current.break_reason else tx.cite(sentence)

@@ -12,7 +12,12 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.failure_detector import evict, mark_reconnected, remove_slot
+from spark_elastic.protocol.driver.failure_detector import (
+    evict,
+    mark_reconnected,
+    note_heartbeat,
+    remove_slot,
+)
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     DrainCause,
@@ -255,7 +260,14 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
         _register(
             tx,
             SlotRecord(
-                event.slot, event.launch, event.host, tx.now, extra, node=event.node, unfit=event.unfit
+                event.slot,
+                event.launch,
+                event.host,
+                tx.now,
+                extra,
+                node=event.node,
+                unfit=event.unfit,
+                kept=event.kept,
             ),
         )
 
@@ -292,8 +304,7 @@ def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
     if slot is None:
         release_departed(tx, event.slot)
         return
-    slot = replace(slot, last_seen=tx.now)
-    state.slots.put(slot)
+    slot = note_heartbeat(tx, slot, event)
     if event.worker is None:
         return
     departed = state.workers.departed.get(event.worker)
@@ -321,7 +332,8 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
     if slot is None:
         release_departed(tx, event.slot)
     elif event.worker not in state.workers and event.worker not in state.workers.departed:
-        register_worker(tx, replace(slot, last_seen=tx.now), event.worker)
+        kept = event.kept or slot.kept  # since it came, workers of the host have kept newer ones
+        register_worker(tx, replace(slot, last_seen=tx.now, kept=kept), event.worker)
     elif event.worker in state.workers:
         # A new process, since its program begins again: R15 (end). The connection that broke was the old one's.
         mark_reconnected(tx, state.workers[event.worker])

@@ -15,6 +15,7 @@ from typing import TypeVar
 from spark_elastic.protocol.commands import DriverCommand, End, JobOutcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
+from spark_elastic.protocol.messages import JOB_OVER
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
@@ -188,6 +189,10 @@ class SlotRecord:
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
     straggled_before: bool = False  # a worker of it was replaced, without which the others were quicker
+    # The newest commit of the run that its host kept in memory when it came: R23 (kept commits).
+    kept: Checkpoint | None = None
+    delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
+    stack: str = ""  # where its worker was, which is stopped now; "" while it runs
 
     @property
     def machine(self) -> str:
@@ -465,6 +470,8 @@ class Connections(Part):
     reset: frozenset[WorkerId | SlotId] = frozenset()
     mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
     driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
+    driver_late_at: float = float("-inf")  # the same, also for a moment
+    waited_at: float = float("-inf")  # when last a slot said that its member waits for others
     last_lease_check: float = float("inf")  # when the leases were last checked
     next_lease_check: float = 0.0  # the first tick from this time on checks them
 
@@ -695,9 +702,9 @@ class Transition:
             return
         state.stage, reason = JobStage.ENDED, self.cite(reason)
         for worker in state.workers.values():
-            self.emit(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
+            self.emit(StopWorker(f"{JOB_OVER} ({outcome.value}): {reason}", worker.worker))
         for slot in state.slots.values():
-            self.emit(ReleaseSlot(f"the job is over ({outcome.value}): {reason}", slot.slot))
+            self.emit(ReleaseSlot(f"{JOB_OVER} ({outcome.value}): {reason}", slot.slot))
         self.emit(End(reason, outcome, results, detail))
 
     def find_worker(self, slot: SlotRecord) -> WorkerRecord | None:

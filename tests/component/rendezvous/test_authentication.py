@@ -8,13 +8,14 @@ import json
 import logging
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.errors import Unauthorized
+from spark_elastic.errors import DriverUnreachable, Unauthorized
 from spark_elastic.protocol.messages import Acknowledged, Heartbeat
 from spark_elastic.rendezvous import auth, http1
 from spark_elastic.rendezvous.client import RendezvousClient
@@ -126,6 +127,26 @@ def test_a_reply_signed_without_the_key_is_refused() -> None:
         client.ask(Heartbeat("1-0"))
     client.close()
     serving.close()
+
+
+def test_an_answer_that_would_take_all_memory_is_not_read() -> None:
+    """Somebody else answers at the driver's address."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        address = f"127.0.0.1:{impostor.getsockname()[1]}"
+
+        def announce() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\n\r\n")
+                read_all(connection)
+
+        thread = threading.Thread(target=announce, name="impostor")
+        thread.start()
+        client = RendezvousClient(address, KEY, ATTEMPT, SystemClock(), timeout=0.0)
+        with pytest.raises(DriverUnreachable, match="an answer of 99999999999999 bytes"):
+            client.ask(Heartbeat("1-0"))
+        client.close()
+        thread.join(PATIENCE)
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(raw_client: RawClient) -> None:

@@ -1,76 +1,73 @@
-"""The exchange of addresses, and the key-value store under it."""
+"""Where members of a world find each other, and the key-value store."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 
-from spark_elastic.errors import InvalidInput, PeersMissing, StaleGeneration
+from spark_elastic.errors import InvalidInput, StaleGeneration
+from spark_elastic.protocol.messages import RequestNextWorld
 from spark_elastic.protocol.types import Fence
-from spark_elastic.rendezvous.client import exchange_blobs
-from spark_elastic.rendezvous.messages import ExchangeAddresses, GetValues, SetValues
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, FindAddresses, GetValues, SetValues
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
 
 WORKERS = ("1-0.1", "2-0.1", "3-0.1")
 FENCE = Fence(ATTEMPT, 1)
 
 
-def _exchange(driver: Driver, rank: int, blob: bytes, name: str = "mesh") -> Future[tuple[bytes, ...]]:
-    worker = driver.client()
-    return driver.call_in_thread(
-        lambda: exchange_blobs(worker, ExchangeAddresses(WORKERS[rank], FENCE, rank, blob, name), PATIENCE)
+def _ask_for_worlds(driver: Driver) -> None:
+    for number, worker in enumerate(WORKERS):
+        request = RequestNextWorld(worker, address=f"host-{number}:7000")
+        assert driver.client().ask(request, hold=0.0).is_undecided
+
+
+@pytest.mark.parametrize("small_world", [3, 2])
+def test_members_of_a_small_world_are_told_all_addresses_and_others_ask(
+    driver: Driver, small_world: int
+) -> None:
+    driver.server._state._small_world = small_world
+    _ask_for_worlds(driver)
+    driver.server.publish(world(1, *WORKERS[::-1]))
+    client = driver.client()
+    of_all = "host-2:7000", "host-1:7000", "host-0:7000"
+    told = client.ask(RequestNextWorld(WORKERS[0], address="host-0:7000"), hold=MAX_POLL_SECONDS)
+    assert told.addresses == (of_all if small_world == 3 else ())
+    assert client.ask(FindAddresses(WORKERS[0], FENCE, (2, 0))).addresses == (of_all[2], of_all[0])
+    driver.server.publish(world(2, WORKERS[1]))
+    assert client.ask(RequestNextWorld(WORKERS[1], FENCE), hold=MAX_POLL_SECONDS).addresses == (
+        "host-1:7000",
     )
 
 
-def test_everyone_gets_all_blobs_in_rank_order(driver: Driver) -> None:
+def test_addresses_are_waited_for_and_those_of_new_processes_follow(driver: Driver) -> None:
+    _ask_for_worlds(driver)
+    client, other = driver.client(), driver.client()
+    # Another process will have this worker's name.
+    assert client.ask(RequestNextWorld(WORKERS[2], address=""), hold=0.0).is_undecided
     driver.server.publish(world(1, *WORKERS))
-    blobs = (bytes(range(256)), b"", b"\x00" * 1000)
-    waiting = [_exchange(driver, rank, blobs[rank]) for rank in (2, 0, 1)]
-    assert [future.result(PATIENCE) for future in waiting] == [blobs] * 3
+    assert client.ask(RequestNextWorld(WORKERS[0], address="host-0:7000"), hold=1.0).addresses == ()
+    request = FindAddresses(WORKERS[0], FENCE, (1, 2))
+    assert client.ask(request, hold=0.0).addresses == ("host-1:7000", "")
+    waiting = driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
+    driver.until_polls(1)
+    told = other.ask(RequestNextWorld(WORKERS[2], address="host-2:7001"), hold=MAX_POLL_SECONDS)
+    assert told.world is not None
+    assert waiting.result(PATIENCE).addresses == ("host-1:7000", "host-2:7001")
 
 
-def test_exchanges_of_one_world_have_names(driver: Driver) -> None:
+def test_addresses_are_for_members_of_a_world_that_lives(driver: Driver) -> None:
+    _ask_for_worlds(driver)
     driver.server.publish(world(1, *WORKERS))
-    waiting = [
-        _exchange(driver, rank, f"{name}{rank}".encode(), name) for name in ("l", "x") for rank in range(3)
-    ]
-    got = [future.result(PATIENCE) for future in waiting]
-    assert got == [(b"l0", b"l1", b"l2")] * 3 + [(b"x0", b"x1", b"x2")] * 3
-
-
-def test_an_abort_ends_waiting_exchanges(driver: Driver) -> None:
-    driver.server.publish(world(1, *WORKERS))
-    waiting = [_exchange(driver, rank, b"a") for rank in (0, 1)]
+    client = driver.client()
+    with pytest.raises(StaleGeneration, match=r"9-0\.1 is no member"):
+        client.ask(FindAddresses("9-0.1", FENCE, (0,)))
+    with pytest.raises(InvalidInput, match=r"ranks must be in \[0, 3\)"):
+        client.ask(FindAddresses(WORKERS[0], FENCE, (3,)))
     driver.server.abort(FENCE, "3-0.1 was lost")
-    for future in waiting:
-        with pytest.raises(StaleGeneration, match=r"3-0\.1 was lost"):
-            future.result(PATIENCE)
-
-
-def test_the_next_world_ends_exchanges_of_the_last_one(driver: Driver) -> None:
-    driver.server.publish(world(1, *WORKERS))
-    waiting = _exchange(driver, 0, b"a")
+    with pytest.raises(StaleGeneration, match=r"3-0\.1 was lost"):
+        client.ask(FindAddresses(WORKERS[0], FENCE, (0,)))
     driver.server.publish(world(2, *WORKERS[:2], reason="3-0.1 was lost"))
     with pytest.raises(StaleGeneration, match=r"followed by 2: 3-0\.1 was lost"):
-        waiting.result(PATIENCE)
-
-
-def test_a_timeout_of_an_exchange_names_the_missing_ranks(driver: Driver) -> None:
-    driver.server.publish(world(1, *WORKERS))
-    worker = driver.client()
-    with pytest.raises(PeersMissing, match=r"no address came from 2-0\.1, 3-0\.1\."):
-        exchange_blobs(worker, ExchangeAddresses(WORKERS[0], FENCE, 0, b"a"), 0.1)
-
-
-def test_only_the_worker_of_a_rank_may_send_its_blob(driver: Driver) -> None:
-    driver.server.publish(world(1, *WORKERS))
-    other = driver.client()
-    with pytest.raises(StaleGeneration, match="is not rank 0"):
-        exchange_blobs(other, ExchangeAddresses("9-0.1", FENCE, 0, b"a"), 1.0)
-    member = driver.client()
-    with pytest.raises(StaleGeneration, match="is not rank 0"):
-        exchange_blobs(member, ExchangeAddresses(WORKERS[1], FENCE, 0, b"a"), 1.0)
+        client.ask(FindAddresses(WORKERS[0], FENCE, (0,)))
 
 
 def test_values_are_set_read_and_waited_for(driver: Driver) -> None:

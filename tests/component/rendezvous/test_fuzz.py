@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import http.client
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from spark_elastic.protocol.messages import Heartbeat, Request
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.messages import REQUESTS, path_of
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, start_driver_with_pages
+from tests.component.rendezvous.driver_side import PATIENCE, Driver, RawClient, start_driver_with_pages
 from tests.component.rendezvous.generated_requests import ask_without_key, for_pages, of_noise, with_key
 
 
@@ -50,6 +52,63 @@ def test_unsigned_requests_get_no_information(driver: Driver, asking: http.clien
         driver.events.get()
     ask_without_key(asking)()
     assert driver.events.empty()
+
+
+HEADERS = (
+    *(
+        "host",
+        "authorization",
+        "content-length",
+        "transfer-encoding",
+        "connection",
+        "expect",
+        "upgrade",
+        "cookie",
+    ),
+    *("content-type", "content-encoding", "accept-encoding", "origin", "referer", "range", "te", "trailer"),
+    *("x-forwarded-for", "x-forwarded-prefix", "x-http-method-override", "x-elastic-signature", "x-unknown"),
+)
+HOSTILE = (
+    *(
+        "",
+        "0",
+        "-1",
+        "1e9",
+        "9" * 400,
+        "0x10",
+        "chunked",
+        "close",
+        "100-continue",
+        "gzip",
+        "../../etc/passwd",
+    ),
+    *(
+        "%s%n",
+        "${jndi:x}",
+        "\xff" * 99,
+        "a,b",
+        "Elastic ..",
+        "Elastic " + "0" * 32 + ".1." + "0" * 64,
+        "x" * 15_000,
+    ),
+)
+PATHS = [auth.HELLO, *map(path_of, REQUESTS), "/status/", "/metrics"]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_hostile_value_in_any_header_of_any_route_is_refused_or_means_nothing(
+    driver: Driver, asking: http.client.HTTPConnection, header: str
+) -> None:
+    """Of a request that is signed, so that nothing else is wrong with it."""
+    client = RawClient(driver.port)
+    session = client.session()
+    chance = random.Random(header)
+    for path in PATHS:
+        for value in chance.sample(HOSTILE, 3):
+            signed = client.sign(path, b"{}", session)
+            given = f"{value}, close" if header == "connection" else value
+            status, _ = client.request(path, b"{}", signed, more={header: given})
+            assert status in (0, 400, 401, 404, 408, 413), (path, value)
 
 
 def test_connections_that_send_garbage_are_closed(driver: Driver, asking: http.client.HTTPConnection) -> None:

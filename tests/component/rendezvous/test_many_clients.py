@@ -14,13 +14,11 @@ from spark_elastic.driver.loop import DriverLoop, EventQueue
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
 from spark_elastic.protocol.messages import RegisterSlot, RequestNextWorld, WorkerStarted, WorldFormed
-from spark_elastic.protocol.types import Limits, Phase, Position, World
-from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
-from spark_elastic.rendezvous.long_polls import Waiters
-from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, ExchangeAddresses
+from spark_elastic.protocol.types import Limits, Phase, Position, WorldView
+from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, FindAddresses
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.rendezvous.server_state import ServerState
 
 WORKERS = 200
 ROUNDS = 3
@@ -48,9 +46,9 @@ def address() -> Iterator[str]:
         loop.close()
 
 
-def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
+def _live(address: str, job: int, together: threading.Barrier) -> list[WorldView]:
     """One slot and its worker, through all rounds."""
-    worlds: list[World] = []
+    worlds: list[WorldView] = []
     with RendezvousClient(address, KEY, 1, SystemClock(), 60.0) as client:
         slot, worker = client, client
         slot.ask(RegisterSlot(f"{job}-0", f"host-{job // 8}", job, facts={}))
@@ -60,46 +58,28 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
             fence = worlds[-1].fence if worlds else None
             position = Position(0, Phase.TRAIN, number) if worlds else None
             answer = worker.ask(
-                RequestNextWorld(f"{job}-0.1", fence, position, planned=bool(worlds)), hold=MAX_POLL_SECONDS
+                RequestNextWorld(
+                    f"{job}-0.1", fence, position, planned=bool(worlds), address=f"host-{job}:7000"
+                ),
+                hold=MAX_POLL_SECONDS,
             )
             world = answer.world
             assert world is not None, answer
-            member = world.member(f"{job}-0.1")
-            assert member is not None
-            blobs = exchange_blobs(
-                worker,
-                ExchangeAddresses(f"{job}-0.1", world.fence, member.rank, str(member.rank).encode()),
-                60.0,
-            )
-            assert blobs == tuple(str(rank).encode() for rank in range(WORKERS))
+            assert (world.me.worker, world.size, answer.addresses) == (f"{job}-0.1", WORKERS, ())
+            peers = world.me.rank, (world.me.rank + 1) % WORKERS
+            mine, _ = worker.ask(FindAddresses(f"{job}-0.1", world.fence, peers)).addresses
+            assert mine == f"host-{job}:7000"
             worker.ask(WorldFormed(f"{job}-0.1", world.fence))
             worlds.append(world)
     return worlds
 
 
 @pytest.mark.timeout(300)
-def test_many_clients_join_one_world_after_another(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the server does for an exchange grows with the ranks, not with their pairs."""
-    built: list[str] = []
-    wakes: list[str] = []
-    add_blob, wake = ServerState.add_blob, Waiters.wake
-
-    def counting_add_blob(self: ServerState, scope: str, name: str, rank: int, blob: bytes) -> bool:
-        complete = add_blob(self, scope, name, rank, blob)
-        built.extend([scope] * complete)
-        return complete
-
-    def counting_wake(self: Waiters, topic: str) -> None:
-        wakes.append(topic)
-        wake(self, topic)
-
-    monkeypatch.setattr(ServerState, "add_blob", counting_add_blob)
-    monkeypatch.setattr(Waiters, "wake", counting_wake)
+def test_many_clients_join_one_world_after_another(address: str) -> None:
     together = threading.Barrier(WORKERS)
     with ThreadPoolExecutor(WORKERS) as pool:
         lives = list(pool.map(lambda job: _live(address, job, together), range(1, WORKERS + 1)))
-    assert all(worlds == lives[0] for worlds in lives)
-    assert [world.fence.generation for world in lives[0]] == [1, 2, 3]
-    assert len(built) == len(set(built)) == ROUNDS
-    of_exchanges = [topic for topic in wakes if topic.startswith("generation/")]
-    assert len(of_exchanges) <= 3 * ROUNDS
+    for number, worlds in enumerate(zip(*lives, strict=True), start=1):
+        assert sorted(world.me.rank for world in worlds) == list(range(WORKERS))
+        assert {world.fence.generation for world in worlds} == {number}
+        assert all(world.me.rank in world.host_ranks for world in worlds)

@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInp
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.protocol import events
-from spark_elastic.protocol.messages import Heartbeat
+from spark_elastic.protocol.events import Received
+from spark_elastic.protocol.messages import Heartbeat, WorkerExited
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.status_app import StatusApp
+from tests.component.rendezvous.cut_connections import CuttableNetwork
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, Visitor, read_all, start_driver
 
 
@@ -84,6 +87,26 @@ def test_plain_requests_to_a_tls_server_get_no_answer(driver: Driver) -> None:
         except ConnectionResetError:
             return  # refused without reading what we sent
     assert driver.events.empty()
+
+
+def test_a_recorded_session_cannot_be_played_again(driver: Driver) -> None:
+    network = CuttableNetwork(driver.port)
+    with driver.client(address=network.address) as client:
+        client.ask(WorkerExited("1-0", "1-0.1", 0))
+    network.close()
+    assert driver.await_event(WorkerExited).exit_code == 0
+    assert len(network.recorded) > 1000
+    for size in (len(network.recorded), len(network.recorded) // 2):
+        with socket.create_connection(("127.0.0.1", driver.port), timeout=PATIENCE) as connection:
+            connection.sendall(network.recorded[:size])
+            connection.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
+                read_all(connection)
+    with driver.client() as client:
+        client.ask(Heartbeat("1-0"))
+    first = driver.events.get(timeout=PATIENCE)
+    assert isinstance(first, Received)
+    assert first.message == Heartbeat("1-0")
 
 
 def test_the_status_page_uses_tls(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import partial
 
 import pytest
 
@@ -10,6 +12,7 @@ from spark_elastic.errors import StaleGeneration
 from spark_elastic.protocol.messages import NextWorld, RequestNextWorld, WorkerDone, WorkerFailed, WorldFormed
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
 from spark_elastic.rendezvous.codec import encode_numbers
+from spark_elastic.rendezvous.connections import ConnectionLimits
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Report, WatchWorker, WorkerUpdate
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
 
@@ -19,13 +22,15 @@ HERE = Position(1, Phase.VALIDATE, 5)
 
 def test_a_join_waits_for_its_world(driver: Driver) -> None:
     client = driver.client()
-    request = RequestNextWorld(A, Fence(ATTEMPT, 1), HERE, (B,), "connection reset", planned=False)
+    driver.server.publish(world(1, A, B))
+    request = RequestNextWorld(A, Fence(ATTEMPT, 1), HERE, reason="connection reset", suspected_ranks=(1, 2))
     waiting = driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
-    assert driver.await_event(RequestNextWorld) == request
+    # The driver knows its suspects by name.
+    assert driver.await_event(RequestNextWorld) == dataclasses.replace(request, suspects=(B,))
     assert not waiting.done()
     new = world(2, A, C, positions=(HERE, None))
     driver.server.publish(new)
-    assert waiting.result(PATIENCE) == NextWorld(new)
+    assert waiting.result(PATIENCE) == NextWorld(new.view_of(A))
 
 
 def test_a_worker_that_is_no_member_of_the_new_world_keeps_waiting(driver: Driver) -> None:
@@ -48,8 +53,8 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     )
     driver.await_event(RequestNextWorld)
     driver.server.publish(new)
-    assert waiting.result(PATIENCE).world == new
-    assert worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS).world == new
+    assert waiting.result(PATIENCE).world == new.view_of(A)
+    assert worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS).world == new.view_of(A)
     assert driver.events.empty()
 
 
@@ -71,6 +76,24 @@ def test_a_watch_returns_a_new_membership_version(driver: Driver) -> None:
     # Level-triggered: one that has not heard hears at once.
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
     assert worker.ask(WatchWorker(A, None, newer), hold=0.05) == news
+
+
+def test_polls_that_wait_are_no_unauthenticated_connections(driver: Driver) -> None:
+    """A job of a thousand workers has more of them than there may be strangers."""
+
+    def admit_three() -> None:
+        connections = driver.server._http_server._connections  # type: ignore[union-attr]
+        connections.limits = ConnectionLimits(unauthenticated=3)  # type: ignore[union-attr]
+
+    driver.call_in_loop(admit_three)
+    asks = [partial(driver.client().ask, WatchWorker(f"{n}-0.1"), hold=MAX_POLL_SECONDS) for n in range(6)]
+    waiting = []
+    for number, ask in enumerate(asks, start=1):
+        waiting.append(driver.call_in_thread(ask))
+        driver.until_polls(number)
+    driver.server.announce(INITIAL_VERSION.next())
+    assert all(poll.result(PATIENCE).version == INITIAL_VERSION.next() for poll in waiting)
+    assert driver.events.empty()  # none was lost
 
 
 def test_a_watch_returns_an_abort_once(driver: Driver) -> None:
@@ -142,7 +165,7 @@ def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver)
     assert (done.worker, done.fence, done.position, done.result) == (A, fence, HERE, '{"loss": 1}')
     again = world(2, A)
     driver.server.publish(again)
-    assert waiting.result(PATIENCE) == NextWorld(again)
+    assert waiting.result(PATIENCE) == NextWorld(again.view_of(A))
     waiting = driver.call_in_thread(
         lambda: worker.ask(WorkerDone(A, again.fence, HERE, "{}"), hold=MAX_POLL_SECONDS)
     )

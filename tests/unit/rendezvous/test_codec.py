@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.protocol.messages import Heartbeat, NextWorld, RegisterSlot, Request, RequestNextWorld
-from spark_elastic.protocol.types import Fence, Member, Phase, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Fence, Member, Phase, Position, SlotId, WorkerId, WorldView
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
-    Blobs,
-    ExchangeAddresses,
+    SetValues,
     SlotCommands,
+    Values,
     WatchWorker,
     WorkerToStop,
     path_of,
@@ -34,24 +34,30 @@ MEMBERS = st.builds(Member, WORKERS, SLOTS, NAMES, *[st.integers(0, 64)] * 5, po
 
 @given(
     st.builds(
-        World,
+        WorldView,
         fence=FENCES,
-        members=st.lists(MEMBERS, max_size=3).map(tuple),
+        size=st.integers(1, 10_000),
+        me=MEMBERS,
+        host_ranks=st.lists(st.integers(0, 64), max_size=3).map(tuple),
         source=st.none() | st.integers(0, 2),
+        position=st.none() | POSITIONS,
+        receives=st.booleans(),
+        has_receivers=st.booleans(),
         reason=NAMES,
-    )
+    ),
+    st.lists(NAMES, max_size=3).map(tuple),
 )
-def test_worlds_come_back_as_they_were(world: World) -> None:
-    reply = NextWorld(world)
+def test_worlds_come_back_as_they_were(world: WorldView, addresses: tuple[str, ...]) -> None:
+    reply = NextWorld(world, addresses=addresses)
     assert codec.read(NextWorld, codec.loads(codec.dumps(reply))) == reply
 
 
 @given(FENCES, st.binary(max_size=100))
 def test_bytes_come_back_as_they_were(fence: Fence, blob: bytes) -> None:
-    request = ExchangeAddresses("1-0.1", fence, 3, blob)
-    assert codec.read(ExchangeAddresses, codec.loads(codec.dumps(request))) == request
-    reply = Blobs((blob, b""), ("2-0.1",))
-    assert codec.read(Blobs, codec.loads(codec.dumps(reply))) == reply
+    request = SetValues(f"generation/{fence.generation}", ("a", "b"), (blob, b""))
+    assert codec.read(SetValues, codec.loads(codec.dumps(request))) == request
+    reply = Values((blob, None))
+    assert codec.read(Values, codec.loads(codec.dumps(reply))) == reply
 
 
 @given(st.none() | FENCES, st.none() | POSITIONS, st.lists(WORKERS, max_size=3).map(tuple))
@@ -102,9 +108,9 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
             "ended_fence lacks generation",
         ),
         (Position, {"epoch": 1, "phase": 9, "step": 0}, "phase must be one of"),
-        (Blobs, {"blobs": "x"}, "blobs must be a list"),
-        (Blobs, {"blobs": ["%"]}, "blobs must be base64"),
-        (Blobs, {"blobs": [3]}, "blobs must be base64"),
+        (Values, {"values": "x"}, "values must be a list"),
+        (Values, {"values": ["%"]}, r"values must be base64"),
+        (Values, {"values": [3]}, "values must be base64"),
         (RegisterSlot, {"slot": "1-0", "host": "", "launch": 1, "facts": []}, "facts must be an object"),
     ],
 )
@@ -123,10 +129,8 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 def test_messages_are_plain_json() -> None:
-    text = json.loads(codec.dumps(ExchangeAddresses("w", Fence(1, 2), 0, b"\x00")))
-    assert text == {
-        "worker": "w", "fence": {"attempt": 1, "generation": 2}, "rank": 0, "blob": "AA==", "name": "mesh",
-    }  # fmt: skip
+    text = json.loads(codec.dumps(SetValues("loop", ("a",), (b"\x00",))))
+    assert text == {"scope": "loop", "keys": ["a"], "values": ["AA=="]}
 
 
 def test_a_tuple_of_fixed_form_has_each_part_checked() -> None:

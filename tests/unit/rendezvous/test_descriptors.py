@@ -54,3 +54,11 @@ def test_a_hard_limit_that_is_too_low_is_refused_with_the_number_of_workers_that
     file_limit.raise_file_limit(fits - 5)
     with pytest.raises(InvalidInput):
         file_limit.raise_file_limit(fits + 5)
+
+
+def test_a_hard_limit_at_which_no_worker_fits_is_not_said_to_be_enough_for_one(
+    limits: list[tuple[int, int]],
+) -> None:
+    limits[:] = [(64, 64)]
+    with pytest.raises(InvalidInput, match=r"raise its hard limit \(ulimit -Hn\)\.$"):
+        file_limit.raise_file_limit(2)

@@ -9,6 +9,7 @@ import pytest
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, Member, WorkerId, World
+from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import CompareAndSet, Comparison, SlotCommands, WorkerToStop
 from spark_elastic.rendezvous.server_state import (
     KeyValueLimits,
@@ -19,7 +20,7 @@ from spark_elastic.rendezvous.server_state import (
 
 
 def _world(generation: int, *workers: str) -> World:
-    members = tuple(Member(w, w[:-2], "h", rank, 0, 1, 0, 1, None) for rank, w in enumerate(workers))
+    members = tuple(Member(w, w[:-2], f"h{rank}", rank, 0, 1, 0, 1, None) for rank, w in enumerate(workers))
     return World(Fence(1, generation), members, None, "why")
 
 
@@ -29,7 +30,21 @@ def test_r10_an_older_abort_is_ignored() -> None:
     state.publish(_world(2, "1-0.1"))
     state.abort(Fence(1, 1), "late")
     assert state.get_end_reason(Fence(1, 2)) is None
-    assert state.find_next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1"))
+    assert state.find_next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1").view_of("1-0.1"))
+
+
+def test_what_a_member_is_told_does_not_grow_with_its_world() -> None:
+    sizes = []
+    for size in (65, 10_000):
+        state = ServerState(1)
+        workers = [f"{rank + 10000}-0.1" for rank in range(size)]
+        state.addresses.update((WorkerId(worker), f"10.0.0.1:{worker[:5]}") for worker in workers)
+        state.publish(_world(1, *workers[1:], workers[0]))
+        state.abort(Fence(1, 1), "a member is lost")
+        told = state.find_next_world(workers[7], None), state.get_update(workers[7])
+        sizes.append(len(codec.dumps(told[0])) + len(codec.dumps(told[1])))
+        assert state.find_addresses([0, size - 1]) == ("10.0.0.1:10001", "10.0.0.1:10000")
+    assert sizes[1] - sizes[0] < 20
 
 
 def test_the_first_reason_of_an_abort_and_of_the_jobs_end_stays() -> None:
@@ -59,7 +74,6 @@ def test_scopes_are_separate() -> None:
     store.set("a", "k", b"1")
     store.set("b", "k", b"2")
     assert store.get("a", ["k", "l"]) == (b"1", None)
-    assert store.find_missing("b", ["l", "k", "m"]) == ["l", "m"]
     store.set("a", "j", b"1")
     assert store.list_keys("a", "") == ("k", "j")
     assert store.list_keys("a", "j") == ("j",)
