@@ -74,7 +74,7 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
       local_(options.local),
       warn_(options.warn) {
   mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.closeTimeout,
-                                 options.onWait);
+                                 options.onWait, options.findAddresses);
   allRanks_ = std::make_shared<AllRanks>(rank, size_, mesh_);
 }
 

@@ -28,6 +28,8 @@ struct GroupOptions {
   // The ranks on this rank's host, ascending, including itself; they share memory if they can. Empty on all ranks: no
   // shared memory.
   std::vector<int> local;
+  // Asked for addresses that are "" among the peers'.
+  Mesh::FindAddresses findAddresses = [](const std::vector<int>&) { return std::vector<std::string>{}; };
   std::function<void(const std::string&)> warn = [](const std::string&) {};  // a warning for the user, one sentence
 };
 

@@ -118,13 +118,25 @@ void narrowArray(DataType half, const py::buffer& data, const py::buffer& out, b
 
 std::unique_ptr<ObservedGroup> makeGroup(std::shared_ptr<Endpoint> endpoint, int rank,
                                          const std::vector<std::string>& peers, std::array<uint64_t, 3> fence,
-                                         double timeout, const std::vector<int>& local) {
+                                         double timeout, const std::vector<int>& local,
+                                         const py::object& findAddresses) {
   auto observer = std::make_shared<WaitObserver>();
   GroupOptions options;
   options.timeout = millisecondsOf(timeout);
   options.onWait = [observer](auto waited, const auto& ranks) { observer->onWait(waited, ranks); };
   options.warn = warn;
   options.local = local;
+  if (!findAddresses.is_none()) {
+    // The last copy may be dropped by a thread without the interpreter's lock.
+    const std::shared_ptr<py::object> ask(new py::object(findAddresses), [](py::object* function) {
+      py::gil_scoped_acquire gil;
+      delete function;
+    });
+    options.findAddresses = [ask](const std::vector<int>& ranks) {
+      py::gil_scoped_acquire gil;
+      return (*ask)(ranks).cast<std::vector<std::string>>();
+    };
+  }
   py::gil_scoped_release released;
   return std::make_unique<ObservedGroup>(std::move(endpoint), rank, peers, Fence{fence[0], fence[1], fence[2]}, options,
                                          std::move(observer));

@@ -31,15 +31,18 @@ constexpr std::chrono::seconds kGrace{2};         // time for another rank to re
 }  // namespace
 
 Mesh::Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-           std::chrono::milliseconds timeout, std::chrono::milliseconds closeTimeout, OnWait onWait)
+           std::chrono::milliseconds timeout, std::chrono::milliseconds closeTimeout, OnWait onWait,
+           FindAddresses findAddresses)
     : gloo::transport::Context(rank, static_cast<int>(peers.size())),
       endpoint_(std::move(endpoint)),
       fence_(fence),
       onWait_(std::move(onWait)),
       limit_(timeout.count()),
+      findAddresses_(std::move(findAddresses)),
+      asked_(peers.size()),
       closing_(closeTimeout) {
   timeout_ = timeout;
-  for (const auto& peer : peers) addresses_.push_back(parseAddress(peer));
+  for (const auto& peer : peers) addresses_.push_back(peer.empty() ? SocketAddress{} : parseAddress(peer));
   for (int r = 0; r < size; r++) {
     if (r != rank) pairs_[r] = std::make_unique<Pair>(*this, r);
   }
@@ -365,7 +368,9 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
     if (now >= deadline) blameAwaitedPeers(what, now - deadline >= kGrace);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
     const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
-    if (!hasPoller_) {
+    if (!wanted_.empty()) {
+      askForAddresses(lock);
+    } else if (!hasPoller_) {
       begin += pollForAll(lock, slice, begin);
     } else if (wakeup_.wait_for(lock, slice) == std::cv_status::timeout) {
       begin += computeStoppedTime(now, slice);
@@ -433,6 +438,39 @@ void Mesh::reportWait(Lock& lock, Clock::time_point begin, const std::vector<int
   lock.lock();
 }
 
+const SocketAddress* Mesh::addressOf(int peer) {
+  const auto at = static_cast<size_t>(peer);
+  if (addresses_[at].length > 0) return &addresses_[at];
+  if (!asked_[at]) wanted_.push_back(peer);
+  asked_[at] = true;
+  return nullptr;
+}
+
+// Asks for the addresses that were wanted, then dials. Ends the group if they cannot be known.
+void Mesh::askForAddresses(Lock& lock) {
+  if (wanted_.empty()) return;
+  const std::vector<int> ranks = std::exchange(wanted_, {});
+  std::vector<SocketAddress> found;
+  std::string why = "the addresses of its peers cannot be known";
+  std::exception_ptr raised;
+  lock.unlock();
+  try {
+    for (const auto& address : findAddresses_(ranks)) found.push_back(parseAddress(address));
+  } catch (const std::invalid_argument& error) {
+    why = error.what();
+  } catch (...) {
+    raised = std::current_exception();
+  }
+  lock.lock();
+  if (raised || found.size() != ranks.size()) abortLocked(Cause::kAborted, {}, name() + ": " + why);
+  if (raised) std::rethrow_exception(raised);
+  checkLocked();
+  for (size_t i = 0; i < ranks.size(); i++) {
+    addresses_[static_cast<size_t>(ranks[i])] = found[i];
+    pair(ranks[i]).onAddress();
+  }
+}
+
 void Mesh::doPeriodicWork(Clock::time_point begin) {
   takeFromEndpoint();
   for (int r = 0; r < size && !failure_; r++) {
@@ -482,6 +520,7 @@ void Mesh::onWaitInterval(Clock::time_point begin, const std::vector<int>& ranks
   Lock lock(mu_);
   const HandshakesReturner returner{*this};
   if (!failure_) doPeriodicWork(begin);
+  askForAddresses(lock);
   reportWait(lock, begin, ranks);
   checkLocked();
 }
@@ -494,7 +533,9 @@ bool Mesh::runUntil(const std::function<bool()>& done, Clock::time_point until) 
     checkLocked();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
     if (left.count() <= 0) break;
-    if (hasPoller_) {
+    if (!wanted_.empty()) {
+      askForAddresses(lock);
+    } else if (hasPoller_) {
       wakeup_.wait_for(lock, std::min(kSlice, left));
     } else {
       pollForAll(lock, std::min(kSlice, left), begin);

@@ -38,10 +38,14 @@ class Mesh : public gloo::transport::Context {
   // Called a few times a second during a wait with the time waited and, after two seconds, the ranks that are known to
   // be missing. An exception ends the wait and the group.
   using OnWait = std::function<void(std::chrono::milliseconds waited, const std::vector<int>& ranks)>;
+  // Returns the addresses of these ranks, or none at all if they cannot be known. Called in a wait, without the mutex.
+  using FindAddresses = std::function<std::vector<std::string>(const std::vector<int>& ranks)>;
 
-  // peers[r] is the address that rank r listens on. closeTimeout: see GracefulClose.
+  // peers[r] is the address that rank r listens on, "" if `findAddresses` is to be asked once it is needed.
+  // closeTimeout: see GracefulClose.
   Mesh(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std::string>& peers, Fence fence,
-       std::chrono::milliseconds timeout, std::chrono::milliseconds closeTimeout, OnWait onWait);
+       std::chrono::milliseconds timeout, std::chrono::milliseconds closeTimeout, OnWait onWait,
+       FindAddresses findAddresses);
   ~Mesh() override;
 
   std::unique_ptr<gloo::transport::Pair>& getPair(int rank) override { return pairs_.at(rank); }
@@ -102,6 +106,9 @@ class Mesh : public gloo::transport::Context {
   Clock::duration pollForAll(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
   int pollEvents(Lock& lock, std::chrono::milliseconds timeout);
   void reportWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);
+  // The address of a peer; null: it is not known, and the next wait asks for it.
+  const SocketAddress* addressOf(int peer);
+  void askForAddresses(Lock& lock);
   void doPeriodicWork(Clock::time_point begin);
   void dispatch(int fd, uint32_t events);
   void acceptConnections();
@@ -129,7 +136,10 @@ class Mesh : public gloo::transport::Context {
   std::atomic<std::chrono::milliseconds::rep> limit_;
   std::atomic<Clock::rep> limitSetAt_{0};
   Clock::time_point lastPeriodicWork_{};  // guarded by mu_
-  std::vector<SocketAddress> addresses_;
+  const FindAddresses findAddresses_;
+  std::vector<SocketAddress> addresses_;  // of length 0: not known
+  std::vector<int> wanted_;               // ranks whose addresses are to be asked for
+  std::vector<bool> asked_;               // by rank: its address was wanted before
   std::mutex mu_;
   std::condition_variable wakeup_;
   bool hasPoller_ = false;  // a caller runs the event loop

@@ -94,8 +94,9 @@ void Pair::dial() {
     mesh_.checkLocked();
   }
   if (state_ != State::kIdle || mesh_.rank > peer_) return;  // the lower rank dials, the higher accepts
-  const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  connection_ = Connection(openRegistered([&] { return socket(to.family(), kSocket, 0); }));
+  const SocketAddress* to = mesh_.addressOf(peer_);
+  if (to == nullptr) return;
+  connection_ = Connection(openRegistered([&] { return socket(to->family(), kSocket, 0); }));
   if (!connection_.open()) {
     if (std::exchange(early_, false)) return;
     // A local failure: the peer is not to blame.
@@ -104,7 +105,7 @@ void Pair::dial() {
   mesh_.byFd_[connection_.fd()] = this;
   state_ = State::kDialing;
   // Before epoll: an unconnected socket reports as ready.
-  const bool refused = ::connect(connection_.fd(), to.get(), to.length) != 0 && errno != EINPROGRESS;
+  const bool refused = ::connect(connection_.fd(), to->get(), to->length) != 0 && errno != EINPROGRESS;
   if (refused) return fail(std::string("connect: ") + strerror(errno));
   mesh_.watch(connection_.fd(), epollEvents_ = EPOLLOUT, true);
 }
@@ -117,6 +118,11 @@ void Pair::dialEarly() {
   lastProbe_ = now;
   early_ = true;
   dial();
+}
+
+// The peer's address was not known when it was dialled.
+void Pair::onAddress() {
+  if (state_ == State::kIdle && (early_ || isBusy())) dial();
 }
 
 void Pair::accept(Connection connection) {
@@ -297,10 +303,11 @@ void Pair::probeListener() {
   const auto now = Mesh::Clock::now();
   if (state_ != State::kIdle || !isBusy() || (!lastProbeRefused_ && now - lastProbe_ < kProbeInterval)) return;
   lastProbe_ = now;
-  const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
-  probeFd_ = openRegistered([&] { return socket(to.family(), kSocket, 0); });
+  const SocketAddress* to = mesh_.addressOf(peer_);
+  if (to == nullptr) return;
+  probeFd_ = openRegistered([&] { return socket(to->family(), kSocket, 0); });
   if (probeFd_ < 0) return;  // out of descriptors: try again later
-  if (::connect(probeFd_, to.get(), to.length) != 0 && errno != EINPROGRESS) onProbeResult(errno);
+  if (::connect(probeFd_, to->get(), to->length) != 0 && errno != EINPROGRESS) onProbeResult(errno);
 }
 
 void Pair::onProbeResult(int error) {

@@ -56,6 +56,7 @@ class Pair : public gloo::transport::Pair {
   void readPastUnexpected();
   void sendKeepalive();
   void dialEarly();
+  void onAddress();
   void probeListener();
   bool beginClose(const std::vector<char>& body);
   PendingClose takePendingClose();

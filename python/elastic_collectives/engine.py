@@ -32,6 +32,8 @@ from elastic_collectives.reducing import Closing, ReducingGroup
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Publishes this rank's blob and returns the blobs of all ranks, in rank order; may raise."""
+FindAddresses = Callable[[Sequence[int]], Sequence[str]]
+"""Returns the addresses of ranks that this one needs, or none at all if they cannot be known. Any thread."""
 
 # Bytes of one part of a broadcast. Ranks forward a part while the next one arrives.
 BROADCAST_PART = 1 << 26
@@ -117,7 +119,7 @@ class Endpoint(Closing):
         self.native.close()
 
 
-def connect(
+def connect(  # noqa: PLR0913 - what a group is made of
     endpoint: Endpoint,
     rank: int,
     size: int,
@@ -125,16 +127,18 @@ def connect(
     exchange: Exchange,
     timeout: float = 60.0,
     local_ranks: Sequence[int] | None = None,
+    find_addresses: FindAddresses | None = None,
 ) -> Group:
     """Build the group of one generation.
 
     Args:
         fence: (attempt, generation). Peers with an older fence are refused, peers with a newer one wait.
-        exchange: called once with this rank's blob.
+        exchange: called once with this rank's blob. With `find_addresses`, blobs may be empty.
         timeout: seconds that one wait for a peer may last, 0.001 or more; two seconds more if every peer is alive and
             waits itself.
         local_ranks: the ranks on this rank's host, including this one. They use shared memory if all of them can map
             it. None (on all ranks or on none): all traffic goes through sockets.
+        find_addresses: asked in the midst of a collective that is the first to need them.
 
     Raises:
         ValueError: rank, size, local_ranks, timeout or the number of blobs is invalid.
@@ -152,7 +156,7 @@ def connect(
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
     peers = [blob.decode() for blob in blobs]
-    return EngineGroup(_GroupSpec(endpoint, peers, range(size), fence, timeout, local), rank)
+    return EngineGroup(_GroupSpec(endpoint, peers, range(size), fence, timeout, local, find_addresses), rank)
 
 
 @dataclass(frozen=True)
@@ -165,11 +169,19 @@ class _GroupSpec:
     fence: tuple[int, int]  # (attempt, generation)
     timeout: float  # seconds that one wait for a peer may last
     local: list[int]  # ranks on this rank's host; empty: sockets only
+    find_addresses: (
+        FindAddresses | None
+    )  # of those that are empty among `peers`, by their number in that group
     channel: int = 0  # 0 for the group of all ranks, otherwise the subgroup's number
 
     def build_native(self, rank: int) -> _engine.Group:
         fence = (*self.fence, self.channel)
-        return _engine.Group(self.endpoint.native, rank, self.peers, fence, self.timeout, self.local)
+        find = None if self.find_addresses is None else self._find_addresses
+        return _engine.Group(self.endpoint.native, rank, self.peers, fence, self.timeout, self.local, find)
+
+    def _find_addresses(self, ranks: Sequence[int]) -> Sequence[str]:
+        assert self.find_addresses is not None
+        return self.find_addresses([self.members[rank] for rank in ranks])
 
     def restrict(self, ranks: Sequence[int], channel: int) -> _GroupSpec:
         local = [place for place, rank in enumerate(ranks) if rank in self.local]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -186,3 +187,58 @@ def test_a_group_of_one_rank_works_without_peers_and_can_be_aborted(pool: Pool) 
     rank.abort("enough")
     rank.call(calls.try_everything)
     assert answers([rank]) == [{"GroupAborted"}]
+
+
+def _connect_without_addresses(
+    endpoints: Sequence[Endpoint], find: Callable[[int, Sequence[int]], Sequence[str]]
+) -> list[Group]:
+    size = len(endpoints)
+    return [
+        connect(end, rank, size, (1, 1), lambda own: [b""] * size, 10.0, find_addresses=partial(find, rank))
+        for rank, end in enumerate(endpoints)
+    ]
+
+
+def test_a_collective_asks_for_the_addresses_that_it_needs() -> None:
+    asked: list[tuple[int, Sequence[int]]] = []
+
+    def find(rank: int, ranks: Sequence[int]) -> Sequence[str]:
+        asked.append((rank, ranks))
+        return [endpoints[peer].address for peer in ranks]
+
+    def add_twice(group: Group) -> tuple[float, float]:
+        sums = _sum(group), _sum(group)
+        some = group.subgroup(1, [1, 4]) if group.rank in (1, 4) else None
+        return sums[0], sums[1] if some is None else _sum(some)
+
+    with ExitStack() as stack:
+        endpoints = [stack.enter_context(Endpoint(b"key")) for _ in range(5)]
+        groups = [stack.enter_context(group) for group in _connect_without_addresses(endpoints, find)]
+        with ThreadPoolExecutor(5) as threads:
+            assert list(threads.map(add_twice, groups)) == [(15, 3 if r in (1, 4) else 15) for r in range(5)]
+    pairs = [(rank, peer) for rank, ranks in asked for peer in ranks]
+    assert (1, 4) in pairs
+    assert all(rank != peer for rank, peer in pairs)
+    of_all = {(rank, peer) for rank in range(5) for peer in range(rank)}  # a lower rank dials
+    assert not of_all <= set(pairs)
+
+
+def test_addresses_that_cannot_be_known_end_the_group() -> None:
+    for answer in ([], ["nowhere"]):
+        with _open_two_endpoints() as endpoints:
+            low, high = _connect_without_addresses(endpoints, lambda rank, ranks: answer)  # noqa: B023
+            with low, high, pytest.raises(CollectiveError, match=r"cannot be known|nowhere"):
+                low.barrier()
+
+
+def test_an_error_of_asking_for_addresses_is_raised() -> None:
+    def find(rank: int, ranks: Sequence[int]) -> Sequence[str]:
+        raise LookupError("nobody knows")
+
+    with _open_two_endpoints() as endpoints:
+        low, high = _connect_without_addresses(endpoints, find)
+        with low, high:
+            with pytest.raises(LookupError, match="nobody knows"):
+                low.barrier()
+            with pytest.raises(CollectiveError):
+                low.barrier()
