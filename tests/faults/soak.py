@@ -44,6 +44,7 @@ from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # no
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
+from tests.specification import check_journal  # noqa: E402
 
 ROWS, BATCH, WORKERS, SEED = 720, 8, 3, 11
 Fault = tuple[phases.ProcessPhase, psutil.Process, dict[str, Any]]
@@ -238,6 +239,7 @@ def fit(spark: Any, case: nets.Case, folder: str, run: str, epochs: int) -> tupl
         run_id=run,
         seed=SEED,
         keep_data=True,
+        journal=f"{folder}/{run}/journal",
         gradient_clip_norm=case.clip,
         ledger=True,
         verbose=0,
@@ -348,6 +350,7 @@ def soak(spark: Any, case: nets.Case, folder: str, options: argparse.Namespace) 
         "to plain loop": difference(stormy.state_dict(), train_plain(case, folder, options.epochs)),
         "rows exact": judge_run(folder, "stormy"),
         "judge is sharp": is_missing_record_noticed(folder, "stormy"),
+        "states": sorted(check_journal(Path(folder, "stormy", "journal"))),
     }
     held = (
         verdict["rows exact"]

@@ -6,12 +6,10 @@ pytest tests/faults/test_process_plans.py -k "seed17 and not seed170"
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -38,38 +36,10 @@ from tests.component.torch.job import (
     train_plain,
 )
 from tests.component.torch.nets import mlp, sgd
+from tests.faults.fault_plans import Kind, PlannedFault, draw_plan
 
 PLANS, IN_EVERY_BUILD = 100, 1
 LEASE = 1.0  # seconds
-
-
-class Kind(Enum):
-    CHILD = "kill a training process"
-    SLOT = "kill a slot task"
-    TWO = "kill two training processes at once"
-    ALL_BUT_ONE = "kill every slot task but one"
-    STOP = "stop a training process for longer than its lease"
-    PAUSE = "stop a training process for less than its lease"
-    DRAIN = "drain a host"
-
-
-@dataclass(frozen=True)
-class PlannedFault:
-    """What happens once step `step` of `epoch` is applied. victim: counted over the living slots."""
-
-    epoch: int
-    step: int
-    kind: Kind
-    victim: int
-
-
-def plan_of(seed: int, job: Job) -> list[PlannedFault]:
-    rng = random.Random(seed)
-    steps = -(-ROWS // (job.batch_size * job.workers))
-    moments = sorted(
-        (rng.randrange(job.epochs), rng.randrange(2, steps - 3)) for _ in range(rng.randint(1, 3))
-    )
-    return [PlannedFault(*moment, rng.choice(list(Kind)), rng.randrange(job.workers)) for moment in moments]
 
 
 @dataclass
@@ -193,7 +163,9 @@ def test_p1_to_p4_hold_under_random_fault_plans(
     seed: int, wanted: tuple[Job, Store, Manifest, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     job, store, manifest, plain = wanted
-    misfortune = FaultPlayer(plan_of(seed, job))
+    misfortune = FaultPlayer(
+        draw_plan(seed, job.epochs, -(-ROWS // (job.batch_size * job.workers)), job.workers)
+    )
     follower = Follower(misfortune.follow, misfortune.worlds)
 
     def make(task: Any) -> ProcessLauncher:

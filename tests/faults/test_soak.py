@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.specification import STATES
+
 SOAK = Path(__file__).with_name("soak.py")
 CASES = ("mlp", "mixed")
 
@@ -35,5 +37,9 @@ def test_p1_to_p4_hold_under_twenty_kills(case: str, tmp_path: Path) -> None:
     met = verdict["phases"]
     assert isinstance(met, dict)
     assert all(met.get(phase, 0) >= 3 for phase in ("F", "X", "A", "rendezvous")), met
+    assert set(verdict["states"]) >= set(STATES) - {
+        "a checkpoint was published",
+        "survivors differed by a step",
+    }  # type: ignore[call-overload]
     assert verdict["rank 0"] >= 5  # type: ignore[operator]
     assert verdict["while joining"] >= 2  # type: ignore[operator]

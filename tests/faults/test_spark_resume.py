@@ -63,6 +63,7 @@ def run_fit(store: str) -> None:
             batch_size=estimators.ROWS // 2,
             run_id=RUN,
             checkpoint_steps=4,
+            keep_commits=False,
         )
         model = fit.fit(df)
         plain = estimators.train_plain(df, EPOCHS, estimators.compute_mse)
@@ -85,6 +86,7 @@ def run_loop(store: str) -> None:
             run_id=RUN,
             store=store,
             checkpoint_steps=3,
+            keep_commits=False,
             stdout=lines,
         )
     assert_exact(results, STEPS)

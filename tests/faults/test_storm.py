@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.scenes import survive_storm
+from tests.simulator.scenes import survive_storm
 
 
 @pytest.mark.faults
