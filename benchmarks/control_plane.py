@@ -1,12 +1,16 @@
-"""The rendezvous server and the driver machine under up to 2,000 real clients, in several processes over loopback.
+"""The rendezvous server and the driver machine under up to 10,000 real clients over loopback.
 
 Every worker is what a real job has: a slot's session (registration, heartbeats, a long poll for orders) and a worker's
-(joins, the exchange of addresses, a long poll for updates). A rendezvous is measured from the moment at which all ask
-for the next world to the last one that holds all addresses and has said so. The driver has a process, and processor
-time, of its own; server and clients share the machine, so that the wall time of many workers is mostly theirs.
+(asks for worlds, for peers' addresses, a long poll for updates). The clients are a program in C++ with one thread
+(`parts/swarm.cc`), on one core; the driver has the other. Its own processor time stands beside the driver's, so that
+nobody takes the generator for the driver. Where this machine may open too few files for four connections a worker, each
+has one and sends its requests one after the other.
 
-Peers, in the same run: torch's TCPStore with one GET per pair of ranks, as torch's Gloo rendezvous asks for addresses,
-and three meshes of single GETs over HTTP (our server's own key-value store), as Horovod's Gloo contexts ask for them.
+A rendezvous is measured from the moment at which all ask for the next world to the last one that has told that it has
+formed it; the first one with registration and connecting; a loss from the kill of a worker.
+
+Peers, in the same run: torchrun's own rendezvous (c10d, over torch's TCPStore) with one agent a worker, and TCPStore
+with one GET per pair of ranks, as torch's Gloo rendezvous asks for addresses.
 """
 
 from __future__ import annotations
@@ -14,36 +18,42 @@ from __future__ import annotations
 import math
 import multiprocessing as mp
 import os
+import resource
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import swarm
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
 from spark_elastic.driver.ports import Post
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits, heartbeat_interval
-from spark_elastic.rendezvous.file_limit import raise_file_limit
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 
-PROCESSES = 4
-ROUNDS = 3
-MESHES = 3
+KEY = b"k" * 32
+BLOB = 120  # bytes that a rank hands in at a peer
+PROCESSES = 4  # of the peers
+ROUNDS = 3  # of many workers
 CLIENT_TIMEOUT = 300.0
-STEADY = 5.0  # seconds
+STEADY = 3.0  # seconds
 LEASE = 5.0  # seconds; the default, which bounds how rarely slots beat
+FILES_PER_WORKER = 4
 CONTEXT = mp.get_context("spawn")
 
 
@@ -63,6 +73,12 @@ class NoLauncher:
         return []
 
 
+def choose_cores(place: int) -> set[int]:
+    """The first core, or all others: the driver has a core of its own if there are several."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {cores[0]} if place == 0 else set(cores[1:] or cores)
+
+
 def drive(pipe: Connection, size: int) -> None:
     """Server and driver loop; answers "cpu" with seconds of processor time and events so far, ends on "end"."""
     inbox: EventQueue = EventQueue()
@@ -72,11 +88,13 @@ def drive(pipe: Connection, size: int) -> None:
         count[0] += 1
         inbox.put(event)
 
-    limits = Limits(size, size, size, gather_timeout=600, lease=3600, regroup_timeout=600)
+    os.sched_setaffinity(0, choose_cores(0))
+    limits = Limits(size, 1, size, gather_timeout=600, lease=3600, regroup_timeout=600)
     clock = SystemClock()
-    raise_file_limit(size)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     with RendezvousServer(
-        swarm.KEY,
+        KEY,
         1,
         ServerCallbacks(post, lambda lines: None, heartbeat_interval=partial(heartbeat_interval, LEASE)),
         clock,
@@ -96,96 +114,120 @@ def drive(pipe: Connection, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What clients of one number take, in seconds; processor time is the driver's."""
+class Took:
+    """What an order to all clients took."""
 
-    # Of the first rendezvous, connecting included.
-    first: float
-    # Of a later one.
-    again: float
-    # Processor time of a later one.
-    cpu: float
-    # Heartbeats per second that the driver answers at most.
-    flat_out: float
-    # Heartbeats per second that arrive at the pace that slots are told.
-    steady: float
-    # The driver's processor share meanwhile.
-    steady_cpu: float
-    # Three meshes of single GETs; None: too many clients.
-    mesh: float | None
-    # torch's TCPStore; None: too many clients.
-    store: float | None
+    wall: float  # seconds
+    driver: float  # the driver's processor seconds
+    clients: float  # the clients'
+    head_bytes: int  # of all answers
+    body_bytes: int  # the same
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What clients of one number take."""
+
+    come: Took  # registration
+    first: Took  # the first rendezvous
+    again: (
+        Took | None
+    )  # a later one, planned; None: with one connection each, workers cannot ask of themselves
+    loss: Took  # the next world after a loss
+    beats: float | None  # heartbeats per second that the driver answers at most
+    steady: float | None  # heartbeats per second that arrive at the pace that slots are told
+    steady_cpu: float | None  # the driver's processor share meanwhile
+    store: float | None  # seconds of TCPStore, a GET a pair; None: too many clients
+    c10d: float | None  # seconds of torchrun's rendezvous; None: too many clients
 
 
 class Cluster:
-    """A driver's process and the clients' processes."""
+    """A driver's process and the clients' process."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, program: Path, size: int, connections: int) -> None:
+        _, self._files = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._driver, theirs = CONTEXT.Pipe()
-        self._processes = [CONTEXT.Process(target=drive, args=(theirs, size), daemon=True)]
-        self._processes[0].start()
-        address = self._driver.recv()
-        self._clients = []
-        shares = [range(first, size + 1, PROCESSES) for first in range(1, min(size, PROCESSES) + 1)]
-        for jobs in shares:
-            mine, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=swarm.be_clients, args=(theirs, address, jobs, size), daemon=True
-            )
-            process.start()
-            self._clients.append(mine)
-            self._processes.append(process)
+        self._process = CONTEXT.Process(target=drive, args=(theirs, size), daemon=True)
+        self._process.start()
+        host, port = self._driver.recv().split(":")
+        command = [str(program), host, port, KEY.hex(), str(size), str(connections)]
+        self._clients = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        os.sched_setaffinity(self._clients.pid, choose_cores(1))
+        resource.prlimit(self._clients.pid, resource.RLIMIT_NOFILE, (self._files, self._files))
+        self._clients_cpu = 0.0
 
-    def order(self, what: str, argument: Any = None) -> tuple[list[Any], float, float, int]:
-        """What the clients answer, when it was said, and the driver's processor seconds and events since."""
-        cpu, events = self._usage()
-        begun = time.monotonic()
-        for pipe in self._clients:
-            pipe.send((what, argument))
-        answers = [pipe.recv() for pipe in self._clients]
-        after, later = self._usage()
-        return answers, begun, after - cpu, later - events
+    def order(self, what: str) -> Took:
+        assert self._clients.stdin is not None
+        assert self._clients.stdout is not None
+        before, _ = self.read_usage()
+        self._clients.stdin.write(what + "\n")
+        self._clients.stdin.flush()
+        begun, ended, cpu, _, heads, bodies = map(float, self._clients.stdout.readline().split())
+        own, self._clients_cpu = cpu - self._clients_cpu, cpu
+        return Took(ended - begun, self.read_usage()[0] - before, own, int(heads), int(bodies))
 
-    def close(self) -> None:
-        for pipe in self._clients:
-            pipe.send(None)
-        self._driver.send("end")
-        for process in self._processes:
-            process.join(20)
-            process.kill()
-
-    def _usage(self) -> tuple[float, int]:
+    def read_usage(self) -> tuple[float, int]:
+        """The driver's processor seconds and events so far."""
         self._driver.send("cpu")
         cpu, events = self._driver.recv()
         return cpu, events
 
+    def count_beats(self, seconds: float, *, paced: bool) -> tuple[float, float]:
+        """Heartbeats per second, and the driver's processor share meanwhile."""
+        _, before = self.read_usage()
+        took = self.order(f"beat {seconds} {paced:d}")
+        _, after = self.read_usage()
+        return (after - before) / seconds, took.driver / seconds
 
-def measure_size(size: int, mesh_until: int, store_until: int) -> Measurement:
-    cluster = Cluster(size)
+    def close(self) -> None:
+        self._clients.kill()
+        self._clients.communicate()
+        self._driver.send("end")
+        self._process.join(20)
+        self._process.kill()
+
+
+def build_clients(folder: Path) -> Path:
+    """The clients' program, from its source."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise InvalidInput("The benchmark's clients are C++: install g++ and OpenSSL's headers (libssl-dev).")
+    source, program = Path(__file__).parent / "parts" / "swarm.cc", folder / "swarm"
+    options = "-std=c++17", "-O2", "-Wno-deprecated-declarations"
+    subprocess.run([compiler, *options, str(source), "-lcrypto", "-o", str(program)], check=True)
+    return program
+
+
+def measure_size(program: Path, size: int, store_until: int, c10d_until: int) -> Measurement:
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    has_all = FILES_PER_WORKER * size + 256 < files
+    cluster = Cluster(program, size, FILES_PER_WORKER if has_all else 1)
+    again = beats = steady = steady_cpu = None
     try:
-        cluster.order("come")
-        answers, begun, _, _ = cluster.order("rendezvous")
-        first = max(answers) - begun
-        walls, cpus = [], []
-        for _ in range(ROUNDS):
-            answers, begun, cpu, _ = cluster.order("rendezvous")
-            walls.append(max(answers) - begun)
-            cpus.append(cpu)
-        _, _, _, flat = cluster.order("heartbeat", (STEADY, False))
-        _, _, steady_cpu, steady = cluster.order("heartbeat", (STEADY, True))
-        mesh = None
-        if size <= mesh_until:
-            answers, begun, _, _ = cluster.order("mesh", MESHES)
-            mesh = max(answers) - begun
+        come, first = cluster.order("come"), cluster.order("rendezvous")
+        if has_all:
+            again = find_median([cluster.order("rendezvous") for _ in range(count_rounds(size))])
+            beats, _ = cluster.count_beats(STEADY, paced=False)
+            steady, steady_cpu = cluster.count_beats(STEADY, paced=True)
+        losses = min(ROUNDS, size - 1)
+        loss = find_median([cluster.order(f"lose {size // 2 - number}") for number in range(losses)])
     finally:
         cluster.close()
     store = tcp_store(size) if size <= store_until else None
-    again, cpu = statistics.median(walls), statistics.median(cpus)
-    return Measurement(first, again, cpu, flat / STEADY, steady / STEADY, steady_cpu / STEADY, mesh, store)
+    c10d = torchrun_rendezvous(size) if size <= c10d_until else None
+    return Measurement(come, first, again, loss, beats, steady, steady_cpu, store, c10d)
 
 
-# ---- the peer
+def count_rounds(size: int) -> int:
+    """Of a few workers more, since each is short."""
+    return ROUNDS if size > 128 else 5 * ROUNDS
+
+
+def find_median(all_took: list[Took]) -> Took:
+    return sorted(all_took, key=lambda took: took.wall)[len(all_took) // 2]
+
+
+# ---- the peers
 
 
 def tcp_store(size: int) -> float:
@@ -193,18 +235,30 @@ def tcp_store(size: int) -> float:
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_in_processes(be_store_clients, server.port, size, count_rounds(size))
+
+
+def run_in_processes(
+    clients: Callable[[Connection, int, Sequence[int], int], None], port: int, size: int, rounds: int = 1
+) -> float:
+    """Seconds that these clients of a store take, in several processes; the median."""
     pipes = []
     for first in range(min(size, PROCESSES)):
         mine, theirs = CONTEXT.Pipe()
         ranks = range(first, size, PROCESSES)
-        CONTEXT.Process(target=be_store_clients, args=(theirs, server.port, ranks, size), daemon=True).start()
+        CONTEXT.Process(target=clients, args=(theirs, port, ranks, size), daemon=True).start()
         pipes.append(mine)
     for pipe in pipes:
         pipe.recv()
-    begun = time.monotonic()
+    walls = []
+    for _ in range(rounds):
+        begun = time.monotonic()
+        for pipe in pipes:
+            pipe.send("go")
+        walls.append(max(pipe.recv() for pipe in pipes) - begun)
     for pipe in pipes:
-        pipe.send("go")
-    return max(pipe.recv() for pipe in pipes) - begun
+        pipe.send("end")
+    return statistics.median(walls)
 
 
 def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
@@ -215,16 +269,48 @@ def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: in
         TCPStore("127.0.0.1", port, is_master=False, timeout=patience, wait_for_workers=False) for _ in ranks
     ]
 
-    def read(store: Any, rank: int) -> None:
-        store.set(str(rank), os.urandom(swarm.BLOB))
+    def read(store: Any, rank: int, number: int) -> None:
+        store.set(f"{number}/{rank}", os.urandom(BLOB))
         for peer in range(size):
-            store.get(str(peer))
+            store.get(f"{number}/{peer}")
 
     pipe.send("ready")
-    pipe.recv()
     with ThreadPoolExecutor(len(stores)) as pool:
-        list(pool.map(read, stores, ranks))
+        number = 0
+        while pipe.recv() == "go":
+            number += 1
+            list(pool.map(partial(read, number=number), stores, ranks))
+            pipe.send(time.monotonic())
+
+
+def torchrun_rendezvous(size: int) -> float:
+    """Seconds for `size` agents of torchrun to form a first world by its own rendezvous."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_in_processes(be_agents, server.port, size)
+
+
+def be_agents(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    patience = timedelta(seconds=CLIENT_TIMEOUT)
+    agents = []
+    for _ in ranks:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=patience, wait_for_workers=False)
+        backend = C10dRendezvousBackend(store, "job")
+        agents.append(
+            DynamicRendezvousHandler.from_backend("job", store, backend, size, size, local_addr="127.0.0.1")
+        )
+    pipe.send("ready")
+    pipe.recv()
+    with ThreadPoolExecutor(len(agents)) as pool:
+        list(pool.map(lambda agent: agent.next_rendezvous(), agents))
     pipe.send(time.monotonic())
+    pipe.recv()
+    os._exit(0)  # the agents' heartbeats run on
 
 
 # ---- the report
@@ -240,31 +326,50 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
 def make_rows(found: dict[int, Measurement]) -> list[Row]:
     made = []
     for size, m in found.items():
-        made.append(Row(f"{size} workers: rendezvous (peer: TCPStore, a GET a pair)", m.again, m.store))
-        if m.mesh is not None:
-            made.append(Row(f"{size} workers: rendezvous (peer: 3 meshes of single GETs)", m.again, m.mesh))
-    large = [(size, m) for size, m in found.items() if size >= 32]
-    for size, m in large:
-        cpu, pace = (
-            m.cpu / size * 1e3,
-            f"{size} workers: heartbeats that arrive at the pace that slots are told",
-        )
+        later = m.again or m.first
+        workers = f"{size} workers"
         made += [
-            Row(f"{size} workers: first rendezvous, connecting", m.first),
-            Row(f"{size} workers: driver's CPU of a rendezvous, per worker", cpu, unit="ms"),
-            Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"),
-            Row(pace, m.steady, unit="1/s"),
-            Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s"),
+            Row(f"{workers}: rendezvous (peer: TCPStore, a GET a pair)", later.wall, m.store),
+            Row(f"{workers}: first rendezvous, registering and connecting", m.come.wall + m.first.wall),
+            Row(f"{workers}: first rendezvous alone (peer: torchrun's, c10d)", m.first.wall, m.c10d),
+            Row(f"{workers}: next world after a loss", m.loss.wall),
+            *_make_cpu_rows(f"{workers}: a first rendezvous,", size, m.first),
+            *_make_cpu_rows(f"{workers}: a loss,", size, m.loss),
+            Row(f"{workers}: a loss, bytes to a worker (bodies)", m.loss.body_bytes / size, unit="B"),
+            Row(f"{workers}: a loss, bytes to a worker (with heads)", _bytes_of(m.loss) / size, unit="B"),
         ]
+        if m.beats is not None and m.steady is not None and m.steady_cpu is not None and size >= 32:
+            pace = f"{workers}: heartbeats that arrive at the pace that slots are told"
+            made += [
+                Row(f"{workers}: heartbeats flat out", m.beats, unit="1/s"),
+                Row(pace, m.steady, unit="1/s"),
+                Row(f"{workers}: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s"),
+            ]
+    large = [(size, m) for size, m in found.items() if size >= 128]
     if len(large) > 1:
-        walls, cpus = [(n, m.again) for n, m in large], [(n, m.cpu) for n, m in large]
-        made.append(Row("growth: rendezvous ~ N^x, N >= 32", exponent(walls), unit="x"))
-        made.append(Row("growth: driver's CPU ~ N^x, N >= 32", exponent(cpus), unit="x"))
+        firsts, losses = [(n, m.first.driver) for n, m in large], [(n, m.loss.driver) for n, m in large]
+        made.append(
+            Row("growth: driver's CPU of a first rendezvous ~ N^x, N >= 128", exponent(firsts), unit="x")
+        )
+        made.append(Row("growth: driver's CPU of a loss ~ N^x, N >= 128", exponent(losses), unit="x"))
     return made
 
 
+def _make_cpu_rows(what: str, size: int, took: Took) -> list[Row]:
+    return [
+        Row(f"{what} driver's CPU per worker", took.driver / size * 1e3, unit="ms"),
+        Row(f"{what} clients' CPU per worker", took.clients / size * 1e3, unit="ms"),
+    ]
+
+
+def _bytes_of(took: Took) -> int:
+    return took.head_bytes + took.body_bytes
+
+
 def measure(
-    sizes: tuple[int, ...] = (2, 8, 32, 128, 512, 2000), mesh_until: int = 128, store_until: int = 512
+    sizes: tuple[int, ...] = (2, 8, 32, 128, 512, 2000, 10000), store_until: int = 128, c10d_until: int = 32
 ) -> list[Row]:
-    """mesh_until, store_until: largest sizes for the peers."""
-    return make_rows({size: measure_size(size, mesh_until, store_until) for size in sizes})
+    """store_until, c10d_until: largest sizes for the peers."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = build_clients(Path(folder))
+        return make_rows({size: measure_size(program, size, store_until, c10d_until) for size in sizes})

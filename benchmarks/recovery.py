@@ -9,6 +9,7 @@ step, a checkpoint every ten steps.
 
 Then worlds of plain local processes without a framework (`regroup`): a kill to the next world of all survivors, by
 size (2 to 32 workers); a newcomer's first question to the first step with it; a drain; and the steps that these cost.
+No kill and no size begins after `budget` seconds, of which each part has an equal share; what is left out is printed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.parts.budget import Budget
 from benchmarks.parts.regroup import local_rows
 from benchmarks.parts.report import Row
+from spark_elastic.training.torch.callbacks import Callback, Training
 
 WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
 STEP = 0.030  # seconds
@@ -52,6 +55,17 @@ class SlowNet(torch.nn.Module):
         if os.path.exists(self._slow):
             time.sleep(STEP)
         return self.net(x)
+
+
+class StopOnceQuick(Callback):
+    """Ends the training once nobody needs it: what is left of EPOCHS would take minutes on a slow machine."""
+
+    def __init__(self, slow: str) -> None:
+        self.slow = slow
+
+    def on_epoch_end(self, training: Training, logs: dict[str, Any]) -> None:
+        if not os.path.exists(self.slow):
+            training.stop("all kills are done")
 
 
 @dataclass
@@ -82,14 +96,15 @@ class Ledger:
 
 
 class Killer(threading.Thread):
-    """Waits for a full world, then kills a random member, `count` times."""
+    """Waits for a full world, then kills a random member, `count` times or until the budget is spent."""
 
-    def __init__(self, kind: str, count: int, ledger: Ledger, slow: Path) -> None:
+    def __init__(self, kind: str, count: int, ledger: Ledger, slow: Path, budget: Budget) -> None:
         super().__init__(daemon=True)
         self._kind = kind
         self._count = count
         self._ledger = ledger
         self._slow = slow
+        self._budget = budget
         self._random = random.Random(count)
         self.kills: list[tuple[float, int]] = []  # wall seconds, victim
         self.reported: list[
@@ -97,25 +112,32 @@ class Killer(threading.Thread):
         ] = []  # seconds from each kill until the kernel says that the process has ended
 
     def run(self) -> None:
-        for _ in range(self._count):
-            while len(members := self._ledger.read().members()) < WORKERS or set(members.values()) != {
-                WORKERS
-            }:
-                time.sleep(0.05)
-            time.sleep(self._random.uniform(0.3, 1.0))
-            victim = self._random.choice(sorted(members))
-            process = psutil.Process(victim)
-            target = process if self._kind == "child" else find_executor(process)
-            ended = select.poll()
-            descriptor = os.pidfd_open(target.pid)
-            ended.register(descriptor, select.POLLIN)
-            self.kills.append((time.time(), victim))
-            target.kill()
-            ended.poll()
-            self.reported.append(time.time() - self.kills[-1][0])
-            os.close(descriptor)
-            time.sleep(1.0)
+        for _ in self._budget.take(range(self._count), f"kills of a {self._kind}"):
+            self._kill_one()
         self._slow.unlink()
+
+    def _kill_one(self) -> None:
+        while (members := self._find_full_world()) is None:
+            if self.kills and self._budget.is_spent:
+                return
+            time.sleep(0.05)
+        time.sleep(self._random.uniform(0.3, 1.0))
+        victim = self._random.choice(members)
+        process = psutil.Process(victim)
+        target = process if self._kind == "child" else find_executor(process)
+        ended = select.poll()
+        descriptor = os.pidfd_open(target.pid)
+        ended.register(descriptor, select.POLLIN)
+        self.kills.append((time.time(), victim))
+        target.kill()
+        ended.poll()
+        self.reported.append(time.time() - self.kills[-1][0])
+        os.close(descriptor)
+        time.sleep(1.0)
+
+    def _find_full_world(self) -> list[int] | None:
+        members = self._ledger.read().members()
+        return sorted(members) if len(members) >= WORKERS and set(members.values()) == {WORKERS} else None
 
 
 def find_executor(process: psutil.Process) -> psutil.Process:
@@ -159,7 +181,7 @@ def first_times(events: list[dict[str, Any]], world: int) -> dict[str, float]:
 
 
 def kill_in_a_fit(
-    spark: Any, kind: str, kills: int, folder: Path
+    spark: Any, kind: str, kills: int, folder: Path, budget: Budget
 ) -> tuple[list[float], dict[str, list[float]]]:
     from spark_elastic import ElasticTorchEstimator
 
@@ -174,11 +196,12 @@ def kill_in_a_fit(
         model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), loss=lambda out, y: ((out[:, 0] - y) ** 2),
         feature_cols="x", label_cols="y", batch_size=BATCH, epochs=EPOCHS, num_workers=WORKERS,
         store=str(folder / "store"), run_id=kind, ledger=True, failure_budget=kills + 10, verbose=0,
+        callbacks=[StopOnceQuick(str(slow))],
     )  # fmt: skip
-    killer = Killer(kind, kills, ledger, slow)
+    killer = Killer(kind, kills, ledger, slow, budget)
     killer.start()
     estimator.fit(df)
-    if len(killer.kills) < kills:
+    if slow.exists():
         sys.exit(f"training ended after {len(killer.kills)} of {kills} kills: raise EPOCHS.")
     totals, parts = recoveries(ledger.read(), killer.kills)
     return totals, {REPORTED: killer.reported, **parts}
@@ -187,7 +210,7 @@ def kill_in_a_fit(
 # ---- the peer
 
 
-def torchrun(kills: int, folder: Path) -> list[float]:
+def torchrun(kills: int, folder: Path, budget: Budget) -> list[float]:
     """Seconds from the kill of a worker to the slowest worker's next step, under torchrun's elastic agent."""
     log = folder / "torchrun"
     log.mkdir()
@@ -202,7 +225,7 @@ def torchrun(kills: int, folder: Path) -> list[float]:
             [*command, "-m", "benchmarks.recovery", str(log)], env=environment, stdout=output, stderr=output
         )
         try:
-            return [one_torchrun_kill(log) for _ in range(kills)]
+            return [one_torchrun_kill(log) for _ in budget.take(range(kills), "kills under torchrun")]
         finally:
             agent.send_signal(signal.SIGTERM)
             agent.wait(60)
@@ -251,7 +274,9 @@ def train_under_torchrun(log: Path) -> None:
                 os.replace(f"{checkpoint}.new", checkpoint)
 
 
-def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
+def on_cluster(
+    kind: str, kills: int, folder: Path, budget: Budget
+) -> tuple[list[float], dict[str, list[float]]]:
     from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
 
     os.environ.update(cluster_environment(folder))
@@ -259,25 +284,29 @@ def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[s
         cluster.start_workers(WORKERS)
         spark = start_session(cluster.url, executor_cores="1")
         try:
-            return kill_in_a_fit(spark, kind, kills, folder)
+            return kill_in_a_fit(spark, kind, kills, folder, budget)
         finally:
             spark.stop()
 
 
 def measure(
-    kills: int = 20, peer_kills: int = 3, local_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
+    kills: int = 20,
+    peer_kills: int = 3,
+    local_sizes: tuple[int, ...] = (2, 4, 8, 16, 32),
+    budget: float = 600.0,
 ) -> list[Row]:
     rows: list[Row] = []
+    whole = Budget(budget)
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
-        peer = statistics.median(torchrun(peer_kills, Path(temporary)))
-        for kind in ("child", "executor"):
-            totals, parts = on_cluster(kind, kills, Path(temporary))
+        peer = statistics.median(torchrun(peer_kills, Path(temporary), whole.share(4)))
+        for left, kind in ((3, "child"), (2, "executor")):
+            totals, parts = on_cluster(kind, kills, Path(temporary), whole.share(left))
             p99 = sorted(totals)[min(len(totals) - 1, int(0.99 * len(totals)))]
             rows.append(Row(f"{kind} killed: p50 to the next step", statistics.median(totals), peer, "s"))
             rows.append(Row(f"{kind} killed: p99 to the next step", p99, peer, "s"))
             medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
             rows += [Row(f"{kind} killed: {part}, median", m, None, "s") for part, m in medians.items()]
-        rows += local_rows(Path(temporary), local_sizes, min(10, kills))
+        rows += local_rows(Path(temporary), local_sizes, min(10, kills), whole)
     return rows
 
 

@@ -172,7 +172,7 @@ def compare_worlds(folder: Path, rows: int) -> list[Row]:
 
 
 def measure(
-    rows: int = 400_003, rounds: int = 3, epochs: int = 3, processes: tuple[int, ...] = (0, 1)
+    rows: int = 200_003, rounds: int = 3, epochs: int = 1, processes: tuple[int, ...] = (0, 1)
 ) -> list[Row]:
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as place:

@@ -33,6 +33,7 @@ from spark_elastic.training.torch.loss import ModelLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step import GradientScaling, TrainStep
+from spark_elastic.training.trainer import StepCall
 
 SCOPES = ("worker", "step")
 
@@ -63,8 +64,8 @@ def make_step(group: Group, scope: str, rows: int, passes: int, ending: ExitStac
     exchange = ending.enter_context(closing(GradientExchange(model.named_parameters())))
     loss, metrics = ModelLoss(compare_rows, weighted=False), Metrics({}, ["y"], logs=False)
     taker = TrainStep(state, loss, exchange, config, Ledger(), metrics, GradientScaling())
-    version = MembershipVersion()
-    return lambda: taker.run(group, copy.copy(batch), version, lambda decision: START)
+    call = StepCall(group, MembershipVersion(), lambda decision: START)
+    return lambda: taker.run(copy.copy(batch), call)
 
 
 def run_rank(pipe: Connection, rank: int, size: int, rows: int, passes: int, rounds: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.parts.budget import Budget
 from benchmarks.parts.report import Row
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
@@ -236,10 +237,10 @@ def count_broken(trial: RegroupTrial, generations: set[int]) -> int:
     return sum(line["event"] == "broke" and line["generation"] in generations for line in trial.lines())
 
 
-def local_rows(folder: Path, sizes: tuple[int, ...], kills: int) -> list[Row]:
+def local_rows(folder: Path, sizes: tuple[int, ...], kills: int, budget: Budget) -> list[Row]:
     """Regroup by size; scale-up and drain with four workers."""
     rows = []
-    for size in sizes:
+    for size in budget.take(sizes, "sizes of local worlds"):
         trial = play(folder / f"kill-{size}", size, [kill_one] * kills)
         times = [find_event_after(trial, *done, "runs")[0] for done in trial.done]
         rows.append(Row(f"{size} local workers: kill to the next world, p50", statistics.median(times)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,13 @@ def machine() -> str:
     return f"{_processor()}, {cores} cores, {memory:.0f} GiB, Python {platform.python_version()}"
 
 
+def find_commit() -> str:
+    """The commit of this code, with a + if something was changed since; "" outside of a checkout."""
+    command = ("git", "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+")
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def table(rows: Sequence[Row]) -> str:
     """Aligned columns: case, ours, peer, unit, ratio."""
     head = ("case", "ours", "peer", "unit", "ratio")
@@ -50,7 +59,8 @@ def table(rows: Sequence[Row]) -> str:
 def as_json(name: str, rows: Sequence[Row]) -> str:
     """The record of a run."""
     lines = [{"case": r.case, "ours": r.ours, "peer": r.peer, "unit": r.unit, "ratio": r.ratio} for r in rows]
-    return json.dumps({"name": name, "machine": machine(), "rows": lines}, indent=1) + "\n"
+    when = {"commit": find_commit(), "date": time.strftime("%Y-%m-%d")}
+    return json.dumps({"name": name, "machine": machine(), **when, "rows": lines}, indent=1) + "\n"
 
 
 def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = False) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parts import regroup
+from benchmarks.parts.budget import Budget
 
 BUDGET = 5.0  # seconds; the benchmark's figures are a twentieth of it
 
@@ -25,3 +26,11 @@ def test_survivors_of_a_kill_regroup_within_the_budget_at_any_world_size(size: i
     assert regroup.count_broken(trial, {line["generation"] for line in trial.lines()} - {generation}) == 0
     (up,) = regroup.scale_ups(trial)
     assert up < BUDGET
+
+
+def test_what_a_spent_budget_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(Budget(60.0).take("abc", "cases")) == list("abc")
+    assert list(Budget(60.0).share(2).take("abc", "cases")) == list("abc")
+    assert not capsys.readouterr().out
+    assert list(Budget(-1.0).share(2).take("abc", "cases")) == ["a"]
+    assert capsys.readouterr().out == "left out after 0 s: 2 of 3 cases\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def test_table_is_aligned_and_shows_a_missing_peer() -> None:
 
 def test_record_has_the_agreed_form() -> None:
     record = json.loads(as_json("recovery", ROWS))
-    assert set(record) == {"name", "machine", "rows"}
+    assert set(record) == {"name", "machine", "commit", "date", "rows"}
+    assert re.fullmatch(r"([0-9a-f]{8,}\+?)?", record["commit"])
     assert record["rows"] == [
         {"case": "kill a child", "ours": 0.05, "peer": 0.5, "unit": "s", "ratio": 0.1},
         {"case": "alone", "ours": 12.0, "peer": None, "unit": "rows/s", "ratio": None},
