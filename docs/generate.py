@@ -1,6 +1,6 @@
 """Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md and works-with.md from
 tests/platforms/results, conformance.md from tests/conformance, and the figures that other pages quote from
-benchmarks/results: `python docs/generate.py`.
+benchmarks/results: `python docs/generate.py`. Names records that are old.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import inspect
 import json
 import re
 import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parent / "tests"
+RESULTS = FOLDER.parent / "benchmarks" / "results"
+OLD = 300  # commits to the product since a record, which then is named
 HEAD = """# Every parameter
 
 Made from the sources by `python docs/generate.py`. A parameter is a keyword of the constructor, of `setParams`, and has
@@ -67,14 +72,20 @@ how to read it. `python -m benchmarks.run NAME` repeats one of its table. The pe
 torch_distributed, two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step),
 one with a loss of each backward pass (step_loss), TensorFlow's MultiWorkerMirroredStrategy
 (training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
-torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
-(reader), torch's DataLoader (images) and other loaders (row_loader), the table's own order (row_order), rows shuffled
-one by one, or 16 lanes (mixing), the same calls before footers became arrays (many_files), a plain loop on the same
-GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns. Beside
-memory and loop_memory stands their bound.
+torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore and torchrun's rendezvous (control_plane),
+pyarrow's reads of row groups (reader), torch's DataLoader (images) and other loaders (row_loader), the table's own
+order (row_order), rows shuffled one by one, or 16 lanes (mixing), the same calls before footers became arrays
+(many_files), a plain loop on the same GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours
+and the peer ran in turns. Beside memory and loop_memory stands their bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
+"""
+RECORDS = """
+## The records
+
+| record | machine | commit | date |
+|---|---|---|---|
 """
 PLATFORMS = """# Platforms and versions
 
@@ -190,6 +201,16 @@ CASES = (
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: as bfloat16, beside float32"),
     ("reader", "row groups of 10,000, against pyarrow"),
+    *(
+        ("row_loader", f"{n} worker processes, beside {peer}{what}")
+        for n, peer in (
+            (0, "torch's DataLoader over pyarrow"),
+            (0, "litData"),
+            (0, "Lance"),
+            (1, "torch's DataLoader over pyarrow"),
+        )
+        for what in ("", ": peak of memory")
+    ),
     ("row_loader", "an epoch of 3 ranks, beside torch's DataLoader over pyarrow: rows missing"),
     ("row_loader", "an epoch of 3 ranks, beside torch's DataLoader over pyarrow: rows twice"),
     ("row_loader", "an epoch of 3 ranks, beside litData: rows missing"),
@@ -223,10 +244,22 @@ CASES = (
     ("commit", "pause of the training thread per commit"),
     *(
         ("control_plane", f"{n} workers: rendezvous (peer: TCPStore, a GET a pair)")
-        for n in (2, 8, 32, 128, 2000)
+        for n in (2, 8, 32, 128, 512, 2000)
     ),
-    ("control_plane", "growth: rendezvous ~ N^x, N >= 32"),
-    ("control_plane", "growth: driver's CPU ~ N^x, N >= 32"),
+    *(
+        ("control_plane", f"{n} workers: {what}")
+        for n in (2, 8, 32, 128, 512, 2000, 10000)
+        for what in (
+            "first rendezvous, registering and connecting",
+            "first rendezvous alone (peer: torchrun's, c10d)",
+            "a first rendezvous, driver's CPU per worker",
+            "next world after a loss",
+            "a loss, driver's CPU per worker",
+            "a loss, bytes to a worker (with heads)",
+        )
+    ),
+    ("control_plane", "growth: driver's CPU of a first rendezvous ~ N^x, N >= 128"),
+    ("control_plane", "growth: driver's CPU of a loss ~ N^x, N >= 128"),
 )
 QUOTED = re.compile(r"([\d.,]+)(<!-- (ours|peer|ratio) of (\w+): (.*?) -->)", re.DOTALL)
 
@@ -250,7 +283,23 @@ def params_page() -> str:
 
 
 def benchmarks_page() -> str:
-    return MEASURED + "".join(_measured(name, case) for name, case in CASES)
+    rows = [_row(r["name"], r["machine"], f"`{r['commit']}`", r["date"]) for r in load_records()]
+    return MEASURED + "".join(_measured(name, case) for name, case in CASES) + RECORDS + "".join(rows)
+
+
+def load_records() -> list[dict[str, Any]]:
+    """All records of benchmarks, by name."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def describe_old_records() -> Iterator[str]:
+    """A sentence for each record since which the product has changed often."""
+    for record in load_records():
+        commits = f"{record['commit'].rstrip('+')}..HEAD"
+        command = ("git", "rev-list", "--count", commits, "--", "spark_elastic", "csrc")
+        done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and int(done.stdout) > OLD:
+            yield f"{record['name']}.json is {int(done.stdout)} commits old: measure it again, or say why not"
 
 
 def platforms_page() -> str:
@@ -324,7 +373,7 @@ def fill_figures(page: str) -> str:
 
 def _record(name: str, case: str) -> dict[str, Any]:
     """The row of a result. Raises StopIteration where the benchmark has no such case any more."""
-    rows = json.loads((FOLDER.parent / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return next(row for row in rows if row["case"] == case)
 
 
@@ -387,3 +436,4 @@ if __name__ == "__main__":
     (FOLDER / "conformance.md").write_text(conformance_page())
     for page in FOLDER.rglob("*.md"):
         page.write_text(fill_figures(page.read_text()))
+    sys.stderr.writelines(f"{old}\n" for old in describe_old_records())

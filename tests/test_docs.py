@@ -140,8 +140,8 @@ def texts(trees: Iterable[ast.Module]) -> str:
 
 
 def test_each_message_of_the_page_of_errors_is_in_the_code_and_in_a_test() -> None:
-    page = (DOCS / "errors.md").read_text()
-    messages = re.findall(r"^\| `(.*?)` \|", page.split("## By message")[1], re.MULTILINE)
+    page = (DOCS / "messages.md").read_text()
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
     assert len(messages) >= 25
     said, provoked = texts(module.tree for module in modules()), texts(parse_tests())
     assert [message for message in messages if message not in said] == [], "no error says this"
@@ -150,7 +150,7 @@ def test_each_message_of_the_page_of_errors_is_in_the_code_and_in_a_test() -> No
 
 def test_each_error_of_the_page_is_expected_by_a_test() -> None:
     page = (DOCS / "errors.md").read_text()
-    errors = set(re.findall(r"^\| `(\w+)` \|", page.split("## By message")[0], re.MULTILINE))
+    errors = set(re.findall(r"^\| `(\w+)` \|", page.split("## Recoverable or not")[0], re.MULTILINE))
     nodes = (node for tree in parse_tests() for node in ast.walk(tree))
     calls = (node for node in nodes if isinstance(node, ast.Call) and node.args)
     raises = (ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "pytest.raises")
@@ -180,6 +180,14 @@ def test_rules_are_mentioned_with_the_names_that_the_protocol_gives_them() -> No
             if not said.startswith(names.get(rule, "?")):
                 wrong.append(f"{path.relative_to(ROOT)}: {rule} {said}")
     assert wrong == [], "protocol.md has the names"
+
+
+def test_the_page_that_explains_one_file_quotes_it() -> None:
+    program = (ROOT / "examples" / "nano_elastic.py").read_text()
+    assert len(program.splitlines()) <= 500
+    quoted = blocks("how-it-works.md", "python")
+    assert len(quoted) >= 5
+    assert [block for block in quoted if block not in program] == []
 
 
 def test_programs_of_the_testing_page_run(tmp_path: Path) -> None:
