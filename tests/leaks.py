@@ -167,3 +167,24 @@ def find_marked(mark: str) -> list[psutil.Process]:
         except (OSError, psutil.NoSuchProcess):
             continue  # it ended while we looked, or is another user's
     return [process for process in found if process.pid != os.getpid()]
+
+
+def describe_process(process: psutil.Process) -> str:
+    """Its command, parent, age, threads with what the kernel has each wait for, and the test that started it."""
+    try:
+        with process.oneshot():
+            words = f"{process.pid}: {' '.join(process.cmdline())[:200]}"
+            age = f"{time.time() - process.create_time():.0f} s old, {process.status()}"
+            test = process.environ().get("PYTEST_CURRENT_TEST", "?")
+            threads = [f"{each.id} {_read_wait(process.pid, each.id)}" for each in process.threads()]
+            return f"{words}, child of {process.ppid()}, {age}, threads {threads}, of {test}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid}: has just ended"
+
+
+def _read_wait(pid: int, thread: int) -> str:
+    try:
+        folder = Path(f"/proc/{pid}/task/{thread}")
+        return f"{(folder / 'comm').read_text().strip()} in {(folder / 'wchan').read_text() or 'user code'}"
+    except OSError:
+        return "has ended"

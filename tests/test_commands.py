@@ -127,7 +127,7 @@ def test_spark_elastic_run_has_the_options_of_the_pages(
 def test_spark_elastic_has_the_options_of_the_pages() -> None:
     for page, words in of("spark-elastic"):
         group: click.Command = store_cli.group
-        for word in words[:2]:
+        for word in words[: 1 if words[0] == "doctor" else 2]:
             for name in word.split("|"):
                 assert isinstance(group, click.Group), page
                 assert name in group.commands, f"{page}: {name}"

@@ -33,7 +33,6 @@ PUBLIC = {
     "NotEnoughWorkers": "errors",
     "OutOfMemory": "errors",
     "Packing": "data.packing",
-    "PeersMissing": "errors",
     "PreflightError": "errors",
     "Rows": "estimators.rows",
     "Ragged": "data.ragged",
@@ -44,6 +43,7 @@ PUBLIC = {
     "Unauthorized": "errors",
     "WorkerFailed": "errors",
     "run": "clusters.run.call",
+    "attach": "clusters.run.attached",
     "report": "worker.session",
     "task_resources": "worker.session",
 }

@@ -96,10 +96,10 @@ def test_wheel_installs_beside_the_oldest_stack(wheel: Path) -> None:
     assert not set(FRAMEWORKS) & set(chosen)
 
 
+@pytest.mark.faults  # pip fetches a gigabyte; `nox -s matrix` does it for each platform
 @pytest.mark.spark
 def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
-    """A row of tests/platforms/matrix.py, but only its fit, and petastorm, which it ships. A clean machine makes its
-    environment, of a gigabyte, first."""
+    """A row of tests/platforms/matrix.py, but only its fit, and petastorm, which it ships."""
     row = Row.read("dbr-15.4")
     if row.python != f"{sys.version_info.major}.{sys.version_info.minor}":
         pytest.skip(f"the wheel of this environment is not for Python {row.python}")
@@ -110,7 +110,6 @@ def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
     assert seen["petastorm"]
 
 
-@pytest.mark.faults  # the oldest platform's wheel runs in every build, and the sources on this Spark
 @pytest.mark.spark
 def test_wheel_runs_beside_the_newest_spark(wheel: Path, tmp_path: Path) -> None:
     """The other tests run on it, too, but on the sources and in the environment that they were installed into."""

@@ -47,11 +47,15 @@ def inject_faults(folder: Path, acts: Mapping[str, Callable[[], object]]) -> Ite
             while not (folder / f"{place}.reached").exists():
                 if over.wait(LOOK_EVERY):
                     return
-            try:
-                act()
-            finally:
-                (folder / place).unlink()
+            if not failures:
+                try:
+                    act()
+                except BaseException as failure:
+                    # It is raised below: training may go on to its end.
+                    failures.append(failure)
+            (folder / place).unlink()
 
+    failures: list[BaseException] = []
     thread = threading.Thread(target=play, name="faults")
     os.environ[FOLDER] = str(folder)  # slots hand it down
     thread.start()
@@ -61,6 +65,8 @@ def inject_faults(folder: Path, acts: Mapping[str, Callable[[], object]]) -> Ite
         del os.environ[FOLDER]
         over.set()
         thread.join()
+    for failure in failures:
+        raise failure
 
 
 def kill(cluster: ProcessLauncher, job: int) -> None:

@@ -13,7 +13,7 @@ from spark_elastic.protocol.types import INITIAL_VERSION, Fence
 
 def make_world(**changes: Any) -> Any:
     """A first world, of which rank 0 has the state."""
-    world = {"version": INITIAL_VERSION, "fence": Fence(1, 1), "source": 0, "resume": (), "receivers": ()}
+    world = {"version": INITIAL_VERSION, "fence": Fence(1, 1), "source": 0, "resume": (), "receives": False}
     return SimpleNamespace(**world | changes)
 
 

@@ -23,32 +23,52 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
+def without_session(program: str) -> str:
+    return "\n".join(line for line in program.splitlines() if not line.startswith("spark = "))
+
+
 def test_the_example_of_the_readme_runs(
     spark: SparkSession, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (program,) = blocks("index.md", "python")
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path / "store"))
     names: dict[str, Any] = {"__name__": "__main__", "spark": spark}
-    without_session = "\n".join(line for line in program.splitlines() if not line.startswith("spark = "))
-    exec(compile(without_session, "index.md", "exec"), names)
+    exec(compile(without_session(program), "index.md", "exec"), names)
     assert names["model"].summary.report.epochs[-1].seen == 1000
     said = capsys.readouterr()
     assert "no worker was lost" in said.out
     phases = re.findall(r"writing the rows to|wrote 1,000 rows|starting \d+ slots? of", said.err + said.out)
     assert [each.split()[0] for each in phases] == ["writing", "wrote", "starting"], said
     program, loop = blocks("README.md", "python")
-    monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
-    df = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")
-    names = {"df": df}
-    program = program.replace("/path/that/all/hosts/see", str(tmp_path / "seen"))
-    exec(compile(program, "README.md", "exec"), names)
+    exec(compile(without_session(program), "<README.md>", "exec"), names)
     losses = [entry["loss"] for entry in names["model"].history]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert names["model"].transform(df).filter("prediction is null").count() == 0
+    assert names["model"].transform(names["df"]).filter("prediction is null").count() == 0
+    names["df"] = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")
+    monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
     exec(
-        compile(loop.replace("/path/that/all/hosts/see", str(tmp_path / "seen")), "README.md", "exec"), names
+        compile(loop.replace("/path/that/all/hosts/see", str(tmp_path / "seen")), "<README.md>", "exec"),
+        names,
     )
+
+
+@pytest.mark.faults  # of the long run
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda page: page.stem)
+def test_each_program_of_a_how_to_runs(
+    page: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In one go, as a reader's session would; in a file, since workers get functions of it by value."""
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path / "store"))
+    names: dict[str, Any] = {"__name__": "__main__", "spark": spark}
+    for program in blocks(f"how-to/{page.name}", "python"):
+        exec(compile(program, page.name, "exec"), names)
+    if "history" in names.get("model", object()).__dir__():
+        assert all(epoch["loss"] > 0 for epoch in names["model"].history)
+    if page.stem == "resume":
+        assert names["again"].history == names["model"].history
+    if page.stem == "plain-pytorch":
+        assert len(set(names["losses"])) == 1
 
 
 @pytest.mark.faults
@@ -57,7 +77,8 @@ def test_the_hand_written_loop_runs_under_spark_submit(free_cluster: StandaloneC
     assert len(json.loads(run.stdout.splitlines()[-1])) == 2, run.stdout
 
 
-@pytest.mark.faults  # test_kubernetes.py submits it in every build
+@pytest.mark.ci
+@pytest.mark.faults
 def test_a_submitted_job_on_digits_loses_an_executor_and_no_row(
     free_cluster: StandaloneCluster, tmp_path: Path
 ) -> None:

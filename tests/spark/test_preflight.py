@@ -14,6 +14,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from spark_elastic.clusters.doctor import Finding, examine
 from spark_elastic.clusters.spark import probe as probes
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
 from spark_elastic.clusters.spark.preflight import preflight
@@ -69,8 +70,21 @@ def test_a_module_that_only_the_driver_has_is_named(
 
 def test_a_store_that_hosts_do_not_share_is_refused(spark: SparkSession) -> None:
     # The memory of a process is what no other process sees.
-    with pytest.raises(PreflightError, match=r"does not see what the driver wrote to the store memory://"):
+    with pytest.raises(
+        PreflightError, match=r"does not see what the driver wrote to the store memory://"
+    ) as refused:
         probe(spark, Store.open("memory://preflight"))
+    assert list(examine(spark, "memory://preflight"))[-1] == Finding(str(refused.value), refused=True)
+
+
+def test_the_doctor_says_what_the_preflight_sees(spark: SparkSession, store: Store) -> None:
+    *_, cluster, hosts, verdict = [str(finding) for finding in examine(spark, store.url, workers=2)]
+    assert f"Spark {spark.version} at spark://" in cluster
+    assert "a job would ask for 2 workers" in cluster
+    assert hosts.startswith(
+        f"ok       {HOSTS} executors: spark_elastic {collect_host_facts()['spark_elastic']}, python"
+    )
+    assert verdict.endswith(f" passes its checks, and all hosts see the store {store.url}")
 
 
 def test_a_store_that_the_driver_cannot_write_is_refused_before_any_job(

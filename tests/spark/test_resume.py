@@ -61,7 +61,8 @@ def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
     model = est.copy({est.num_workers: 2}).fit(df)
     first = model.summary.worlds[0]
     assert first.size == 2
-    assert "continues from checkpoint" in first.reason
+    # Spark ends the slots: what their hosts keep is newer than the checkpoint, unless the driver was quicker.
+    assert "continues from checkpoint" in first.reason or "memory has kept it" in first.reason
     assert len(model.history) == EPOCHS
     assert is_close(model, train_plain(df, EPOCHS, compute_mse))
     assert not (tmp_path / "runs" / "mine" / "rows").exists()

@@ -17,7 +17,7 @@ from spark_elastic.clusters.platforms.classic import ClassicPlatform
 from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.types import Limits, World
+from spark_elastic.protocol.types import Limits, WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
@@ -60,7 +60,7 @@ def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: S
 class RankPrintingProgram(HeldProgram):
     """Prints its rank."""
 
-    def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
+    def run(self, world: WorldView, group: Group, session: WorkerHandle) -> Outcome:
         sys.stdout.write(f"I am {group.rank}\n")
         return super().run(world, group, session)
 

@@ -14,6 +14,7 @@ import pytest
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import LocalLauncher
+from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.testing.fakes import ProcessLauncher
@@ -32,6 +33,7 @@ from tests.faults.killed_programs import (
 )
 from tests.faults.killed_trainers import train_by_dpo, train_by_sft, train_embeddings
 from tests.faults.killer import Killer, assert_exact, assert_resumed
+from tests.journals import keep_journal
 from tests.leaks import SessionOwned
 from tests.sources import ROOT
 
@@ -74,7 +76,13 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     def prepare(program: Any, *given: Any) -> tuple[io.StringIO, Callable[[], Any]]:
         if spark is not None:
             lines = io.StringIO()
-            return lines, lambda: spark_elastic.run(program, *given, spark=spark, stdout=lines, **ON_SPARK)
+
+            def run() -> Any:
+                with keep_journal(ElasticConfig()) as (config, _):
+                    to = {"spark": spark, "stdout": lines, "journal": config.journal}
+                    return spark_elastic.run(program, *given, **to, **ON_SPARK)
+
+            return lines, run
         run = Run(program, *given, room=3, num_workers=3, max_workers=3)
         cluster = ForkingLauncher(run.call.program, SystemClock(), run.call.preload, room=3)
         cluster.device, run.cluster = request.param, cluster

@@ -105,8 +105,8 @@ def test_workers_give_the_steps_that_the_training_thread_would(workers: int, kin
 def run_documented(number: int, **names: Any) -> dict[str, Any]:
     """The names that a program of the section about images, audio and text defines, and those that it uses."""
     section = "def decode", "def encode_texts"
-    (program,) = (each for each in blocks("estimators.md", "python") if section[number] in each)
-    exec(compile(program, "estimators.md", "exec"), names)
+    (program,) = (each for each in blocks("images-audio-text.md", "python") if section[number] in each)
+    exec(compile(program, "images-audio-text.md", "exec"), names)
     return names
 
 
@@ -127,7 +127,7 @@ def test_documented_pictures_are_decoded_cropped_and_flipped_by_row() -> None:
     assert 0 < unmoved.sum() < STEPS * ROWS
     expected = np.where(flips[:, None, None, None], plain[..., ::-1], plain)
     np.testing.assert_array_equal(augmented[unmoved], expected[unmoved])
-    (line,) = re.findall(r"`(\[augment\(.*?\])`", (ROOT / "docs" / "estimators.md").read_text())
+    (line,) = re.findall(r"`(\[augment\(.*?\])`", (ROOT / "docs" / "images-audio-text.md").read_text())
     names = {"augment": lambda p, own: own.random(), "np": np, "pictures": plain[:5]}
     drawn = eval(line, {**names, "rng": RowRandom(9, 3, np.arange(5))})
     again = eval(line, {**names, "rng": RowRandom(9, 3, np.arange(5)[::-1])})

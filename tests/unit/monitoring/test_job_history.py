@@ -159,7 +159,7 @@ def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
     (change,) = job.result.recoveries
     assert change.steps_lost is None
     assert "all 1 lost, restarted" in str(change)
-    assert "(world 2, of 1 worker, continues from the beginning: " in str(change)
+    assert "(world 2, of 1 worker, continues from the beginning, for lack of a checkpoint" in str(change)
     assert "steps" not in str(change)
     assert "steps lost" not in str(job.result)
 

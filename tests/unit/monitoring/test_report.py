@@ -80,7 +80,7 @@ def test_the_example_in_the_docs_is_what_a_report_prints() -> None:
         useful_hours=0.063,
         epochs=(EpochRows(0, 60000, 0, 0),),
     )
-    assert textwrap.indent(str(report), "    ") in (ROOT / "docs" / "observing.md").read_text()
+    assert textwrap.indent(str(report), "    ") in (ROOT / "docs" / "report.md").read_text()
 
 
 @pytest.mark.parametrize("report", [REPORT, JobReport()])

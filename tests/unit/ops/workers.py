@@ -35,7 +35,8 @@ def enter_group(group: Group) -> None:
     size = group.size
     members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))
     fence = Fence(*group.fence)
-    context.set_context(WorkerContext(f"w{group.rank}", World(fence, members, None, "a test"), group))
+    world = World(fence, members, None, "a test")
+    context.set_context(WorkerContext(f"w{group.rank}", world.view_of(f"w{group.rank}"), group))
 
 
 def run_in_fake_world(size: int, work: Callable[[Group], T]) -> list[T]:
