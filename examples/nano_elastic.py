@@ -456,7 +456,9 @@ def kill_some(coordinator: Coordinator, kills: int) -> None:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    # One write, which `print` is not in a process without buffers: all processes share the output.
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:

@@ -128,10 +128,15 @@ def end_forks_with_process() -> None:
     The kernel counts the end of the forking thread; so those of other threads are left to themselves.
     """
     prctl, parent, thread = ctypes.CDLL(None).prctl, os.getpid(), threading.get_ident()
+    forks_itself = True  # and not a process that it has forked, which has these hooks, too
 
     def end_with_parent() -> None:
-        if os.getppid() == parent and threading.get_ident() == thread:
+        nonlocal forks_itself
+        if forks_itself and threading.get_ident() == thread:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it has ended before the kernel knew
+                os.kill(os.getpid(), signal.SIGKILL)
+        forks_itself = False
 
     os.register_at_fork(after_in_child=end_with_parent)
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,26 @@ def fork_sleeper() -> int:
 def test_what_a_program_forks_ends_with_the_process_whatever_ends_it() -> None:
     with ForkedChild(FORKED, fork_sleeper) as child:
         process = child.await_warm()
-        sleeper = psutil.Process(int(child.lines.get(timeout=10.0)))
+        sleeper = psutil.Process(int(child.lines.get(timeout=60.0)))
         assert sleeper.ppid() == process.pid
         process.kill()
         until(lambda: not sleeper.is_running())
+
+
+def fork_sleeper_and_end() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with suppress(PermissionError):  # what it forks gets its turn after its end
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    if pid := os.fork():
+        os.write(1, f"{pid}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_what_a_program_forks_ends_with_a_process_that_ends_at_once() -> None:
+    with ForkedChild(FORKED, fork_sleeper_and_end) as child:
+        sleeper = int(child.lines.get(timeout=60.0))
+        until(lambda: not psutil.pid_exists(sleeper))
 
 
 def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_server() -> None:
