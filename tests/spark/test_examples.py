@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyspark
 import pytest
 
+from spark_elastic.worker.script import find_free_port
 from tests.pages import blocks
 from tests.sources import ROOT
 from tests.spark.cluster import StandaloneCluster, cluster_environment
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
+
+HOW_TO = sorted(page for page in (ROOT / "docs" / "how-to").glob("*.md") if page.stem != "standalone")
 
 
 def without_session(program: str) -> str:
@@ -54,7 +57,7 @@ def test_the_example_of_the_readme_runs(
 
 
 @pytest.mark.faults  # of the long run
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
 def test_each_program_of_a_how_to_runs(
     page: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -69,6 +72,32 @@ def test_each_program_of_a_how_to_runs(
         assert names["again"].history == names["model"].history
     if page.stem == "plain-pytorch":
         assert len(set(names["losses"])) == 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+def test_the_cluster_from_nothing_loses_a_host_and_takes_in_another(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(*blocks("how-to/standalone.md", "python"))
+    words = "\n".join([*blocks("how-to/standalone.md", "bash"), "kill $(jobs -p)", "wait"])
+    (tmp_path / "words.sh").write_text(
+        words.replace("7077", str(find_free_port("127.0.0.1", (20000, 30000))))
+    )
+    run = subprocess.run(
+        ["bash", "words.sh"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            **cluster_environment(),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=360,
+    )
+    log = (tmp_path / "job.log").read_text()
+    worlds = [int(size) for size in re.findall(r"world of (\d+)", log)]
+    assert worlds[:3] == [2, 1, 2], f"{run.stdout}{run.stderr}{log[-3000:]}"
 
 
 @pytest.mark.faults
