@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial
@@ -44,6 +44,11 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
         batch = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         tries = _Tries(objects.loss_fn(spec), model, spec, batch)
         outputs = tries.compute_outputs() if objects.losses else None
+        if outputs is not None and spec.config.precision is not None:
+            # Slopes of 16 bits are too rough. The loss alone can be tried in the precision of its rows' columns.
+            plain = replace(spec, config=replace(spec.config, precision=None))
+            tries = _Tries(objects.loss_fn(plain), model, plain, batch)
+            outputs = tree_map(lambda each: each.float() if is_half(each) else each, outputs)
     measure = tries.measure_step if outputs is None else partial(tries.measure_loss, outputs)
     first, again = (measure(slice(0, len(batch)), 0, False).total for _ in range(2))
     if not math.isclose(first, again, rel_tol=1e-6) and first == first:
@@ -51,7 +56,7 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
             "the loss is another one when the same rows are given again: what it counts, or draws from a generator of "
             "its own, is no part of the training's state, so that a worker that joins and a resumed run begin it anew"
         )
-    halves = spec.config.precision is not None or any(each.dtype in HALVES for each in model.parameters())
+    halves = spec.config.precision is not None or any(map(is_half, model.parameters()))
     rounding = TOLERANCE_16 if halves else TOLERANCE
     if outputs is None:
         return Trial(measure, lambda: tries.find_layer(tries.run_step, rounding), False, rounding)
@@ -59,8 +64,13 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
         measure,
         lambda: tries.find_layer(tries.run_model, rounding),
         True,
-        TOLERANCE,
+        TOLERANCE_16 if any(map(is_half, tree_leaves(outputs))) else TOLERANCE,
     )
+
+
+def is_half(value: Any) -> bool:
+    """Whether it is a tensor of 16-bit floats."""
+    return torch.is_tensor(value) and value.dtype in HALVES
 
 
 class _Tries:

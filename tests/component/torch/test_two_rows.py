@@ -51,7 +51,8 @@ def check(
     data: Data, model: torch.nn.Module, loss: Any, settings: Mapping[str, Any] | None = None, **changes: Any
 ) -> None:
     """settings: of the fit; changes: other objects of the user's."""
-    spec = Job(model.double(), sgd, loss).task(*data)._spec
+    in_16_bits = (settings or {}).get("precision") is not None
+    spec = Job(model if in_16_bits else model.double(), sgd, loss).task(*data)._spec
     spec = replace(spec, config=replace(spec.config, **(settings or {})))
     check_on_two_rows(replace(TorchUserObjects(model, sgd, (loss,)), **changes), spec)
 
@@ -554,6 +555,7 @@ SMALL = torch.nn.functional
         (lambda output, label: SMALL.cross_entropy(output, label) + 0.1, None),
         (lambda output, label: SMALL.cross_entropy(output, label, reduction="none"), None),
         (lambda output, label: SMALL.cross_entropy(output + torch.randn_like(output), label), None),
+        (lambda output, label: SMALL.mse_loss(output[:, 0], label.float()), None),
         (lambda output, label: 0 * output.sum(), None),
         (lambda output, label: output.mean() * float("nan"), None),
         (CROSS_ENTROPY, lambda: torch.nn.Sequential(*RANDOM)),
@@ -563,13 +565,21 @@ SMALL = torch.nn.functional
         (lambda model, features, labels: (model(*features) * torch.rand(len(labels[0]), 1)).mean(), None),
     ],
 )
-@pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_loss_that_is_a_mean_or_a_sum_over_rows_is_not_refused(
-    data: Data, caplog: pytest.LogCaptureFixture, loss: Any, make: Any, precision: str | None
+    data: Data, caplog: pytest.LogCaptureFixture, loss: Any, make: Any
 ) -> None:
-    model = make() if make else torch.nn.Linear(WIDTH, CLASSES)
-    check_scope(data, loss, model, precision=precision)
+    check_scope(data, loss, make() if make else torch.nn.Linear(WIDTH, CLASSES))
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "loss", [SMALL.cross_entropy, lambda output, label: (output[:, 0] - label.float()).square().mean()]
+)
+def test_rounding_to_16_bits_is_no_comparison_of_rows(data: Data, loss: Any) -> None:
+    for seed in range(40):
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, CLASSES))
+        check_scope(data, loss, net, precision="bf16")
 
 
 def test_outputs_that_are_alike_do_not_hide_a_comparison(data: Data) -> None:
@@ -577,8 +587,9 @@ def test_outputs_that_are_alike_do_not_hide_a_comparison(data: Data) -> None:
         (compute_variance, "loss"),
         (lambda model, features, labels: compute_variance(model(*features), *labels), "train_minibatch_fn"),
     ):
-        with pytest.raises(InvalidInput, match=f"^{what} compares the rows"):
-            check_scope(data, loss, Zeros())
+        for precision in (None, "bf16"):
+            with pytest.raises(InvalidInput, match=f"^{what} compares the rows"):
+                check_scope(data, loss, Zeros(), precision=precision)
 
 
 def test_rows_of_all_classes_are_tried(tmp_path: Path) -> None:
