@@ -25,53 +25,47 @@ PLANS = {
 INTRODUCTION = """# Head to head
 
 torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows, with the same optimizer and the same
-global batch, for the same number of steps. Then the same faults happen to each of them: real signals to real
-processes. One command makes this page's numbers:
-`python -m benchmarks.head_to_head --repeat 3 --json benchmarks/results/head_to_head.json`, and
-`python -m benchmarks.head_to_head --page --json benchmarks/results/head_to_head.json` makes the page.
+global batch, while real signals hit real processes of each.
+`python -m benchmarks.head_to_head --repeat 3 --json benchmarks/results/head_to_head.json`
+makes the numbers, and `--page` the page.
 
 """
 
 COLUMNS = """
 ## What the columns mean
 
-A ledger of every worker says which rows it has put into which step, and when. `benchmarks/parts/history.py` computes
-all columns but the last from the ledgers.
+`benchmarks/parts/history.py` computes all columns but the last from a ledger of every worker's rows and steps.
 
-- **time**: seconds from the first step to the last one. Start-up is not part of it; the first table shows it.
+- **time**: seconds from the first step to the last one, without start-up.
 - **goodput**: rows that are due and in the final weights, per second of that time, divided by the same of the peer's
   own undisturbed runs.
-- **missing**, **twice**: a row is due once per epoch. How often rows were due and are not in the final weights, and how
+- **missing**, **twice**: a row is due once per epoch. How often rows are not in the final weights though due, and how
   often they are in them beyond that. Steps that were rolled back do not count here.
 - **rolled back**: steps that were applied and taken again, because the job went back to a checkpoint.
-- **stall**: seconds without progress per fault, the mean: the longest time in which no new step was applied, between
-  the fault and the next one. New is a step higher than all before it, so the time in which a job repeats steps counts.
-  A planned change of the hosts counts as a fault, once when a host leaves and once when it comes.
+- **stall**: the longest time after a fault in which no step was applied that is higher than all before it, so repeated
+  steps count; the mean over faults. A host that leaves as planned, or comes, counts as a fault.
 - **distance**: max|difference| / max|weight| between the final weights and those of the peer's own first undisturbed
   run.
 
-Cells are medians over the runs, with the smallest and the largest beside them where they differ.
+Cells are medians over the runs, with the smallest and the largest beside them.
 
 ## How each is set up
 
-The scripts are in `benchmarks/peers`, one per peer, and short; `benchmarks/parts/launchers.py`
-starts them. Their authors are welcome to correct them.
+The scripts are in `benchmarks/peers`; the peers' authors are welcome to correct them.
 
 - All: two workers of one thread each on this machine, Gloo over the loopback interface or our engine, a table in
   memory, SGD with momentum, {batch} rows per step over all workers. A worker that is alone takes the whole step
   (torchft: half of it).
 - **spark_elastic**: `ElasticDataLoader`, `DistributedOptimizer` and a commit per step under `spark-elastic-run` with a
-  discovery script, default settings. No Spark is involved. **bitwise** is the same loop with
+  discovery script, default settings, without Spark. **bitwise** is the same loop with
   `determinism="bitwise"` and a virtual share per host: the final weights have the same bits after any faults.
 - **torchrun**: an agent per host, `--nnodes=1:2`, c10d rendezvous on host 0, default timeouts; a checkpoint every
   {checkpoint_steps} steps, and a restart continues at the checkpoint's row. `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`,
   since without it restarted workers dial addresses of the world before.
 - **Ray Train**: a node per host, `num_workers=(1, 2)`, `max_failures=-1`, a reported checkpoint every
   {checkpoint_steps} steps. `elastic_resize_monitor_interval_s` is 5: its default, 60, is longer than a run.
-- **torchft**: a replica group per worker, the lighthouse's options from its README, timeouts from its example
-  `train_ddp.py`; each replica group keeps the position of its data loader every step, as that example advises. A
-  replica that is away leaves its share of a step out, so a step may have half of the rows. That is its documented
-  behaviour, and the column *missing* shows it.
+- **torchft**: a replica group per worker, options and timeouts from its README and its example `train_ddp.py`. A
+  replica that is away leaves its share of a step out, as documented; the column *missing* shows it.
 
 {versions}
 
