@@ -2,7 +2,8 @@
 
     python -m tests.notebooks examples/notebooks/01-first-steps.ipynb --spark-first --read-only
 
-A program of its own, so that the kernel's threads are not the tests'. Prints nothing; the error of a cell is its end.
+A program of its own, so that the kernel's threads are not the tests'. Prints what the last code cell prints; the error
+of a cell is its end.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ def main() -> None:
     if options.twice:
         notebook.cells = [each for cell in notebook.cells for each in (cell, repeat_cell(cell))]
     folder = READ_ONLY if options.read_only else options.folder
+    execute(notebook, folder)
+    *_, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    print("".join(output.text for output in last.outputs if output.get("name") == "stdout"), end="")
+
+
+def execute(notebook: nbformat.NotebookNode, folder: str) -> None:
+    """Its cells get their outputs."""
     place = {"metadata": {"path": folder}}
     NotebookClient(notebook, timeout=600, startup_timeout=300, resources=place).execute()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
+from types import ModuleType
 
 from tests.sources import ROOT
 
@@ -12,6 +14,16 @@ def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of that language in docs/<page>, or in README.md."""
     text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def maker(name: str) -> ModuleType:
+    """The program docs/<name>.py, which writes pages."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def apply_diff(script: str, diff: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,26 +10,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from spark_elastic.errors import JobFailed
-from tests.pages import blocks
+from tests.pages import blocks, maker
 from tests.sources import ROOT, modules
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)|!\[[^]]*\]\(([^)\s]+)\)")
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def anchors(page: Path) -> set[str]:
@@ -77,19 +66,19 @@ def test_each_place_to_run_says_whether_it_was_tried(page: Path) -> None:
 
 
 def test_the_page_of_parameters_is_current() -> None:
-    page: str = generator().params_page()
+    page: str = maker("generate").params_page()
     assert page == (DOCS / "params.md").read_text(), "run python docs/generate.py"
 
 
 @pytest.mark.parametrize("name", ["platforms", "works_with", "conformance"])
 def test_the_page_of_what_was_tried_is_current(name: str) -> None:
-    page: str = getattr(generator(), f"{name}_page")()
+    page: str = getattr(maker("generate"), f"{name}_page")()
     assert page == (DOCS / f"{name.replace('_', '-')}.md").read_text(), "run python docs/generate.py"
 
 
 @pytest.mark.timeout(300)  # it imports both frameworks
 def test_figures_of_pages_are_those_of_their_records() -> None:
-    made = generator()
+    made = maker("generate")
     assert made.benchmarks_page() == (DOCS / "benchmarks.md").read_text(), "run python docs/generate.py"
     for page in PAGES:
         assert made.fill_figures(page.read_text()) == page.read_text(), "run python docs/generate.py"
@@ -97,6 +86,18 @@ def test_figures_of_pages_are_those_of_their_records() -> None:
         made.fill_figures("9.00<!-- ratio of memory: 1,024 MB in one row group: peak of a worker -->")[:4]
         == "0.59"
     )
+
+
+def test_each_tutorial_has_the_text_and_code_of_its_notebook_and_ends_with_numbers() -> None:
+    made = maker("tutorials")
+    pages = {made.page_path(name): made.read(name) for name in made.NAMES}
+    assert sorted(pages) == sorted((DOCS / "tutorials").glob("*.md"))
+    for name, (path, notebook) in zip(made.NAMES, pages.items(), strict=True):
+        page, _ = made.render(name, notebook)
+        assert made.OUTPUT.sub("", path.read_text()) == page, f"run python docs/tutorials.py {name}"
+        *_, last = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+        assert "assert " in last, name
+        assert "\nprint(" in last, name
 
 
 def test_the_first_page_has_the_figures_of_head_to_head() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.pages import maker
 from tests.sources import ROOT
 from tests.spark.cluster import cluster_environment
 
@@ -40,6 +42,7 @@ sys.meta_path.insert(0, Hides)
 """
 WITH_A_RUN = "04"  # by its run_id
 IN_EVERY_RUN = [("01", AS_ON_DATABRICKS)]
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def case(notebook: Path, *flags: str) -> object:
@@ -65,6 +68,8 @@ def case(notebook: Path, *flags: str) -> object:
 def test_notebook_runs_to_its_end(
     notebook: Path, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "from peft import" in notebook.read_text():
+        pytest.importorskip("peft")
     for name, value in cluster_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(MOUNT), os.environ["PYTHONPATH"]]))
@@ -73,6 +78,12 @@ def test_notebook_runs_to_its_end(
     command = [sys.executable, "-m", "tests.notebooks", notebook, "--folder", tmp_path, *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-6000:]
+    tutorials = maker("tutorials")
+    if notebook.stem in tutorials.NAMES:
+        ended, shown = run.stdout.splitlines()[-1], tutorials.find_last_line(notebook.stem)
+        assert NUMBER.sub("", ended) == NUMBER.sub("", shown)
+        found, expected = ([float(number) for number in NUMBER.findall(line)] for line in (ended, shown))
+        assert found == pytest.approx(expected, rel=0.03), "of its page"
 
 
 def test_notebooks_find_a_spark_that_is_no_python_package(tmp_path: Path) -> None:
