@@ -108,7 +108,7 @@ call()''')
 """
 
 
-def test_a_notebook_has_one_output_for_the_bar_and_only_the_users_lines_above_an_error() -> None:
+def test_a_notebook_has_one_output_for_the_bar_and_an_error_begins_with_its_sentence() -> None:
     """An exported notebook shows the last state of each output, and every state of a line that is rewritten."""
     done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, check=True)
     outputs, *traceback = done.stdout.splitlines()
@@ -119,9 +119,9 @@ def test_a_notebook_has_one_output_for_the_bar_and_only_the_users_lines_above_an
     assert "| 3/6" in texts[-1]
     assert done.stderr.strip() == "a loss"
     assert [line.strip() for line in traceback if line.strip() and not line.startswith("  File")] == [
+        "spark_elastic.errors.InvalidInput: run() takes a function or the path of a script; got a int.",
         "call()",
         "spark_elastic.run(3)",
-        "spark_elastic.errors.InvalidInput: run() takes a function or the path of a script; got a int.",
     ]
 
 
