@@ -311,6 +311,7 @@ class JobReport:
                 axes.axvline(epoch, color="tab:red", alpha=0.4, linewidth=1)
         axes.set_ylabel("loss")
         axes.set_xlabel("epochs")
+        axes.locator_params(axis="x", integer=True)
         axes.legend()
 
     def to_html(self, name: str = "spark_elastic") -> str:

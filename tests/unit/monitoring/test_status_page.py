@@ -178,7 +178,7 @@ def test_the_script_of_the_page_shows_training_and_validation_by_epoch(tmp_path:
         job.report(step)
     job.lose_host(2, step=100, regroup=0.4)
     job.form()
-    figures = [(0.5, 0.75, 0.1), (0.25, 0.5, 0.1)]
+    figures = [(0.5, 0.75, 0.1), (0.25, 0.5, 0.05)]
     history = [
         {"epoch": n, "rows": 9, "planned": 10, "steps": 100, "loss": loss, "val_loss": val, "learning_rate": rate}
         for n, (loss, val, rate) in enumerate(figures)
@@ -188,7 +188,7 @@ def test_the_script_of_the_page_shows_training_and_validation_by_epoch(tmp_path:
     texts = [find_text(box) for box in (loss, rate)]
     assert "loss by epoch 0.25 to 0.75" in texts[0]
     assert "training 0.25 validation 0.5 epochs 1 to 2" in texts[0]
-    assert "last 0.1 epochs 1 to 2" in texts[1]
+    assert "last 0.05 epochs 1 to 2" in texts[1]
     drawn = [child["attributes"] for child in loss["children"][1]["children"]]
     (mark,) = [each["x1"] for each in drawn if each["class"] == "mark loss"]
     assert mark == 150, "the worker was lost at the end of the first of two epochs, of 300 units"
