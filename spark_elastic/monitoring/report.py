@@ -341,7 +341,8 @@ class JobReport:
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own."""
         page = html.escape(self.to_html("the job"))
-        return f'<iframe srcdoc="{page}" width="100%" height="{FRAME_HEIGHT}" style="border: 0"></iframe>'
+        look = f'width="100%" height="{FRAME_HEIGHT}" style="border: 0"'
+        return f'<iframe sandbox="allow-scripts" srcdoc="{page}" {look}></iframe>'
 
     def describe(self) -> dict[str, Any]:
         """What the data of a status page hold of a report. Times are seconds since the launch."""
