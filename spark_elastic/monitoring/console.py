@@ -254,8 +254,8 @@ class ProgressListener(OutputListener):
             bar = type("Bar", (kind,), own)(
                 total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True
             )
-            if (bar.ncols or 0) < 1:  # a terminal that nobody told its width
-                bar.dynamic_ncols, bar.ncols = False, BAR_COLUMNS
+            if (bar.ncols or 0) < 1:  # a terminal that nobody told its size
+                bar.dynamic_ncols, bar.ncols, bar.nrows = False, BAR_COLUMNS, None
             return bar
         bar = type("Bar", (kind,), {**own, "display": _make_notebook_display()})
         return bar(total=total, bar_format=BAR_FORMAT, file=io.StringIO(), ncols=BAR_COLUMNS, ascii=False)

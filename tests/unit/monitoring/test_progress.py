@@ -89,10 +89,12 @@ def test_the_live_line_has_one_time_left_no_speed_of_tqdm_and_fits_its_terminal(
     assert len(last.rstrip()) <= 80
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(0, 80), (60, 60)])
-def test_the_live_line_is_as_wide_as_its_terminal_if_that_knows_its_width(columns: int, shown: int) -> None:
+@pytest.mark.parametrize(("rows", "columns", "shown"), [(0, 0, 80), (24, 60, 60)])
+def test_the_live_line_is_as_wide_as_its_terminal_if_that_knows_its_size(
+    rows: int, columns: int, shown: int
+) -> None:
     terminal, program_side = os.openpty()
-    fcntl.ioctl(program_side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(program_side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with open(terminal, "rb", buffering=0) as screen, open(program_side, "w") as stream:
         progress = ProgressListener(2, stream=stream)
         progress.on_progress(metrics(3))
