@@ -15,7 +15,7 @@ fail() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
 # The interpreter for .venv: 3.11 first, because it is the one that all tests run on.
 find_python() {
     local name
-    for name in ${PYTHON:-} python3.11 python3.12 python3.13 python3.10 python3; do
+    for name in ${PYTHON:-} python3.11 python3.12 python3.13 python3.10 python3.14 python3; do
         if "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$name"
             return

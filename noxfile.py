@@ -35,7 +35,7 @@ SESSIONS = {
     "wandb": ("`WandbLogger` beside the real wandb, offline", "pytest tests/component/wandb"),
     "kubernetes": ("examples/kubernetes against published schemas", "pytest tests/test_kubernetes.py"),
     "browser": (
-        "the status page in a headless Chromium; its pictures go to docs/images",
+        "the status page in a headless Chromium; takes the pictures of docs/observing.md",
         "pytest tests/component/rendezvous/test_status_in_browser.py",
     ),
     "fuzz": ("[--seconds N]: the rendezvous server, by a fuzzer led by coverage", "tests/faults/fuzz.py"),

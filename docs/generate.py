@@ -102,7 +102,7 @@ tried. `./build.sh test` runs only the `fit` with a loss, beside Databricks Runt
 |---|---|---|---|---|---|---|---|---|
 """
 NOT_SUPPORTED = """
-The wheel accepts Python 3.10 to 3.13 (pip refuses others), Spark 3.5 to 4.3, and from torch 2.2, numpy 1.23.5, pandas
+The wheel accepts Python 3.10 to 3.14 (pip refuses others), Spark 3.5 to 4.3, and from torch 2.2, numpy 1.23.5, pandas
 1.5.3 and pyarrow 14 on. Not supported: Databricks Runtime 14.3 and serverless environment 1 (pyarrow 8), Fabric 1.2
 (Spark 3.4), Python 3.9 of EMR 7 (choose its 3.11). Not tried, because PyPI has no pandas 1.5.3 for Python 3.12:
 Databricks Runtime 16.4.

@@ -70,6 +70,7 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=EXECUTORS)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--page", type=Path, help="the file that gets the status page of the finished job")
     return parser.parse_args()
 
 
@@ -92,7 +93,7 @@ def run(spark: SparkSession, options: argparse.Namespace, store: str) -> dict[st
     from spark_elastic import ElasticTorchEstimator
 
     table = spark.table(options.table) if options.table else load_digits(spark, options.workers)
-    train, test = table.where("id % 5 != 0"), table.where("id % 5 = 0")
+    table = table.selectExpr("*", "id % 5 = 0 as held_out")
     attack = Attack(spark.sparkContext.applicationId)
     run_id = f"digits-{time.time_ns()}"
     torch.manual_seed(7)
@@ -106,18 +107,21 @@ def run(spark: SparkSession, options: argparse.Namespace, store: str) -> dict[st
         input_shapes=[(1, 28, 28)],
         batch_size=BATCH_SIZE,
         epochs=options.epochs,
+        validation="held_out",
         num_workers=options.workers,
         store=store,
         run_id=run_id,
         ledger=True,
         on_progress=attack,
     )
-    fitted = estimator.fit(train)
-    rows = fitted.transform(test).select("digit", "prediction").collect()
+    fitted = estimator.fit(table)
+    if options.page:
+        options.page.write_text(fitted.summary.report.to_html("digits"))
+    rows = fitted.transform(table.where("held_out")).select("digit", "prediction").collect()
     accuracy = sum(row.digit == row.prediction for row in rows) / len(rows)
     ledger = Ledger(f"{store}/runs/{run_id}/ledger")
     sizes = [world.size for world in fitted.summary.worlds]
-    rows_in_table = train.count()
+    rows_in_table = table.where("not held_out").count()
     seen = [ledger.rows(epoch) for epoch in range(options.epochs)]
     missing = [rows_in_table - len(times) for times in seen]
     doubled = [sum(times.values()) - len(times) for times in seen]

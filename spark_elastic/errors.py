@@ -38,11 +38,13 @@ class ElasticError(Exception):
     """Root of all errors of spark_elastic."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in a notebook: the user's lines and the sentence; `traceback.print_exc()` shows all."""
-        places = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+        """What IPython shows in a notebook: the sentence, then the user's lines; `traceback.print_exc()` shows all."""
+        places = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
         frames = traceback.extract_tb(self.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(places)]
-        return ["".join([*traceback.format_list(own), *traceback.format_exception_only(type(self), self)])]
+        own = [
+            f for f in frames if not f.filename.startswith(places) and "-packages" + os.sep not in f.filename
+        ]
+        return ["".join([*traceback.format_exception_only(type(self), self), *traceback.format_list(own)])]
 
 
 class InvalidInput(ElasticError, ValueError):

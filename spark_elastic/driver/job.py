@@ -195,7 +195,9 @@ def supervise(
             certificate=server.certificate,
             commit_key=run.load_commit_key() if run is not None and config.keep_commits else None,
         )
-        monitor.announce(f"starting {limits.max_workers} slots of {name}")
+        most = "" if limits.max_workers == limits.num_workers else f" to {limits.max_workers}"
+        workers = "worker" if limits.max_workers == 1 else "workers"
+        monitor.announce(f"starting {limits.num_workers}{most} {workers} of {name}")
         launcher.start(spec, events.put)
         discovery.start(events.put)
         loop.start()

@@ -173,7 +173,7 @@ class ProgressListener(OutputListener):
 
     Args:
         epochs: of the whole run.
-        stream: default standard error.
+        stream: default standard error; in a notebook, which shows that on red, standard output.
         live: rewrite one line in place; default if the stream is a terminal, or in a notebook.
         callback: also called with the metrics of each report.
         quiet: show nothing; `callback` is still called.
@@ -191,7 +191,7 @@ class ProgressListener(OutputListener):
         quiet: bool = False,
         show_output: bool = True,
     ) -> None:
-        stream = sys.stderr if stream is None else stream
+        stream = stream or (sys.stdout if is_in_notebook() else sys.stderr)
         self._live = supports_live_line(stream) if live is None else live
         super().__init__(
             stream,
@@ -251,8 +251,12 @@ class ProgressListener(OutputListener):
         # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
         kind, own = importlib.import_module("tqdm").tqdm, {"monitor_interval": 0}
         if not is_in_notebook():
-            bar = type("Bar", (kind,), own)
-            return bar(total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True)
+            bar = type("Bar", (kind,), own)(
+                total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True
+            )
+            if (bar.ncols or 0) < 1:  # a terminal that nobody told its size
+                bar.dynamic_ncols, bar.ncols, bar.nrows = False, BAR_COLUMNS, None
+            return bar
         bar = type("Bar", (kind,), {**own, "display": _make_notebook_display()})
         return bar(total=total, bar_format=BAR_FORMAT, file=io.StringIO(), ncols=BAR_COLUMNS, ascii=False)
 

@@ -7,6 +7,7 @@ arguments, in seconds since the launch.
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 from collections import deque
@@ -19,6 +20,7 @@ from spark_elastic.checks import require_package
 from spark_elastic.monitoring.page import MAX_TEXT, save_page
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_POINTS = 600  # of a metric series
@@ -195,10 +197,13 @@ class EpochRows:
     seen: int  # rows that entered an applied step
     missing: int  # how many fewer than planned
     duplicated: int  # how many more than planned
+    steps: int = 0  # that were applied; 0: unknown
+    figures: Mapping[str, float] = field(default_factory=dict)  # losses, metrics and learning rate at its end
 
 
 GOODPUT_SECONDS = 60.0  # a report of a shorter job prints no goodput
 MAX_SHOWN_CHANGES = 200  # world changes that a status page has
+FRAME_HEIGHT = 720  # of a notebook's output, in pixels
 
 
 @dataclass(frozen=True, repr=False)
@@ -242,20 +247,27 @@ class JobReport:
         """This report with the rows of each epoch.
 
         Args:
-            history: entries with `epoch`, `rows` (as counted by the state that belongs to the final weights) and
-                `planned`, the rows planned for the steps that were taken.
+            history: entries with `epoch`, `rows` (as counted by the state that belongs to the final weights),
+                `planned`, the rows planned for the steps that were taken, `steps`, losses and metrics.
             data_rows: planned rows of entries without `planned`.
         """
         epochs = []
         for entry in history:
             seen, planned = int(entry["rows"]), int(entry.get("planned", data_rows))
-            epochs.append(
-                EpochRows(int(entry["epoch"]), seen, max(0, planned - seen), max(0, seen - planned))
-            )
+            missing, duplicated = max(0, planned - seen), max(0, seen - planned)
+            figures = {name: n for name, n in entry.items() if isinstance(n, float) and name != "seconds"}
+            steps = int(entry.get("steps", 0))
+            epochs.append(EpochRows(int(entry["epoch"]), seen, missing, duplicated, steps, figures))
         return dataclasses.replace(self, epochs=tuple(epochs))
 
+    def _find_epoch(self, at: float) -> float | None:
+        """Where training was at that time: 1.5 in the middle of the second epoch. None: nobody knows."""
+        steps = max((rows.steps for rows in self.epochs), default=0)
+        return max((p.step for p in self.curve if p.at <= at), default=0) / steps if steps else None
+
     def plot(self) -> Figure:
-        """Loss, throughput and world size over the seconds since the launch; losses are marked. Opens no window.
+        """Loss, throughput and world size over the seconds since the launch, and the losses of training and validation
+        by epoch; losses of workers are marked. Opens no window; `plot().savefig("job.png")` writes a file.
 
         Raises:
             InvalidInput: matplotlib is not installed.
@@ -269,18 +281,38 @@ class JobReport:
             ("rows/s", "tab:green", rates),
             ("workers", "tab:orange", sizes),
         ]
+        with_epochs = any("loss" in rows.figures for rows in self.epochs)
         figure: Figure = require_package("matplotlib.figure", "plot()", "matplotlib").Figure(
-            figsize=(8, 6), layout="constrained"
+            figsize=(8, 8 if with_epochs else 6), layout="constrained"
         )
-        for axes, (label, color, points) in zip(figure.subplots(3, 1, sharex=True), curves, strict=True):
+        over_time = figure.subplots(3 + with_epochs, 1)
+        if with_epochs:
+            *over_time, by_epoch = over_time
+            self._plot_epochs(by_epoch)
+        for axes, (label, color, points) in zip(over_time, curves, strict=True):
             style = "steps-post" if label == "workers" else "default"
             axes.plot([at for at, _ in points], [value for _, value in points], color=color, drawstyle=style)
             axes.set_ylabel(label)
+            axes.sharex(over_time[-1])
+            axes.tick_params(labelbottom=axes is over_time[-1])
             for change in self.recoveries:
                 axes.axvline(change.at, color="tab:red", alpha=0.4, linewidth=1)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("seconds since the launch")
         return figure
+
+    def _plot_epochs(self, axes: Axes) -> None:
+        for name, label in (("loss", "training"), ("val_loss", "validation")):
+            points = [(rows.epoch + 1, rows.figures[name]) for rows in self.epochs if name in rows.figures]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        for change in self.recoveries:
+            if (epoch := self._find_epoch(change.at)) is not None:
+                axes.axvline(epoch, color="tab:red", alpha=0.4, linewidth=1)
+        axes.set_ylabel("loss")
+        axes.set_xlabel("epochs")
+        axes.locator_params(axis="x", integer=True)
+        axes.legend()
 
     def to_html(self, name: str = "spark_elastic") -> str:
         """The status page of the job as it ended, in one document that needs no server.
@@ -290,16 +322,27 @@ class JobReport:
         """
         last = self.curve[-1] if self.curve else None
         size = self.world_changes[-1].size if self.world_changes else 0
+        metrics: dict[str, float | None] = {} if last is None else {"loss": last.loss, "step": last.step}
+        if self.epochs:
+            metrics |= {"epoch": self.epochs[-1].epoch, **self.epochs[-1].figures}
+            metrics["rows missing"] = sum(rows.missing for rows in self.epochs)
+            metrics["rows twice"] = sum(rows.duplicated for rows in self.epochs)
         return save_page(
             {
                 "name": name, "stage": "finished", "size": size, "limits": [size, size, size],
-                "metrics": {} if last is None else {"loss": last.loss, "step": last.step},
+                "metrics": metrics,
                 "rows_per_second": None if last is None else last.rows_per_second, "seconds_left": None,
                 "slots": [], "lost_slots": [], "more_slots": 0, "stalled": [],
                 "events": self.list_events(),
                 **self.describe(),
             }
         )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page in a frame of its own."""
+        page = html.escape(self.to_html("the job"))
+        look = f'width="100%" height="{FRAME_HEIGHT}" style="border: 0"'
+        return f'<iframe sandbox="allow-scripts" srcdoc="{page}" {look}></iframe>'
 
     def describe(self) -> dict[str, Any]:
         """What the data of a status page hold of a report. Times are seconds since the launch."""
@@ -319,9 +362,16 @@ class JobReport:
                 "useful_hours": self.useful_hours,
             },
             "world_changes": [
-                {"at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds}
+                {
+                    "at": change.at,
+                    "epoch": self._find_epoch(change.at),
+                    "kind": change.kind.value,
+                    "size": change.size,
+                    "seconds": change.seconds,
+                }
                 for change in self.world_changes[-MAX_SHOWN_CHANGES:]
             ],
+            "epochs": [{"epoch": each.epoch + 1, **each.figures} for each in self.epochs[-MAX_POINTS:]],
             "curve": {
                 "at": [round(point.at, 2) for point in self.curve],
                 "loss": [point.loss for point in self.curve],

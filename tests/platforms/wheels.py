@@ -81,4 +81,4 @@ def main(versions: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["3.10", "3.11", "3.12", "3.13"])
+    main(sys.argv[1:] or ["3.10", "3.11", "3.12", "3.13", "3.14"])

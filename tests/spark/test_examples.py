@@ -40,7 +40,9 @@ def test_the_example_of_the_readme_runs(
     assert names["model"].summary.report.epochs[-1].seen == 1000
     said = capsys.readouterr()
     assert "no worker was lost" in said.out
-    phases = re.findall(r"writing the rows to|wrote 1,000 rows|starting \d+ slots? of", said.err + said.out)
+    phases = re.findall(
+        r"writing the rows to|wrote 1,000 rows|starting [\d to]+ workers of", said.err + said.out
+    )
     assert [each.split()[0] for each in phases] == ["writing", "wrote", "starting"], said
     program, loop = blocks("README.md", "python")
     exec(compile(without_session(program), "<README.md>", "exec"), names)

@@ -1,7 +1,7 @@
-"""The status page in a headless Chromium, at four moments of a job: what a person sees.
+"""The status page in a headless Chromium, at four moments of a job and once it is over: what a person sees.
 
-It makes the pictures of docs/images, too. The job's events are played to the real driver machine and the page comes
-from a real server; no worker is needed. Needs what `nox -s browser` brings; SPARK_ELASTIC_PICTURES: the folder
+It makes the pictures of docs/observing.md, too. The job's events are played to the real driver machine and the page
+comes from a real server; no worker is needed. Needs what `nox -s browser` brings; SPARK_ELASTIC_PICTURES: the folder
 that keeps the pictures.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.status import build_status_pages
+from spark_elastic.monitoring.page import save_page
+from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.routes import ServerCallbacks
@@ -36,6 +37,18 @@ INSIDE = (
 BOXES = (
     "[...document.querySelectorAll('.tile, section:not([hidden])')].map(part => part.getBoundingClientRect())"
 )
+# The text with the least contrast to what is behind it, as the WCAG counts it.
+CONTRAST = r"""() => {
+  const parse = color => color.match(/[\d.]+/g).map(Number);
+  const linear = c => c / 255 <= .04045 ? c / 255 / 12.92 : ((c / 255 + .055) / 1.055) ** 2.4;
+  const light = color => { const [r, g, b] = parse(color).map(linear); return .2126 * r + .7152 * g + .0722 * b; };
+  const behind = e => { const color = parse(getComputedStyle(e).backgroundColor);
+    return color.length === 4 && color[3] === 0 ? behind(e.parentElement) : getComputedStyle(e).backgroundColor; };
+  const own = e => [...e.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+  const shown = [...document.body.querySelectorAll("*")].filter(e => own(e) && e.getClientRects().length);
+  return Math.min(...shown.map(e => { const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+    return (Math.max(a, b) + .05) / (Math.min(a, b) + .05); }));
+}"""
 STACK = """  File "train.py", line 41, in step
     rows = next(batches)
   File "reader.py", line 88, in __next__
@@ -94,7 +107,8 @@ class BrowserPage:
             for i, a in enumerate(boxes)
             for b in boxes[:i]
         )
-        inside = self.page.evaluate(INSIDE) and all(box["right"] <= WIDTH for box in boxes)
+        width = self.page.viewport_size["width"]
+        inside = self.page.evaluate(INSIDE) and all(box["right"] <= width for box in boxes)
         return len(boxes) > 10 and apart and inside
 
     def read_curve(self, chart: str) -> list[tuple[float, float]]:
@@ -159,6 +173,54 @@ def test_the_page_at_four_moments_of_a_job(job: SimulatedTraining, url: str, scr
     screen.expect_texts("Stalled workers, which keep the others waiting", "reader.py")
     assert screen.fits()
     screen.save_screenshot("status-stuck")
+    assert not screen.complaints
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("workers", [3, 200])
+def test_the_page_is_readable_in_any_scheme_width_and_number_of_workers(
+    workers: int, width: int, scheme: str, screen: BrowserPage, tmp_path: Path
+) -> None:
+    job = SimulatedTraining(workers)
+    job.start(range(1, workers + 1))
+    job.train(1, 40)
+    job.lose_host(2, step=40, regroup=0.4)
+    job.form()
+    job.on(on.LaunchEnded(0, 2, "its host is lost"))
+    job.joins(workers + 1, step=46)
+    job.train(46, 101)
+    assert job.world is not None
+    job.on(on.WorkerStalled(0, job.world.members[-1].worker, job.world.fence, STACK))
+    history = [
+        {"epoch": number, "rows": 1000, "steps": 20, "loss": 1 / (number + 1), "val_loss": 1.2 / (number + 1)}
+        for number in range(5)
+    ]
+    screen.page.emulate_media(color_scheme=scheme)
+    screen.page.set_viewport_size({"width": width, "height": 900})
+    for page in (
+        save_page(build_status(job.history, "application_1700000000000_0042-digits")),
+        job.result.with_rows(history, 1000).to_html("digits"),
+    ):
+        file = tmp_path / "page.html"
+        file.write_text(page)
+        screen.page.goto(file.as_uri())
+        screen.expect_texts("recovery p50")
+        assert screen.fits()
+        assert screen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert screen.page.evaluate("document.documentElement.scrollHeight") < 2600
+        assert screen.page.evaluate(CONTRAST) > 4.5
+    screen.expect_texts("training 0.2", "validation 0.24", "epochs 1 to 5")
+    assert screen.page.locator("#by-epoch .mark").count() == 2
+    assert not screen.complaints
+
+
+def test_a_notebooks_frame_shows_the_page_of_a_report(screen: BrowserPage) -> None:
+    job = SimulatedTraining(3)
+    job.start([1, 2, 3])
+    job.train(1, 40)
+    screen.page.set_content(f"<body>{job.result._repr_html_()}</body>")
+    screen.page.frame_locator("iframe").get_by_text("rows/s").first.wait_for(timeout=SHOWN)
     assert not screen.complaints
 
 

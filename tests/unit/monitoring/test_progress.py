@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +89,25 @@ def test_the_live_line_has_one_time_left_no_speed_of_tqdm_and_fits_its_terminal(
     assert len(last.rstrip()) <= 80
 
 
+@pytest.mark.parametrize(("rows", "columns", "shown"), [(0, 0, 80), (24, 60, 60)])
+def test_the_live_line_is_as_wide_as_its_terminal_if_that_knows_its_size(
+    rows: int, columns: int, shown: int
+) -> None:
+    terminal, program_side = os.openpty()
+    fcntl.ioctl(program_side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with open(terminal, "rb", buffering=0) as screen, open(program_side, "w") as stream:
+        progress = ProgressListener(2, stream=stream)
+        progress.on_progress(metrics(3))
+        progress.close()
+        seen = b""
+        while not seen.endswith(b"\n"):  # which ends the line once it is closed
+            seen += screen.read(65536)
+    last = seen.decode().strip().split("\r")[-1]
+    assert last.startswith("epoch 1/2  15%|")
+    assert last.endswith("| 3/20, loss 0.2500 world 3")
+    assert shown - 2 <= len(last) <= shown
+
+
 NOTEBOOK = """
 import json, sys, warnings
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -108,20 +131,21 @@ call()''')
 """
 
 
-def test_a_notebook_has_one_output_for_the_bar_and_only_the_users_lines_above_an_error() -> None:
+def test_a_notebook_has_one_output_for_the_bar_and_an_error_begins_with_its_sentence() -> None:
     """An exported notebook shows the last state of each output, and every state of a line that is rewritten."""
     done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, check=True)
-    outputs, *traceback = done.stdout.splitlines()
+    assert not done.stderr
+    said, outputs, *traceback = done.stdout.splitlines()
     updates, texts = zip(*json.loads(outputs), strict=True)
     assert not updates[0]
     assert all(updates[1:])
     assert texts[-1].startswith("epoch 1/2  50%|")
     assert "| 3/6" in texts[-1]
-    assert done.stderr.strip() == "a loss"
+    assert said == "a loss"
     assert [line.strip() for line in traceback if line.strip() and not line.startswith("  File")] == [
+        "spark_elastic.errors.InvalidInput: run() takes a function or the path of a script; got a int.",
         "call()",
         "spark_elastic.run(3)",
-        "spark_elastic.errors.InvalidInput: run() takes a function or the path of a script; got a int.",
     ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
 import textwrap
 
 import pytest
@@ -34,6 +37,19 @@ REPORT = JobReport(
     curve=(MetricPoint(6.0, 1, 0.5, 100.0, 3), MetricPoint(7.0, 2, None, 90.0, 2)),
     checkpoints=2,
     checkpoint_seconds=1.0,
+)
+
+
+FITTED = JobReport(
+    seconds=100.0,
+    world_changes=(loss(1.0),),
+    curve=(MetricPoint(4.0, 2, 0.5, 100.0, 3), MetricPoint(9.0, 8, 0.5, 90.0, 2)),
+).with_rows(
+    [
+        {"epoch": 0, "rows": 10, "steps": 4, "loss": 0.75, "val_loss": 1.0, "seconds": 1.5},
+        {"epoch": 1, "rows": 10, "steps": 4, "loss": 0.5, "val_loss": 0.625, "worlds": [2]},
+    ],
+    10,
 )
 
 
@@ -88,6 +104,40 @@ def test_the_plot_of_a_report_has_three_axes(report: JobReport) -> None:
     pytest.importorskip("matplotlib")
     figure = report.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "rows/s", "workers"]
+
+
+def test_a_plot_of_a_fit_shows_training_and_validation_by_epoch_with_the_losses_where_they_were() -> None:
+    pytest.importorskip("matplotlib")
+    figure = FITTED.plot()
+    *over_time, by_epoch = figure.axes
+    assert [axes.get_ylabel() for axes in over_time] == ["loss", "rows/s", "workers"]
+    lines = {line.get_label(): line for line in by_epoch.get_lines()}
+    assert [list(lines[name].get_ydata()) for name in ("training", "validation")] == [
+        [0.75, 0.5],
+        [1.0, 0.625],
+    ]
+    marks = [line for line in by_epoch.get_lines() if str(line.get_label()).startswith("_")]
+    assert [line.get_xdata()[0] for line in marks] == [0.5]
+
+
+def test_a_fits_figures_by_epoch_survive_json_and_older_reports_have_none() -> None:
+    assert JobReport.from_json(FITTED.to_json()) == FITTED
+    older = json.loads(FITTED.to_json())
+    for epoch in older["epochs"]:
+        del epoch["steps"], epoch["figures"]
+    report = JobReport.from_json(json.dumps(older))
+    assert report.describe()["epochs"] == [{"epoch": 1}, {"epoch": 2}]
+    assert [change["epoch"] for change in report.describe()["world_changes"]] == [None]
+
+
+def test_a_notebook_shows_the_page_of_a_report_in_a_frame_of_its_own() -> None:
+    shell = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    data, _ = shell.format(FITTED)
+    assert data["text/plain"].startswith("<JobReport of 100.0 s")
+    (frame,) = re.findall(
+        r'<iframe sandbox="allow-scripts" srcdoc="([^"]*)"[^>]*></iframe>', data["text/html"]
+    )
+    assert html.unescape(frame) == FITTED.to_html("the job")
 
 
 def test_a_metric_series_is_thinned_and_keeps_its_ends_and_means() -> None:

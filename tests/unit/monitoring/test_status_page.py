@@ -99,6 +99,7 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
     assert seen["stalled"][0]["text"].startswith("rank 1 keeps others waiting")
     assert seen["metrics"]["auc"] == 0.9
     assert not {"note", "done"} & seen["metrics"].keys()
+    assert seen["epochs"] == []
     assert seen["curve"] == {"at": [2.0], "loss": [0.5], "rows": [0.0]}
     assert any(event["text"].startswith("world of 3: started in 1.00 s") for event in seen["events"])
 
@@ -166,6 +167,51 @@ def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
     assert min(drops) > 0.8 * max(drops), "an exponential loss falls as a straight line"
     lefts = [float(point.split(",")[0]) for point in points.split()]
     assert lefts[0] < 60, "the start-up of 30 s takes no room"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page_shows_training_and_validation_by_epoch(tmp_path: Path) -> None:
+    job = SimulatedJob(2)
+    job.start([1, 2])
+    for step in range(1, 101):
+        job.now += 0.1
+        job.report(step)
+    job.lose_host(2, step=100, regroup=0.4)
+    job.form()
+    figures = [(0.5, 0.75, 0.1), (0.25, 0.5, 0.05)]
+    history = [
+        {"epoch": n, "rows": 9, "planned": 10, "steps": 100, "loss": loss, "val_loss": val, "learning_rate": rate}
+        for n, (loss, val, rate) in enumerate(figures)
+    ]  # fmt: skip
+    shown = run_script(job.result.with_rows(history, 10).to_html(), tmp_path)
+    loss, rate = shown["by-epoch"]["children"]
+    texts = [find_text(box) for box in (loss, rate)]
+    assert "loss by epoch 0.25 to 0.75" in texts[0]
+    assert "training 0.25 validation 0.5 epochs 1 to 2" in texts[0]
+    assert "last 0.05 epochs 1 to 2" in texts[1]
+    drawn = [child["attributes"] for child in loss["children"][1]["children"]]
+    (mark,) = [each["x1"] for each in drawn if each["class"] == "mark loss"]
+    assert mark == 150, "the worker was lost at the end of the first of two epochs, of 300 units"
+    curves = {each["class"]: each["points"] for each in drawn if "points" in each}
+    assert curves == {"curve training": "150.0,50.0 300.0,96.0", "curve validation": "150.0,4.0 300.0,50.0"}
+    assert "rows missing 2 rows twice 0" in find_text(shown["tiles"])
+
+
+def run_script(page: str, folder: Path) -> dict[str, Any]:
+    """The elements of the page by their id, once its script has run."""
+    data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    program = folder / "page.js"
+    saved = f"elements.saved = make_element(); elements.saved.textContent = {json.dumps(data)};"
+    program.write_text(f"{DOCUMENT}\n{saved}\n{script}\nconsole.log(JSON.stringify(elements));\n")
+    done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def find_text(element: dict[str, Any]) -> str:
+    """Of a chart's heading or scale the parts are read in their order."""
+    parts = [element["textContent"], *(find_text(child) for child in element["children"])]
+    return " ".join(" ".join(map(str, parts)).split())
 
 
 def test_the_status_of_a_large_job_is_bounded() -> None:
