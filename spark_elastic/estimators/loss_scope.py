@@ -64,9 +64,7 @@ class Trial:
 
 
 class _Finding(NamedTuple):
-    couples: (
-        bool  # whether rows are compared; else a mean has other weights than the number of rows, or is a sum
-    )
+    couples: bool  # whether rows are compared; else it is a sum, or a mean with other weights than the rows
     rows: int  # that showed it
     values: tuple[float, float, float]  # of these rows, and of two parts
 
@@ -125,14 +123,11 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
             f"{what} compares the rows of a batch with each other ({shown}), so that the trained weights would depend "
             f"on the number of workers: {advice}, or set loss_scope='worker' to let each worker compare its own rows."
         )
-    how = (
-        "compares the rows of a batch"
-        if finding.couples
-        else "is neither the mean of the rows' losses nor one for each"
-    )
-    log.warning(
-        "the trained weights depend on the number of workers through %s, which %s (%s)", what, how, shown
-    )
+    how = "is neither the mean of the rows' losses nor one for each"
+    if finding.couples:
+        how = "compares the rows of a batch"
+    warning = "the trained weights depend on the number of workers through %s, which %s (%s)"
+    log.warning(warning, what, how, shown)
 
 
 def _find_coupling(trial: Trial, count: int, moved: bool) -> _Finding | None:

@@ -60,12 +60,8 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
     rounding = TOLERANCE_16 if halves else TOLERANCE
     if outputs is None:
         return Trial(measure, lambda: tries.find_layer(tries.run_step, rounding), False, rounding)
-    return Trial(
-        measure,
-        lambda: tries.find_layer(tries.run_model, rounding),
-        True,
-        TOLERANCE_16 if any(map(is_half, tree_leaves(outputs))) else TOLERANCE,
-    )
+    tolerance = TOLERANCE_16 if any(map(is_half, tree_leaves(outputs))) else TOLERANCE
+    return Trial(measure, lambda: tries.find_layer(tries.run_model, rounding), True, tolerance)
 
 
 def is_half(value: Any) -> bool:

@@ -33,7 +33,17 @@ for package in map(importlib.import_module, ("spark_elastic", "elastic_collectiv
 print(json.dumps([imported, sorted(lacking)]))
 """
 # What an empty environment lacks: frameworks, which the user chooses, and packages of the extras.
-OF_THE_USER = {"torch", "accelerate", "transformers", "tensorflow", "keras", "pyspark", "py4j", "pandas", "petastorm"}
+OF_THE_USER = {
+    "torch",
+    "accelerate",
+    "transformers",
+    "tensorflow",
+    "keras",
+    "pyspark",
+    "py4j",
+    "pandas",
+    "petastorm",
+}
 
 
 def build_wheel(version: str) -> Path:
