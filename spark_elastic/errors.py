@@ -126,7 +126,7 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 def format_columns(name: str, columns: Sequence[str]) -> str:
     """What there is instead of an unknown column: all of a few columns, the nearest ones of a wide table."""
     if len(columns) <= MAX_COLUMNS_SHOWN:
-        return f"the columns {list(columns)}"
+        return f"the columns {list(columns)}{suggest_name(name, columns)}"
     near = get_close_matches(name, columns, 3)
     return f"{len(columns)} columns" + (f", of which the nearest are {near}" if near else "")
 

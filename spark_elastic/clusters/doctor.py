@@ -9,12 +9,13 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.store import Store
-from spark_elastic.errors import ElasticError
+from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.worker import pickling
 from spark_elastic.worker.entry import find_tls_problem
 
@@ -109,6 +110,12 @@ def _examine_cluster(
     except ElasticError as error:
         yield Finding(str(error), refused=True)
         return
+    room = number
+    with suppress(InvalidInput):  # sessions of Spark Connect do not tell
+        room = cluster.count_workers(None)
+    if number > room:
+        short = f"there is room for {room} of {number} workers now: the others wait, or min_workers begin without them"
+        yield Finding(short, warned=True)
     kinds = Counter(_describe(host) for host in hosts)
     for kind, count in kinds.items():
         yield Finding(f"{count} executor{'s' if count > 1 else ''}: {kind}")

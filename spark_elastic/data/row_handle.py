@@ -23,7 +23,7 @@ from spark_elastic.data.reading.readers import pack_rows
 from spark_elastic.data.renewal import find_table
 from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, format_columns, suggest_name
+from spark_elastic.errors import InvalidInput, format_columns
 
 H = TypeVar("H", bound="RowHandle")
 
@@ -146,8 +146,7 @@ class RowHandle:
         names = [column.name for column in self.columns]
         if name not in names:
             raise InvalidInput(
-                f"split names column {name!r}, which these Rows do not have: they have {format_columns(name, names)}"
-                f"{suggest_name(name, names)}."
+                f"split names column {name!r}, which these Rows do not have: they have {format_columns(name, names)}."
             )
         column = self.manifest.column(name)
         if column.shape or np.dtype(column.dtype).kind not in "biuf":

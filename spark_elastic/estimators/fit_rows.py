@@ -26,7 +26,7 @@ from spark_elastic.data.ragged import format_remedy
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CoordinatorLost, InvalidInput, StoreError, format_columns, suggest_name
+from spark_elastic.errors import CoordinatorLost, InvalidInput, StoreError, format_columns
 from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.run_record import RunRecord
@@ -252,7 +252,7 @@ class Selection:
                 fault = "has as arrays or records" if own in snapshot.columns else "does not have"
                 raise InvalidInput(
                     f"where compares column {name!r}, which {snapshot.name} {fault}: compare one of "
-                    f"{format_columns(name, names)}{suggest_name(name, names)}."
+                    f"{format_columns(name, names)}."
                 )
 
     @cached_property
@@ -358,8 +358,7 @@ def list_names(columns: Any, known: Sequence[str]) -> list[str]:
     for name in columns:
         if name not in known:
             raise InvalidInput(
-                f"columns names {name!r}, which is not there: there are {format_columns(str(name), list(known))}"
-                f"{suggest_name(str(name), known)}."
+                f"columns names {name!r}, which is not there: there are {format_columns(str(name), list(known))}."
             )
     return list(dict.fromkeys(columns))
 

@@ -255,6 +255,11 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             if isinstance(each, torch.nn.Module)
         }
         result = objects.loss_fn(spec)(model, part)
+        for name, loss, label in zip(spec.config.label_cols, losses, part.labels, strict=False):
+            wrong = label[(label < 0) | (label > 1)]  # on which torch would train in silence
+            if len(wrong) and find_activation(loss) in ("sigmoid", "probability"):
+                rule = f"{float(wrong[0]):g}, and a loss of two classes takes labels from 0 to 1"
+                raise InvalidInput(f"column {name!r} has {rule}: number the classes 0 and 1.")
         if spec.config.max_workers != 1 and spec.config.loss_scope != "worker":
             for loss, before in held.items():
                 _check_buffers_of_loss(loss, before)

@@ -332,19 +332,13 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
     Raises:
         InvalidInput: there is no column of that name, or its type is another than in training.
     """
-    if column.name not in dataset.schema.names:
-        raise InvalidInput(
-            f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
-        )
-    spark_type = get_type(dataset.schema, column.name)
     given = find_column_type(dataset.schema, column.name, transformed=True)
+    spark_type = get_type(dataset.schema, column.name)
     if not _fits(given, column):
         trained = f"{column.dtype} of shape {column.shape}" if column.shape else column.dtype
         trained = f"arrays of {column.ragged}" if column.ragged else trained
-        raise InvalidInput(
-            f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
-            "what it was in training."
-        )
+        cause = f"the model was trained on {trained}: cast it to what it was in training."
+        raise InvalidInput(f"column {column.name!r} is {spark_type.simpleString()}; {cause}")
     if given.vector or given.cast is not None:
         return convert_column(get_column(column.name), given)
     return _numbers(column.name, spark_type)

@@ -109,7 +109,9 @@ class DrainRequested(Event):
     worker: WorkerId | None = None  # leaves alone
     host: HostId | None = None  # its id or its machine's name
     rank: int | None = None  # of the newest world
-    by_user: bool = False  # a user requested it, and receives a message if it concerns no worker
+    by_user: bool = (
+        False  # a user requested it, and receives a message if it concerns no worker, or has to wait
+    )
 
 
 @dataclass(frozen=True)

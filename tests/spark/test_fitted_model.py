@@ -170,7 +170,7 @@ def test_an_empty_table_has_no_predictions(spark: SparkSession) -> None:
 
 
 def test_a_table_without_the_right_columns_is_refused_before_any_spark_job(spark: SparkSession) -> None:
-    with pytest.raises(InvalidInput, match="'x' is not in the table"):
+    with pytest.raises(InvalidInput, match="There is no column 'x'"):
         linear(1)[1].transform(table(spark).drop("x"))
     with pytest.raises(InvalidInput, match="has a column 'prediction' already"):
         linear(1)[1].transform(table(spark).withColumnRenamed("id", "prediction"))

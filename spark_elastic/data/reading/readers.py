@@ -98,14 +98,16 @@ def read_sample_rows(
     store: Store, manifest: Manifest, columns: Sequence[str], label: str | None = None
 ) -> ColumnArrays:
     """Four rows of a small row group, to try a function or a model on: its first and its last row, then two between
-    them; with as many values of the label as there are."""
+    them; with as many values of the label as there are,
+    its lowest and its highest first."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
     last = len(found[columns[0]]) - 1
     rows = [0, last, last // 3, last * 2 // 3]
     if label is not None and (values := found[label]).ndim == 1 and values.dtype != object:
         firsts = np.unique(values, return_index=True)[1]
-        rows = [*firsts[np.unique(np.linspace(0, len(firsts) - 1, 4).astype(int))], *rows][:4]
+        chosen = dict.fromkeys(np.linspace(0, len(firsts) - 1, 4).astype(int)[[0, 3, 1, 2]])
+        rows = [*firsts[[*chosen]], *rows][:4]
     return {name: found[name][rows] for name in columns}
 
 

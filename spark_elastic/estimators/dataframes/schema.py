@@ -137,10 +137,7 @@ def get_name_folding(df: DataFrame) -> Callable[[str], str]:
 
 def check_validation_column(schema: StructType, name: str) -> None:
     """Raise InvalidInput unless the column marks rows by booleans or numbers; starts no job."""
-    if name not in schema.names:
-        raise InvalidInput(
-            f"validation names the column {name!r}, which the table has not; it has: {', '.join(schema.names)}."
-        )
+    _check_presence(schema, name, f"validation column {name!r}")
     if type(get_type(schema, name)) not in _DTYPES:
         raise InvalidInput(
             f"The validation column {name!r} is {get_type(schema, name).simpleString()}: it must be true, or a number "
@@ -155,9 +152,13 @@ def find_column_type(schema: StructType, name: str, role: str = "", transformed:
         InvalidInput: the column is missing, or holds no numbers.
     """
     called = f"{role} column {name!r}".strip()
-    if name in schema.names:
-        return _find_column_type(get_type(schema, name), called, transformed)
-    raise InvalidInput(f"There is no {called}: the DataFrame has {format_columns(name, schema.names)}.")
+    _check_presence(schema, name, called)
+    return _find_column_type(get_type(schema, name), called, transformed)
+
+
+def _check_presence(schema: StructType, name: str, called: str) -> None:
+    if name not in schema.names:
+        raise InvalidInput(f"There is no {called}: the DataFrame has {format_columns(name, schema.names)}.")
 
 
 def get_type(schema: StructType, name: str) -> DataType:

@@ -507,6 +507,11 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
             give_back(tx, slot, f"slot {slot.slot} drains: {event.reason}", hold_back=by_user)
     if not found and event.by_user:
         _drain_without_target(tx, event)
+    elif event.by_user and state.world is not None:
+        size, least = state.world.size, state.limits.min_workers
+        if (staying := size - state.workers.draining) < least:
+            text = f"only {staying} of {size} workers would stay, and min_workers is {least}"
+            tx.emit(NotifyUser(f"a drain waits until others join ({event.reason}): {text}"))
 
 
 def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:

@@ -25,6 +25,8 @@ from spark_elastic.training.batch import Arrays, LocalBatch, StepMetrics
 from spark_elastic.training.keras.state import read_value
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+_CLASSES = "whole numbers of classes: number them from 0, or give categorical_crossentropy their shares"
+_BINARY = keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class _OutputLoss:
     def of_classes(self) -> bool:
         """Whether its labels are numbers of classes; Keras would cut 0.5 down to 0."""
         return getattr(getattr(self.loss, "fn", None), "__name__", "") == "sparse_categorical_crossentropy"
+
+    @property
+    def is_binary(self) -> bool:
+        return getattr(self.loss, "fn", None) in _BINARY
 
     def find_divisor(self, batch: LocalBatch[npt.NDArray[Any]]) -> float | None:
         """What these rows add to the divisor of the mean; None: it does not depend on what is in the rows."""
@@ -118,15 +124,22 @@ class CompiledLosses:
         return [1.0 / divisor for divisor in divisors]
 
     def check_labels(self, batch: LocalBatch[npt.NDArray[Any]]) -> None:
-        """Raise InvalidInput if a loss of classes has a label that is not a whole number."""
+        """Raise InvalidInput if a loss of classes has a label that is no whole number, or not in 0 to 1."""
         for part in self._parts:
             label = batch.labels[part.place]
-            may_be_wrong = part.of_classes and label.dtype.kind in "fV"  # V: bfloat16
-            if may_be_wrong and (wrong := label[label != np.trunc(label)]).size:
+            if part.of_classes and label.dtype.kind in "fV":  # V: bfloat16
+                wrong, takes = label[label != np.trunc(label)], _CLASSES
+            elif part.is_binary:  # which would train on others in silence
+                wrong, takes = (
+                    label[(label < 0) | (label > 1)],
+                    "labels from 0 to 1: number the classes 0 and 1",
+                )
+            else:
+                continue
+            if wrong.size:
+                name, number = self._label_cols[part.place], float(wrong[0])
                 raise InvalidInput(
-                    f"column {self._label_cols[part.place]!r} has {float(wrong[0]):g}, and {part.loss.fn.__name__} "
-                    "takes whole numbers of classes: number the classes from 0, or give categorical_crossentropy "
-                    "arrays of shares of each class."
+                    f"column {name!r} has {number:g}, and {part.loss.fn.__name__} takes {takes}."
                 )
 
     def total(

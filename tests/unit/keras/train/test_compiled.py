@@ -66,6 +66,17 @@ def test_classes_that_are_no_whole_numbers_are_refused(loss: Any) -> None:
         losses.factors(group, LocalBatch(3, np.arange(3), (rows,), (labels,), None))
 
 
+def test_labels_of_two_classes_lie_between_0_and_1() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Activation("sigmoid")])
+    model.compile("sgd", "binary_crossentropy")
+    rows, labels = np.ones((2, 1), "f"), np.array([1.0, 2.0], "f")
+    losses = CompiledLosses(model, labels, model(rows), ["left"])
+    with pytest.raises(
+        InvalidInput, match="column 'left' has 2, and binary_crossentropy takes labels from 0 to 1"
+    ):
+        losses.check_labels(LocalBatch(2, np.arange(2), (rows,), (labels,), None))
+
+
 def test_activity_penalties_that_older_keras_sums_are_a_number_for_each_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -173,3 +173,14 @@ def test_the_user_is_notified_of_a_drain_that_matches_no_worker(
     assert len(reasons) == (said is not None)
     assert all(said in reason and "wanted elsewhere" in reason for reason in reasons)  # type: ignore[operator]
     assert not bench.state.workers.draining
+
+
+def test_the_user_is_notified_of_a_drain_that_waits_for_others() -> None:
+    bench = Bench(min_workers=2, max_workers=3, num_workers=3)
+    bench.start(1, 2, 3)
+    for rank in (2, 1):
+        bench.on(on.DrainRequested(0, "maintenance", rank=rank, by_user=True))
+    (notice,) = bench.find_commands(NotifyUser)
+    assert notice.reason.startswith(
+        "a drain waits until others join (maintenance): only 1 of 3 workers would stay"
+    )

@@ -97,7 +97,7 @@ def test_a_validation_column_is_of_bools_or_numbers(name: str) -> None:
         ),
         ("v", "validation column 'v' is vector"),
         ("day", "validation column 'day' is date"),
-        ("z", r"validation names the column 'z', which the table has not; it has: x, v, y"),
+        ("z", r"There is no validation column 'z': the DataFrame has the columns"),
     ],
 )
 def test_a_validation_column_of_another_type_is_refused(name: str, says: str) -> None:
