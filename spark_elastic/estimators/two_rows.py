@@ -149,12 +149,12 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
         batch = RowBatch(rows.columns, rows.row_ids, 0, (), augments=True)
         try:
             rows = replace(rows, columns=bound.apply(batch))
-        except InvalidInput:
-            raise
         except Exception as error:
+            if isinstance(error, InvalidInput) or _may_be_of_this_process(error):
+                raise
             if any(c.dtype == object and isinstance(c.flat[0], str) for c in rows.columns.values()):
                 raise ElasticError("strings may be paths of files that executors alone see") from error
-            raise
+            raise InvalidInput(describe_failure(Failure(rows, error), what="transformation_fn")) from error
     size = sum(column.nbytes for column in rows.columns.values())
     if size > MAX_ROW_BYTES:
         raise ElasticError(f"{len(rows)} rows have {size} bytes")

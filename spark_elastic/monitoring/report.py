@@ -183,7 +183,7 @@ class WorldChange:
     def _describe_steps_lost(self) -> str:
         if self.kind not in UNPLANNED or self.steps_lost is None:
             return ""
-        return f", {self.steps_lost or 'no'} step{'' if self.steps_lost == 1 else 's'} lost"
+        return f", {self.steps_lost or 'no'} committed step{'' if self.steps_lost == 1 else 's'} lost"
 
 
 # ---- the report

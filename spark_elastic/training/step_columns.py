@@ -71,9 +71,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> list[Column]:
     """
     found = []
     for arrays in zip(*(chunk.columns for chunk in chunks), strict=True):
-        by_row = all(
-            each.ndim and len(each) == chunk.rows for each, chunk in zip(arrays, chunks, strict=True)
-        )
+        by_row = all(a.ndim and len(a) == chunk.rows for a, chunk in zip(arrays, chunks, strict=True))
         if by_row and all(each.shape[1:] == arrays[0].shape[1:] for each in arrays):
             found.append(Column(np.concatenate(arrays), True))
         elif not by_row and all(_are_equal(each, arrays[0]) for each in arrays):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -67,6 +68,7 @@ def transform_columns(
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
+    keeps_ragged = wanted is None  # of a loop
     wanted = list(results) if wanted is None else wanted
     for name in wanted:
         if name not in results or len(results[name]) != rows:
@@ -75,10 +77,18 @@ def transform_columns(
                 f"transformation_fn was given {rows} rows and returned {found} of column {name!r}: return an "
                 "array of as many rows for each feature, label and weight column."
             )
-    return {
-        name: values if isinstance(values := results[name], Ragged) else np.ascontiguousarray(values)
-        for name in wanted
-    }
+    kept = {name: results[name] for name in wanted}
+    return {n: v if keeps_ragged and isinstance(v, Ragged) else _stack_rows(n, v) for n, v in kept.items()}
+
+
+def _stack_rows(name: str, values: Any) -> npt.NDArray[Any]:
+    with suppress(ValueError):
+        if not isinstance(values, Ragged):
+            return np.ascontiguousarray(values)
+    raise InvalidInput(
+        f"transformation_fn returned rows of different shapes as column {name!r}: bring them to one shape, lists of "
+        "numbers by Ragged.of(rows).pad(0)."
+    )
 
 
 def _check_results(results: Any) -> None:
@@ -122,7 +132,7 @@ def _transform_and_reshape(
     for name, shape in shapes.items():
         if name not in results:
             continue  # `transform_columns` raises the error
-        array = np.asarray(results[name])
+        array = _stack_rows(name, results[name])
         if array.size != len(array) * math.prod(shape):
             raise InvalidInput(
                 f"input_shapes says {shape} for column {name!r}, of which transformation_fn made an array of shape "

@@ -208,7 +208,7 @@ def _warn_unscaled_rate() -> None:
     """Warn once per process."""
     log.warning(
         "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
-        "scale_lr=True does, once."
+        "scale_lr=True does, once, unless the program already does."
     )
 
 

@@ -90,9 +90,7 @@ class Archive:
             custom = cloudpickle.loads(self.custom)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.filterwarnings("always", _NOTHING_TO_LOAD)
-                model = keras.saving.load_model(
-                    path, custom_objects=custom, compile=True, safe_mode=self.safe
-                )
+                model = keras.saving.load_model(path, custom, compile=True, safe_mode=self.safe)
             others = [each for each in caught if not str(each.message).startswith(_NOTHING_TO_LOAD)]
             for each in others:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

@@ -137,10 +137,8 @@ class CompiledLosses:
             else:
                 continue
             if wrong.size:
-                name, number = self._label_cols[part.place], float(wrong[0])
-                raise InvalidInput(
-                    f"column {name!r} has {number:g}, and {part.loss.fn.__name__} takes {takes}."
-                )
+                name, n = self._label_cols[part.place], float(wrong[0])
+                raise InvalidInput(f"column {name!r} has {n:g}, and {part.loss.fn.__name__} takes {takes}.")
 
     def total(
         self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any

@@ -116,12 +116,9 @@ class BufferMerge:
             factor: its part of the step's rows; 0.0: it has none.
             keep: the values are copied, since the next part writes to the same memory.
         """
-        live = {
-            name: each for name, each in sorted(list_buffers(self._model).items()) if each.tensor is not None
-        }
-        changed = before.find_changed(
-            (name, each.tensor) for name, each in live.items() if each.tensor is not None
-        )
+        buffers = sorted(list_buffers(self._model).items())
+        live = {name: each for name, each in buffers if each.tensor is not None}
+        changed = before.find_changed((name, e.tensor) for name, e in live.items() if e.tensor is not None)
         written = {
             name: each.tensor.clone() if keep else each.tensor
             for (name, each), flag in zip(live.items(), changed, strict=True)

@@ -86,9 +86,7 @@ class TorchTrainingState:
         return {
             "model": self.module.capture(builder),
             "optimizer": self._optimizer.capture(builder),
-            "schedulers": self._add_tensors(
-                [scheduler.state_dict() for scheduler in self.schedulers], builder
-            ),
+            "schedulers": self._add_tensors([each.state_dict() for each in self.schedulers], builder),
             "classes": name_classes(self.schedulers),
             "progress": copy.deepcopy(self.progress.to_values()),
             "rng": self._add_tensors(rng_state(), builder),

@@ -38,7 +38,7 @@ def test_a_loss_is_one_world_change_with_its_cost() -> None:
     )
     assert "host host-2 is lost" in loss.reason
     assert str(loss).startswith(
-        "world of 2: 1 of 3 lost, recovered in 0.50 s, 1 step lost (world 2, of 2 workers, continues"
+        "world of 2: 1 of 3 lost, recovered in 0.50 s, 1 committed step lost (world 2, of 2 workers, continues"
     )
 
 

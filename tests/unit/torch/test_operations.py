@@ -154,7 +154,7 @@ def test_unscaled_learning_rates_are_logged_once(world: World, caplog: pytest.Lo
     world(2, work)
     assert [r.message for r in caplog.records if "does not multiply" in r.message] == [
         "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
-        "scale_lr=True does, once."
+        "scale_lr=True does, once, unless the program already does."
     ]
 
 

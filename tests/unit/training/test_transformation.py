@@ -12,6 +12,7 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import DataPlan, Division
+from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.transformation import (
     BatchTransformation,
@@ -67,6 +68,16 @@ def test_what_is_no_dict_of_columns_is_refused(returned: Any, what: str) -> None
             InvalidInput, match=f"^transformation_fn returned {what}: return a dict with an array"
         ):
             transform_columns({"x": np.zeros((3, 4))}, 3, ["x"], change)
+
+
+@pytest.mark.parametrize("make", [list, Ragged.of])
+def test_rows_of_different_lengths_are_refused_by_name(make: Any) -> None:
+    rows = make([np.arange(3), np.arange(2)])
+    for change in (lambda columns: {"x": rows}, reshape_results(lambda columns: {"x": rows}, {"x": (2,)})):
+        with pytest.raises(
+            InvalidInput, match=r"rows of different shapes as column 'x': .*Ragged.of\(rows\).pad\(0\)"
+        ):
+            transform_columns({"x": np.zeros((2, 4))}, 2, ["x"], change)
 
 
 def test_each_virtual_share_is_a_part() -> None:
