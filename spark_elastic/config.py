@@ -231,6 +231,12 @@ def check_setting_names(names: Iterable[str], others: Iterable[str] = (), owner:
         raise InvalidInput(f"{name!r} is {kinds}{near}: docs/params.md lists them.")
 
 
+def find_launched_size() -> int:
+    """How many processes torchrun, or another launcher of its kind, has started with this one; 1 if none has."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1
+
+
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
     """Config from `SPARK_ELASTIC_<NAME>` variables, or Horovod's where ours are unset, overridden by every explicit
     argument that is not None, or is where that says something (`changes_setting`).

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from spark_elastic.config import find_launched_size
+from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import world
 from spark_elastic.protocol.types import Member
 from spark_elastic.worker.context import get_context
+
+
+def check_alone(what: str, instead: str) -> None:
+    """Refuse what would train alone in silence: this process is no worker, but one of several of another launcher."""
+    if get_context() is None and (launched := find_launched_size()) > 1:
+        raise InvalidInput(
+            f"{what} knows none of the {launched} processes that torchrun, or another launcher, has started: "
+            f"{instead}, or start the program with spark-elastic-run."
+        )
 
 
 def size() -> int:

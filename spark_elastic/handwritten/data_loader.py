@@ -34,7 +34,7 @@ from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
-from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.gradients.ranks import check_alone, rank, size
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.handwritten.row_batches import RowBatches, RowStream, plan_rows
 from spark_elastic.handwritten.session import get_session
@@ -577,6 +577,7 @@ def _find_place() -> tuple[int, int]:
     """Rank and size: of the world, or of torch's process group in a program that was started otherwise."""
     if get_context() is None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    check_alone("ElasticDataLoader", "call torch.distributed.init_process_group before its first batch")
     return rank(), size()
 
 

@@ -178,9 +178,7 @@ class ShardedCommits:
         """Which parts of the commit are missing, and where they were."""
         mine = self._find(lost.key)
         packed = group.allgather_bytes(json.dumps([] if mine is None else mine.places).encode())
-        places = next(
-            ([Place(*place) for place in told] for each in packed if (told := json.loads(each))), []
-        )
+        places = next(([Place(*place) for place in t] for each in packed if (t := json.loads(each))), [])
         parts = [f"shard {shard}" for shard in lost.shards]
         if len(places) == lost.key.size:
             targets = assign_copies(places)

@@ -22,6 +22,7 @@ from spark_elastic.gradients.compiled_callers import disable_compile
 from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
 from spark_elastic.gradients.modes.host import make_change_error
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.ranks import check_alone
 from spark_elastic.gradients.reduction import (
     Adasum,
     Average,
@@ -150,6 +151,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )
+    check_alone("DistributedOptimizer", "use torch's DistributedDataParallel")
     reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     passes = validate_backward_passes(backward_passes_per_step)
     given = None if named_parameters is None else list(named_parameters)

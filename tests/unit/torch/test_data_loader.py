@@ -127,6 +127,16 @@ def test_global_rows_are_those_of_the_step_over_all_ranks() -> None:
     assert rows == [([0], 3, 2 / 3), ([2], 2, 1.0)]
 
 
+def test_a_loader_that_would_give_all_rows_to_each_of_several_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")  # as torchrun sets it
+    with pytest.raises(
+        InvalidInput, match=r"none of the 3 processes that torchrun, .*: call .*init_process_group"
+    ):
+        next(iter(ElasticDataLoader(range(12), 4)))
+
+
 def test_epochs_follow_each_other_by_themselves_or_by_set_epoch() -> None:
     loader, other = ElasticDataLoader(range(20), 4), ElasticDataLoader(range(20), 4)
     for epoch in range(3):

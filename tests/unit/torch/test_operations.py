@@ -158,6 +158,16 @@ def test_unscaled_learning_rates_are_logged_once(world: World, caplog: pytest.Lo
     ]
 
 
+def test_an_optimizer_that_would_train_alone_beside_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(
+        InvalidInput, match=r"none of the 2 processes that torchrun, .*: use torch's DistributedDataParallel"
+    ):
+        hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0))
+
+
 def test_buckets_of_gradients_have_rows_in_the_timeline(world: World, tmp_path: Path) -> None:
     def work(group: Group) -> None:
         hvd.start_timeline(str(tmp_path / "trace.json"))
