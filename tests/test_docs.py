@@ -168,12 +168,11 @@ def test_the_page_of_errors_says_how_many_kinds_of_a_failed_job_there_are() -> N
 
 
 def test_rules_are_mentioned_with_the_names_that_the_protocol_gives_them() -> None:
-    names = dict(
-        re.findall(r"^- \*\*(R\d+) \((.+?)\)\.\*\*", (DOCS / "protocol.md").read_text(), re.MULTILINE)
-    )
+    rules = "".join(page.read_text() for page in sorted(DOCS.glob("protocol*.md")))
+    names = dict(re.findall(r"^- \*\*(R\d+) \((.+?)\)\.\*\*", rules, re.MULTILINE))
     assert len(names) >= 20
     sources = [path for folder in ("spark_elastic", "python", "csrc") for path in (ROOT / folder).rglob("*")]
-    pages = [page for page in PAGES if page.name != "protocol.md"]
+    pages = [page for page in PAGES if not page.name.startswith("protocol")]
     wrong = []
     for path in (*pages, *(path for path in sources if path.suffix in (".py", ".h", ".cc"))):
         text = re.sub(r"\s+(?:# |// )?", " ", path.read_text())
