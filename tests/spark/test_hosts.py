@@ -134,9 +134,7 @@ def test_a_host_that_leaves_with_notice_costs_no_step(cluster: HostCluster, faul
     page = job.await_message(page=...)["page"]
     job.await_message(world=WORKERS)
     assert "<h2>Workers" in seen_from(cluster, 1, page), "the page is seen from another host"
-    assert "<h2>Workers" in seen_from(cluster, 0, page.replace("//h0:", "//127.0.0.1:")), (
-        "as proxies dial it"
-    )
+    assert "<h2>Workers" in seen_from(cluster, 0, page.replace("//h0:", "//127.0.0.1:")), "as proxies dial it"
     fault(cluster.decommission, 1)
     job.await_message(world=WORKERS - 1)
     cluster.end_slow_steps()
