@@ -174,10 +174,12 @@ def sbom(session: nox.Session) -> None:
 
 @in_venv
 def wheel(session: nox.Session) -> None:
-    """[VERSION ...]: dist/*.whl for this Python or those named, self-contained: needs only the C library"""
+    """[VERSION ...]: dist/*.whl for this Python or those named, self-contained: needs only the C library. MACHINE=aarch64
+    builds for that processor on any other"""
     run(session, "python tests/environment.py packages wheel-tools")
     # zig's compiler links against GLIBC, older than this machine's, and brings its own C++ library.
-    machine, zig = os.uname().machine, BUILD / "zig"
+    machine, zig = os.environ.get("MACHINE", os.uname().machine), BUILD / "zig"
+    objects = BUILD / f"wheel-objects-{machine}"
     zig.mkdir(exist_ok=True)
     for program in (f"c++ -target {machine}-linux-gnu.{GLIBC}", "ar", "ranlib"):
         script = zig / program.split()[0]
@@ -189,15 +191,22 @@ def wheel(session: nox.Session) -> None:
     # Python: the other objects are compiled once. One wheel for all, by ctypes, would make each call of a collective
     # 1.3 us longer (1.6, where pybind11 takes 0.3); the stable ABI has buffers from Python 3.11 on.
     # Without isolation, for a builder elsewhere starts with none.
-    variables = {"CXX": f"{zig}/c++", "SKBUILD_BUILD_DIR": f"{BUILD}/wheel-objects", "beside": "wheel-tools"}
+    variables = {"CXX": f"{zig}/c++", "SKBUILD_BUILD_DIR": str(objects), "beside": "wheel-tools"}
     # Two builds of one commit give the same bytes: times of the commit, and no folder of this machine.
     made_at = os.environ.get("SOURCE_DATE_EPOCH") or ask(session, "git log -1 --format=%ct")
     variables |= {"SOURCE_DATE_EPOCH": made_at, "CXXFLAGS": f"-ffile-prefix-map={ROOT}=."}
-    variables["SKBUILD_CMAKE_DEFINE"] = ";".join([*cmake, f"GLOO_SOURCE={fetch_gloo(session)}"])
+    gloo = fetch_gloo(session)
+    variables["SKBUILD_CMAKE_DEFINE"] = ";".join([*cmake, f"GLOO_SOURCE={gloo}"])
     for version in session.posargs or [f"{sys.version_info[0]}.{sys.version_info[1]}"]:
         python = ask(session, f".venv/bin/python tests/platforms/interpreters.py {version}")
         shutil.rmtree(BUILD / "wheel", ignore_errors=True)
-        (BUILD / "wheel-objects" / "CMakeCache.txt").unlink(missing_ok=True)  # it names the Python before
+        (objects / "CMakeCache.txt").unlink(missing_ok=True)  # it names the Python before
+        if machine != os.uname().machine:  # Python and CMake go by these
+            suffix = f".cpython-{version.replace('.', '')}-{machine}-linux-gnu.so"
+            variables |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
+            foreign = ["CMAKE_SYSTEM_NAME=Linux", f"CMAKE_SYSTEM_PROCESSOR={machine}"]
+            foreign += [f"PYTHON_MODULE_EXTENSION={suffix}", "PYTHON_MODULE_DEBUG_POSTFIX="]
+            variables["SKBUILD_CMAKE_DEFINE"] = ";".join([*cmake, *foreign, f"GLOO_SOURCE={gloo}"])
         run(
             session,
             f"{python} -m pip wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .",
@@ -205,10 +214,10 @@ def wheel(session: nox.Session) -> None:
         )
         made, platform = (
             next((BUILD / "wheel").glob("*.whl")),
-            f"manylinux_{GLIBC.replace('.', '_')}_{machine}",
+            f"manylinux_{GLIBC.replace('.', '_')}_{machine}" if machine == os.uname().machine else "auto",
         )
         run(session, f"python -m auditwheel repair --plat {platform} --wheel-dir dist {made}", **variables)
-        (engine,) = (BUILD / "wheel-objects").glob(f"_engine.cpython-{version.replace('.', '')}-*.so")
+        (engine,) = objects.glob(f"_engine.cpython-{version.replace('.', '')}-{machine}-*.so")
         oldest = max(map(int, re.findall(rb"GLIBC_2\.(\d+)", engine.read_bytes())))
         print(f"the wheel for Python {version}, in dist, runs on glibc 2.{oldest} and newer")
 
