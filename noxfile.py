@@ -174,8 +174,8 @@ def sbom(session: nox.Session) -> None:
 
 @in_venv
 def wheel(session: nox.Session) -> None:
-    """[VERSION ...]: dist/*.whl for this Python or those named, self-contained: needs only the C library. MACHINE=aarch64:
-    for that processor"""
+    """[VERSION ...]: dist/*.whl for this Python or those named, self-contained: needs only the C library. With
+    MACHINE=aarch64 for that processor"""
     run(session, "python tests/environment.py packages wheel-tools")
     # zig's compiler links against GLIBC, older than this machine's, and brings its own C++ library.
     machine, zig = os.environ.get("MACHINE", os.uname().machine), BUILD / "zig"
