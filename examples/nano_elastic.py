@@ -6,7 +6,7 @@
 Read it from the top: the data plan, a step, the ring, the worker, the coordinator. What must hold, whoever is killed:
 
 - each row of an epoch enters exactly one applied step (`State.seen` counts it, and is summed with the gradients);
-- no applied step is taken back while one worker lives; what a loss costs is at most the step in flight;
+- no applied step is taken back while a worker that has it lives: a loss costs at most the step in flight;
 - the weights are those of an undisturbed run, up to the order in which floats are added.
 
 docs/how-it-works.md walks through it, and says what the product adds to each part.
@@ -58,7 +58,7 @@ def share_of(rows: np.ndarray, rank: int, size: int) -> np.ndarray:
     return rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
 
 
-# 2. A step, and the state that it leads to the next one.
+# 2. A step, which makes the next state of a state.
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def work(port: int, worker: int, pause: float, verbose: bool) -> None:
     """A worker's whole life. It asks for its first world when it is ready to train: nobody waits while it starts.
 
     After an error and after a planned change the same thing follows: ask for the next world, and take the state of the
-    member that has come furthest. Members differ by one step at most: some had the whole sum when the ring broke.
+    member that has come furthest. Old members differ by one step at most: some had the whole sum when the ring broke.
     """
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: leaving.append(number))  # a drain: leave after a step
@@ -441,7 +441,7 @@ def train_alone() -> State:
 
 
 def kill_some(coordinator: Coordinator, kills: int) -> None:
-    """Train to the end, and kill a member of a full world now and then."""
+    """Train to the end, and kill a member of a world of three or more now and then."""
     rng, due = random.Random(SEED), 0.0
     while coordinator.result is None:
         coordinator.tend()

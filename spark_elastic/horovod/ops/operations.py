@@ -29,6 +29,7 @@ from spark_elastic.gradients.process_sets import (
     is_added,
     world,
 )
+from spark_elastic.gradients.ranks import check_alone
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.horovod.ops.negotiation import (
@@ -88,6 +89,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
         raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
     if not is_added(process_set):
         raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
+    check_alone("an operation such as allreduce", "use torch.distributed")
     group = world()
     if group.rank not in process_set.ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")

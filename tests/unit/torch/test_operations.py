@@ -166,6 +166,8 @@ def test_an_optimizer_that_would_train_alone_beside_others_is_refused(
         InvalidInput, match=r"none of the 2 processes that torchrun, .*: use torch's DistributedDataParallel"
     ):
         hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0))
+    with pytest.raises(InvalidInput, match="such as allreduce knows none of the 2 processes"):
+        hvd.allreduce(torch.ones(3))
 
 
 def test_buckets_of_gradients_have_rows_in_the_timeline(world: World, tmp_path: Path) -> None:
