@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State, WorkerSession
+from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State
+from spark_elastic.handwritten.session import WorkerSession, get_session
 from spark_elastic.protocol.types import START, WorldView
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER, CommitKeeper
 from spark_elastic.worker.outside import ENTERED, STATE
@@ -24,12 +25,16 @@ R = TypeVar("R")
 SYNCED_FENCE = "synced_fence"  # the fence of the newest world that the state has begun
 
 
-def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | None]) -> Callable[..., R]:
-    """`func(state, ...)` run again in each world, from where its state stands. In a process that is no worker: once.
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns. In a
+    process that is no worker: once."""
+    return elastic(func)
 
-    Args:
-        get_session: returns the session of the process; called with each call of the function.
-    """
+
+def elastic(
+    func: Callable[..., R], find_session: Callable[[], WorkerSession | None] = get_session
+) -> Callable[..., R]:
+    """As `run`. find_session: returns the session of the process; called with each call of the function."""
 
     @wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
@@ -38,7 +43,7 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
                 f"a function of elastic.run takes a state first, such as TorchState(model=model); got "
                 f"{type(state).__name__}."
             )
-        session = get_session()
+        session = find_session()
         if session is None:
             state.begin_alone()
             return func(state, *args, **kwargs)

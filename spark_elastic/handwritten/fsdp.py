@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten import sharded_state
-from spark_elastic.handwritten.sharded_commits import ShardBuilder
-from spark_elastic.handwritten.sharded_state import Build, DividedHandler
-from spark_elastic.handwritten.shards import DividedTensor
+from spark_elastic.handwritten.sharded_commits import DividedTensor, ShardBuilder
+from spark_elastic.handwritten.sharded_state import DividedHandler, ShardedState
 from spark_elastic.handwritten.torch_state import get_handler_registry
 from spark_elastic.runs.handlers import Registry
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 from spark_elastic.training.torch.frozen import view_bytes
 from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
 
-_TOO_OLD = (
-    f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch {torch.__version__}."
-)
-if torch.__version__.startswith("2.6."):
-    raise InvalidInput(_TOO_OLD)
 try:
+    if torch.__version__.startswith("2.6."):
+        raise ImportError
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 except ImportError as error:
-    raise InvalidInput(_TOO_OLD) from error
+    reason = f"this is torch {torch.__version__}"
+    raise InvalidInput(
+        f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; {reason}."
+    ) from error
 
 
-class FSDPState(sharded_state.ShardedState):
+class FSDPState(ShardedState):
     """A model that FSDP2 divides, its optimizer, and plain values by name.
 
     `build(state)` is called at the beginning of each world, once the plain values and the position of an
@@ -42,18 +39,6 @@ class FSDPState(sharded_state.ShardedState):
 
     `commit` copies the worker's shard, sends a copy to another host, and returns once all workers have done so.
     """
-
-    def __init__(self, build: Build, **values: Any) -> None:
-        """
-        Args:
-            build: forms the process group, makes model and optimizer, the same on all workers, and returns them by
-                name: {"model": model, "optimizer": optimizer}; also what depends on them, such as a scheduler.
-            values: what does not depend on the world. They must pickle, or have a state dict.
-
-        Raises:
-            InvalidInput: an argument is wrong.
-        """
-        super().__init__(build, **values)
 
     @property
     def registry(self) -> Registry:  # type: ignore[override] # looked up for each value
@@ -73,11 +58,7 @@ class _PieceRef(NamedTuple):
 
 
 def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRef:
-    """Add this rank's rows to the commit.
-
-    Raises:
-        InvalidInput: the tensor is not divided by rows over all ranks.
-    """
+    """Add this rank's rows to the commit."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if placements != (Shard(0),) or mesh.mesh.tolist() != list(range(dist.get_world_size())):
         raise InvalidInput(
@@ -118,10 +99,7 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         reshard(self.value)
-        divided = {
-            name: _add_piece(builder, parameter, f"parameter {name!r}")
-            for name, parameter in self._list_divided()
-        }
+        divided = {name: _add_piece(builder, p, f"parameter {name!r}") for name, p in self._list_divided()}
         frozen = [name for name, parameter in self._list_divided() if not parameter.requires_grad]
         return {"divided": divided, "divided frozen": frozen, **super().capture(builder)}
 
@@ -166,17 +144,10 @@ class DividedOptimizerHandler(OptimizerStateHandler, DividedHandler):
         if isinstance(value, _PieceRef):
             if not isinstance(parameter, DTensor):
                 raise InvalidInput("build(state) divides other parameters than before: build the same model.")
-            strides = tuple(accumulate((1, *value.shape[:0:-1]), lambda product, length: product * length))[
-                ::-1
-            ]
-            return DTensor.from_local(
-                _read_piece(value, self.pieces).clone().to(parameter.to_local().device),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=torch.Size(value.shape),
-                stride=strides,
-            )
+            own = _read_piece(value, self.pieces).clone().to(parameter.to_local().device)
+            shape, stride = torch.Size(value.shape), torch.empty(value.shape, device="meta").stride()
+            mesh, placements = parameter.device_mesh, parameter.placements
+            return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
         if isinstance(value, dict):
             return {key: self._divide(item, parameter) for key, item in value.items()}
         if type(value) in (list, tuple):

@@ -2,7 +2,7 @@
 
 A commit is one snapshot over all values, so what is restored and what is handed over always belongs together. Commits
 are counted: their number is the position by which the driver finds the newest survivor (R4, survivors). Training thread
-only. Nothing here knows how worlds are formed; that is behind `WorkerSession`.
+only.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from elastic_collectives import CollectiveError, Group
+from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, WorldView
+from spark_elastic.handwritten.session import WorkerSession, make_commit_position
+from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.handlers import (
     REGISTRY,
@@ -54,77 +55,6 @@ class HostsUpdatedInterrupt(RuntimeError):
         """
         super().__init__("the membership changes")
         self.skip_sync = skip_sync
-
-
-class WorkerSession(Protocol):
-    """What a state uses of the worker that it lives in."""
-
-    @property
-    def world(self) -> WorldView: ...
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def address(self) -> str:
-        """Of this worker's machine."""
-        ...
-
-    def wait_until_idle(self) -> None:
-        """Wait until no other thread calls the group's collectives."""
-        ...
-
-    @property
-    def process_values(self) -> dict[str, Any]:
-        """Values of the process by name, which outlive one call of the user's function."""
-        ...
-
-    def report_commit(self, commits: int) -> None:
-        """Report that this worker now holds the state of `commits` commits."""
-        ...
-
-    def agree_to_stop(self) -> bool:
-        """Whether all ranks stop here for a planned change; the same answer on each (R6, step summary).
-
-        Raises:
-            CollectiveError: the group broke.
-        """
-        ...
-
-    @property
-    def host_update(self) -> HostUpdateResult:
-        """What the planned change does that all ranks know of since `agree_to_stop`."""
-        ...
-
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """Writes checkpoints; None in a job without them."""
-        ...
-
-    @property
-    def snapshot_reader(self) -> SnapshotReader | None:
-        """Reads the run's checkpoints; None in a job without them."""
-        ...
-
-    def is_job_ending(self) -> bool:
-        """Whether the stop that all ranks agreed on is the end of the job."""
-        ...
-
-    def enter_loop(self) -> None:
-        """The function is about to begin its loop: be in one world with the others that are in theirs.
-
-        Raises:
-            CollectiveError: that world broke at once.
-        """
-        ...
-
-    def next_world(self, error: CollectiveError | None) -> None:
-        """Leave this world, because of `error` or at an agreed boundary, and return once the next one stands.
-
-        Raises:
-            CollectiveError: the next world broke at once.
-        """
-        ...
 
 
 class State(ABC):
@@ -519,11 +449,6 @@ class ObjectState(State):
             object.__setattr__(self, name, value)
         self._number = snapshot.position.step
         self._replaced = {}
-
-
-def make_commit_position(commits: int) -> Position:
-    """The position of a hand-written training after so many commits."""
-    return Position(0, Phase.TRAIN, commits)
 
 
 class KerasState(ObjectState):

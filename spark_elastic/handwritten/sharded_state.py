@@ -16,20 +16,16 @@ import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.handwritten.object_state import (
-    PLAIN,
-    ObjectState,
-    State,
-    WorkerSession,
-    make_commit_position,
-)
-from spark_elastic.handwritten.sharded_commits import FROM_CHECKPOINT, LAYOUT, ShardedCommits
-from spark_elastic.handwritten.shards import (
+from spark_elastic.handwritten.object_state import PLAIN, ObjectState, State
+from spark_elastic.handwritten.session import WorkerSession, make_commit_position
+from spark_elastic.handwritten.sharded_commits import (
+    FROM_CHECKPOINT,
+    LAYOUT,
     CommitKey,
-    DividedTensor,
     LostCommit,
     Place,
     RestorableCommit,
+    ShardedCommits,
     lay_out,
 )
 from spark_elastic.protocol.types import START, Checkpoint
@@ -57,8 +53,9 @@ class ShardedState(ObjectState):
     def __init__(self, build: Build, **values: Any) -> None:
         """
         Args:
-            build: returns values by name; called with the state, whose other values are there by then.
-            values: must pickle, or have a state dict.
+            build: forms the process group, makes model and optimizer, the same on all workers, and returns them by
+                name: {"model": model, "optimizer": optimizer}; also what depends on them, such as a scheduler.
+            values: what does not depend on the world. They must pickle, or have a state dict.
 
         Raises:
             InvalidInput: an argument is wrong.
@@ -98,11 +95,9 @@ class ShardedState(ObjectState):
         """Commit, if this process is a worker: otherwise there are no ranks to commit with."""
         session = self._session
         if session is not None and self._built:
-            fence = session.world.fence
-            position = make_commit_position(self._number)
-            self._commits.save(
-                _wait_for_idle_group(session), position, (fence.attempt, fence.generation), self._capture
-            )
+            group, position = _wait_for_idle_group(session), make_commit_position(self._number)
+            fence = session.world.fence.attempt, session.world.fence.generation
+            self._commits.save(group, position, fence, self._capture)
 
     def make_commit(self) -> None:
         self.save()
@@ -125,7 +120,7 @@ class ShardedState(ObjectState):
         self._load_built(commit.common, [extent.of(commit.shards[rank]) for extent in extents])
 
     def on_broken_world(self) -> None:
-        """Do nothing: at the beginning of the next world the ranks choose the commit that all go back to."""
+        """Nothing: at the beginning of the next world the ranks choose the commit that all go back to."""
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
         self._offer_newest_commit(checkpointer)
@@ -163,8 +158,7 @@ class ShardedState(ObjectState):
             self.finish_world()
 
     def on_reset(self) -> None:
-        """The world changed; callbacks run once the state is there."""
-        self.reset()
+        self.reset()  # callbacks run once the state is there
 
     def sync(self) -> None:
         raise InvalidInput("elastic.run synchronizes this state at the beginning of each world: drop sync().")
@@ -193,8 +187,7 @@ class ShardedState(ObjectState):
         return self._chosen is not None
 
     def finish_world(self) -> None:
-        """Build, and continue the commit that `begin_world` has chosen; commit again, as this world divides it.
-        Collective."""
+        """Build, continue the commit that `begin_world` has chosen, and commit again, as this world divides it."""
         self._build_values()
         session, chosen, self._chosen = self._session, self._chosen, None
         if session is None:
@@ -239,8 +232,7 @@ class ShardedState(ObjectState):
             self._load_built(common, [extent.of(commit.shards[group.rank]) for extent in extents])
 
     def _continue(self, group: Group, chosen: RestorableCommit, common: Snapshot) -> None:
-        tensors = [DividedTensor(*each) for each in common.values[LAYOUT]]
-        self._load_built(common, self._commits.divide(group, chosen, tensors))
+        self._load_built(common, self._commits.divide(group, chosen, common))
         if chosen.key.fence != FROM_CHECKPOINT:
             for callback in self._reset_callbacks:
                 callback()

@@ -20,11 +20,7 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.host_memory import (
-    Operand,
-    Reduction,
-    concatenate,
-)
+from spark_elastic.gradients.host_memory import Operand, Reduction, concatenate
 from spark_elastic.integrations.torch_distributed.bulk import BulkCollectives
 from spark_elastic.integrations.torch_distributed.observing import make_observable
 from spark_elastic.integrations.torch_distributed.point_to_point import PointToPoint

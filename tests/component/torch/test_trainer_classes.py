@@ -22,11 +22,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
         ({}, {}, "requires a train_dataset"),
         ({"train_dataset": [1]}, {"trial": object()}, "one training for each trial"),
         ({"determinism": "bitwise"}, {}, "rows"),
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            {},
-            "leave train_sampling_strategy of",
-        ),
+        ({"train_sampling_strategy": "group_by_length"}, {}, "leave train_sampling_strategy of"),
         ({"fsdp": True}, {}, "over the workers of a job: call it in a function of spark_elastic.run"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, r"not with FSDP1 \(version=1\): leave it out"),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, {}, "not with cpu_offload: leave it out"),

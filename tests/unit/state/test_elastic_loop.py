@@ -81,8 +81,7 @@ def test_w3_the_counter_equals_the_steps_under_any_schedule(
 
 
 @pytest.mark.parametrize(
-    ("size", "update", "skips"),
-    [(2, HostUpdateResult.added, False), (1, HostUpdateResult.removed, True)],
+    ("size", "update", "skips"), [(2, HostUpdateResult.added, False), (1, HostUpdateResult.removed, True)]
 )
 def test_on_hosts_updated_says_whether_workers_join_or_leave(
     size: int, update: HostUpdateResult, skips: bool, monkeypatch: pytest.MonkeyPatch
