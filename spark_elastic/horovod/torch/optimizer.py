@@ -31,8 +31,8 @@ from spark_elastic.gradients.reduction import (
     ReduceOp,
     ReduceOptions,
 )
-from spark_elastic.handwritten.applied_gradients import DistributedBase
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.handwritten.torch_state import DistributedBase
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.horovod.torch.adasum import AdasumSync
 from spark_elastic.horovod.torch.gradient_sync import GradientSync

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -53,18 +53,13 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         recorder: WaitRecorder,
         store: Any = None,
     ) -> None:
-        """
-        Args:
-            group: this process group's own; it is closed with the process group.
-            timeout: how long a collective may wait for a rank.
-            connect_pair: the engine group for messages from one rank of the process group to another.
-            store: torch's, for keys of this process group.
-        """
+        """group: this process group's own; it is closed with the process group. timeout: how long a collective may wait
+        for a rank. connect_pair: the engine group for messages from one of its ranks to another. store: torch's."""
         super().__init__(group.rank, group.size)
         self.error: BaseException | None = None
         self.pending = PendingWorks()
         self._group = recorder.watch_group(group)
-        self._record_wait = recorder.record_wait
+        self.record_wait = recorder.record_wait
         self._seconds = timeout.total_seconds()
         self._group.set_timeout(self._seconds)
         self._store = store
@@ -86,9 +81,6 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             raise type(error)(error.ranks, error.reason)
         if error is not None:
             raise error
-
-    def record_wait(self) -> AbstractContextManager[object]:
-        return self._record_wait()
 
     def shutdown(self) -> None:
         """End the group: torch calls it when the group is destroyed, the worker at the end of the world."""
@@ -128,9 +120,6 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
-
-    def keep(self, work: EngineWork) -> None:
-        self.pending.keep(work)
 
     def getBackendName(self) -> str:
         return NAME  # C++ looks for Gloo's devices where it is "gloo"
@@ -203,11 +192,9 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         own = tensor.detach().cpu().coalesce()
         indices = self._group.allgatherv(own.indices().t().contiguous().numpy())
         values = self._group.allgatherv(Operand(own.values()).array.reshape(own.values().shape))
-        whole = torch.sparse_coo_tensor(
-            torch.cat([torch.from_numpy(part) for part in indices]).t(),
-            torch.cat([torch.from_numpy(part).view(tensor.dtype) for part in values]),
-            tensor.shape,
-        ).coalesce()
+        places = torch.cat([torch.from_numpy(part) for part in indices]).t()
+        numbers = torch.cat([torch.from_numpy(part).view(tensor.dtype) for part in values])
+        whole = torch.sparse_coo_tensor(places, numbers, tensor.shape).coalesce()
         with torch.no_grad():
             tensor.copy_(whole / self.size() if reduction.name == "AVG" else whole)
 
@@ -230,10 +217,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         target = Operand(out)
         reduction.check(operand)
         if counts[self.rank()] != target.flat.numel():
-            raise InvalidInput(
-                f"reduce_scatter puts {counts[self.rank()]} elements into this rank's output, which has "
-                f"{target.flat.numel()}."
-            )
+            mine = f"{counts[self.rank()]} elements into this rank's output, which has {target.flat.numel()}"
+            raise InvalidInput(f"reduce_scatter puts {mine}.")
 
         def call() -> None:
             if len(set(counts)) == 1:
@@ -252,12 +237,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         work = self._submit_bulk("_reduce_scatter_base", [out, tensor], options)
         return work or self._reduce_scatter_wholes([out], [tensor], options)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, options: Any = None
-    ) -> dist.Work:
-        return self._reduce_scatter_wholes(outputs, inputs, options)
-
-    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
+    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
         reduction = Reduction.of(getattr(options, "reduceOp", None))
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
@@ -272,7 +252,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(call, outputs, options)
 
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _reduce_scatter_wholes
 
     # ---- what moves data
 
@@ -316,36 +296,24 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._check_count("all_gather", parts)
             expected = _count_numbers(parts[self.rank()])
             if operand.flat.numel() != expected:
-                raise InvalidInput(
-                    f"all_gather puts {operand.flat.numel()} elements into this rank's tensor of the list, which has "
-                    f"{expected}."
-                )
+                mine = f"{operand.flat.numel()} elements into this rank's tensor of the list, which has {expected}"
+                raise InvalidInput(f"all_gather puts {mine}.")
 
         def call() -> None:
             for parts, operand in pairs:
-                self._gather_into(parts, operand)
+                are_equal = len(set(map(_count_numbers, parts))) == 1
+                gather: Any = self._group.allgather if are_equal else self._group.allgatherv
+                for part, array in zip(map(Operand, parts), gather(operand.array), strict=True):
+                    part.array[...] = array.reshape(-1)
+                    part.write_back()
 
         return self._submit(call, [list(parts) for parts in outputs], options)
-
-    def _gather_into(self, parts: Tensors, operand: Operand) -> None:
-        if len(set(map(_count_numbers, parts))) == 1:
-            whole = self._group.allgather(operand.array)
-            for part, array in zip(parts, whole, strict=True):
-                _fill(part, array)
-            return
-        for part, array in zip(parts, self._group.allgatherv(operand.array), strict=True):
-            _fill(part, array)
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
         work = self._submit_bulk("_allgather_base", [out, tensor], options)
         return work or self._gather_wholes([out], [tensor], options)
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, options: Any = None
-    ) -> dist.Work:
-        return self._gather_wholes(outputs, inputs, options)
-
-    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
+    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
             self._check_sizes("all_gather", operand, out)
@@ -358,17 +326,15 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(call, outputs, options)
 
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_wholes
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> dist.Work:
         operand, root = Operand(inputs[0]), options.rootRank
         parts = outputs[0] if self.rank() == root else []
         if self.rank() == root:
             self._check_count("gather", parts)
-        targets = [Operand(part) for part in parts]
-        return self._alltoall(
-            self._only(root, operand), targets or self._only(None, operand), [list(parts)], options
-        )
+        targets = [Operand(part) for part in parts] or self._only(None, operand)
+        return self._alltoall(self._only(root, operand), targets, [list(parts)], options)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
         out, root = Operand(outputs[0]), options.rootRank
@@ -455,8 +421,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Each rank sends a message to rank 0, which answers once all have come. Its error names the first that did
-        not, or all of them, in the words of torch's own barrier.
-        """
+        not, or all of them, in the words of torch's own barrier."""
         self._begin()
         self.raise_error()
         given = self._seconds if timeout is None else timeout.total_seconds()
@@ -465,12 +430,11 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self.rank():
             self._messages.send(torch.zeros(1), 0, BARRIER_TAG)
         came = [self._messages.receive(torch.empty(1), peer, BARRIER_TAG, self.size())[0] for peer in peers]
-        with self._record_wait():
+        with self.record_wait():
             done, _ = futures.wait(came, timeout=seconds)
         errors = [future.exception() for future in done]
-        missing = [
-            peer for peer, future in zip(peers, came, strict=True) if future not in done or future.exception()
-        ]
+        answers = zip(peers, came, strict=True)
+        missing = [peer for peer, future in answers if future not in done or future.exception()]
         if missing:
             kinds = [type(error) for error in errors if isinstance(error, CollectiveError)]
             listed = f"s {', '.join(map(str, missing))}" if wait_all_ranks else f" {missing[0]}"
@@ -501,11 +465,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start(call, tensors, seconds, wait=getattr(options, "asyncOp", True) is False)
 
     def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> dist.Work | None:
-        """Begin a collective of tensors on a GPU over NCCL; None: the engine carries it.
-
-        Args:
-            tensors: results and operands.
-        """
+        """Begin a collective of results and operands on a GPU over NCCL; None: the engine carries it."""
         plane = self._bulk.find_plane(name, tensors, options)
         if plane is None:
             return None
@@ -518,12 +478,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(sums.finish, tensors[:1], options)
 
     def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> dist.Work:
-        """
-        Args:
-            tensors: what the collective fills.
-            seconds: how long it may wait for a rank; 0 or less: the group's timeout.
-            wait: the caller waits for it at once.
-        """
+        """tensors: what the collective fills. seconds: how long it may wait for a rank; 0 or less: the group's timeout.
+        wait: the caller waits for it at once."""
         self._begin()
         self._guard.watch_backward()
         work = partial(self._carry_out, call, seconds)
@@ -588,9 +544,3 @@ def _add_remedy(error: CollectiveError) -> CollectiveError:
 def _count_numbers(tensor: torch.Tensor) -> int:
     """Elements of its operand."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _fill(tensor: torch.Tensor, array: Any) -> None:
-    target = Operand(tensor)
-    target.array[...] = array.reshape(-1)
-    target.write_back()

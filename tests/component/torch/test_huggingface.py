@@ -514,7 +514,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
 def train_by_accelerate(steps: int) -> list[float]:
     """A loop of Accelerate's documentation, which prepares model and optimizer again in each world."""
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.accelerators import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     hvd.init()
     torch.manual_seed(7)
@@ -556,7 +556,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 ) -> None:
     import transformers
 
-    from spark_elastic.integrations import accelerators, huggingface, trainer_adapter
+    from spark_elastic.integrations import huggingface, trainer_adapter
 
     members = tuple(
         Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
@@ -564,14 +564,14 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
     )
     world = World(Fence(1, 1), members, None, "start")
     monkeypatch.setattr(
-        accelerators,
+        huggingface,
         "get_context",
         lambda: WorkerContext(members[0].worker, world.view_of(members[0].worker)),
     )
     with pytest.raises(
         InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
     ):
-        accelerators.create_accelerator()
+        huggingface.create_accelerator()
     monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     args = transformers.TrainingArguments(str(tmp_path), report_to="none")
     trainer = huggingface.ElasticTrainer(
@@ -585,7 +585,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 
 def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.accelerators import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     model = torch.nn.Linear(2, 1)
     prepared, optimizer = create_accelerator(cpu=True).prepare(

@@ -25,8 +25,8 @@ from spark_elastic.handwritten.torch_state import (
     OptimizerStateHandler,
     TorchState,
 )
+from spark_elastic.integrations import torch_distributed as registration
 from spark_elastic.integrations.divided_models import DividedModel
-from spark_elastic.integrations.torch_distributed import registration
 from spark_elastic.runs.snapshot import SnapshotBuilder
 
 RANK, SIZE = 1, 4
