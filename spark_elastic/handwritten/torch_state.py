@@ -126,12 +126,14 @@ class TorchState(ObjectState):
         """
         optimizers = self._watch_optimizers()
         plain = [optimizer for optimizer in optimizers if not is_distributed(optimizer)]
-        if not any(
-            has_unapplied(optimizer) for optimizer in optimizers if is_distributed(optimizer)
-        ) and not (plain and all(has_unapplied(optimizer) for optimizer in plain)):
-            return False
-        _warn_unapplied_gradients()
-        return True
+        ours = [optimizer for optimizer in optimizers if is_distributed(optimizer)]
+        is_under_way = any(map(has_unapplied, ours)) or (bool(plain) and all(map(has_unapplied, plain)))
+        if is_under_way:
+            _warn_once(
+                "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of "
+                "no snapshot: the commit after the step holds their rows."
+            )
+        return is_under_way
 
     def make_commit(self) -> None:
         if not self._has_checked:
@@ -141,7 +143,10 @@ class TorchState(ObjectState):
         if self._has_stepped and _is_training_alone():
             self._lone_steps += 1
             if self._lone_steps == 2:
-                _warn_separate_replicas()
+                _warn_once(
+                    "the ranks exchange no gradients, so each trains a model of its own: wrap the optimizer by "
+                    "hvd.DistributedOptimizer, or the model by DistributedDataParallel."
+                )
         self._has_stepped = False
 
     def begin_world(self, source: int | None, commits: int | None) -> None:
@@ -157,7 +162,10 @@ class TorchState(ObjectState):
         for handler in self._list_model_handlers():
             difference = find_difference(group, handler.value, counts=0 < self._number == commits)
             if difference is not None and group.rank == 0:
-                _warn_difference(difference)
+                _warn_once(
+                    f"{difference}: all workers continue with the value of one of them; exchange it in the loop, or "
+                    "give each the same."
+                )
 
     def renew_commit(self) -> None:
         self._defer()
@@ -241,30 +249,9 @@ def _is_training_alone() -> bool:
 
 
 @lru_cache(maxsize=8)
-def _warn_difference(difference: str) -> None:
-    """Warn once per process."""
-    log.warning(
-        "%s: all workers continue with the value of one of them; exchange it in the loop, or give each the same.",
-        difference,
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_separate_replicas() -> None:
-    """Warn once per process."""
-    log.warning(
-        "the ranks exchange no gradients, so each trains a model of its own: wrap the optimizer by "
-        "hvd.DistributedOptimizer, or the model by DistributedDataParallel."
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_unapplied_gradients() -> None:
-    """Warn once per process."""
-    log.warning(
-        "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
-        "snapshot: the commit after the step holds their rows."
-    )
+def _warn_once(sentence: str) -> None:
+    """Once per process."""
+    log.warning("%s", sentence)
 
 
 # ---- which gradients an optimizer has applied: what a state asks before it commits

@@ -61,8 +61,8 @@ def export_onnx(model: ElasticTorchModel, path: str | Path, inputs: Sequence[Any
     outputs = len(program.graph_signature.user_outputs)
     columns = _get_predictor(model).columns
     names = [column.name for column in columns], [f"output_{number}" for number in range(outputs)]
-    options = {"input_names": names[0], "output_names": names[1], "external_data": False, "verbose": False}
-    torch.onnx.export(program, f=str(path), dynamo=True, **options)
+    options: dict[str, Any] = {"input_names": names[0], "output_names": names[1], "verbose": False}
+    torch.onnx.export(program, f=str(path), dynamo=True, external_data=False, **options)
 
 
 def export_safetensors(model: ElasticTorchModel, path: str | Path) -> None:

@@ -22,13 +22,7 @@ from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
 from spark_elastic.worker.outside import ENTERED, STATE
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
-
-
-class World:
-    """What the loaders of these tests take for this worker's world."""
-
-    rank = 0
-    size = 1
+from tests.unit.torch.loops import LoaderWorld as World
 
 
 @pytest.fixture(autouse=True, scope="module")
