@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
@@ -35,7 +37,7 @@ from spark_elastic.worker.context import CollectiveThread, WaitRecorder
 NAME = "elastic"
 BARRIER_TAG = -1  # of messages of `monitored_barrier`; programs have none below 0
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 Call = Callable[[], object]
 # torch declares each method with overloads that C++ resolves before Python is called.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -165,8 +167,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    def allreduce(self, tensors: Tensors | Tensor, options: Any = None) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduction = Reduction.of(getattr(options, "reduceOp", options))
         if given[0].layout is torch.sparse_coo:
             if reduction.name not in ("SUM", "AVG"):
@@ -187,7 +189,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def _allreduce_sparse(self, tensor: Tensor, reduction: Reduction) -> None:
         """Sum sparse tensors: every rank gathers the indices and values of all."""
         own = tensor.detach().cpu().coalesce()
         indices = self._group.allgatherv(own.indices().t().contiguous().numpy())
@@ -198,7 +200,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         with torch.no_grad():
             tensor.copy_(whole / self.size() if reduction.name == "AVG" else whole)
 
-    def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
+    def reduce(self, tensors: Tensors, options: Any) -> Work:
         reduction = Reduction.of(options.reduceOp)
         target = Operand(tensors[0])
         reduction.check(target)
@@ -210,7 +212,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, tensors, options)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         reduction, (out,), (parts,) = Reduction.of(getattr(options, "reduceOp", None)), outputs, inputs
         self._check_count("reduce_scatter", parts)
         operand, counts = concatenate(parts)
@@ -231,13 +233,11 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, outputs, options)
 
-    def reduce_scatter_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None
-    ) -> dist.Work:
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, options: Any = None) -> Work:
         work = self._submit_bulk("_reduce_scatter_base", [out, tensor], options)
         return work or self._reduce_scatter_wholes([out], [tensor], options)
 
-    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
+    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         reduction = Reduction.of(getattr(options, "reduceOp", None))
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
@@ -256,8 +256,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- what moves data
 
-    def broadcast(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    def broadcast(self, tensors: Tensors | Tensor, options: Any = None) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
         if len(given) == 1 and (work := self._submit_bulk("broadcast", given, options)):
             return work
@@ -270,14 +270,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, given, options)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         if len(outputs) != len(inputs):
             raise InvalidInput(
                 f"all_gather takes a list of tensors for each tensor of {len(inputs)}; got {len(outputs)}."
             )
         return self._allgather(outputs, inputs, outputs, options)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         self._check_count("all_gather_coalesced", outputs)
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
             raise InvalidInput(
@@ -287,9 +287,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         by_tensor = [[of_rank[number] for of_rank in outputs] for number in range(len(inputs))]
         return self._allgather(by_tensor, inputs, outputs, options)
 
-    def _allgather(
-        self, lists: list[Tensors], inputs: Tensors, outputs: list[Tensors], options: Any
-    ) -> dist.Work:
+    def _allgather(self, lists: list[Tensors], inputs: Tensors, outputs: list[Tensors], options: Any) -> Work:
         """Gather the i-th tensor of all ranks into the i-th list; `outputs` has the same tensors as torch asked."""
         pairs = list(zip(lists, map(Operand, inputs), strict=True))
         for parts, operand in pairs:
@@ -309,11 +307,11 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, [list(parts) for parts in outputs], options)
 
-    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
+    def all_gather_single(self, out: Tensor, tensor: Tensor, options: Any = None) -> Work:
         work = self._submit_bulk("_allgather_base", [out, tensor], options)
         return work or self._gather_wholes([out], [tensor], options)
 
-    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
+    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
             self._check_sizes("all_gather", operand, out)
@@ -328,7 +326,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_wholes
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> dist.Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         operand, root = Operand(inputs[0]), options.rootRank
         parts = outputs[0] if self.rank() == root else []
         if self.rank() == root:
@@ -336,21 +334,21 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         targets = [Operand(part) for part in parts] or self._only(None, operand)
         return self._alltoall(self._only(root, operand), targets, [list(parts)], options)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         out, root = Operand(outputs[0]), options.rootRank
         if self.rank() == root:
             self._check_count("scatter", inputs[0])
         sent = [Operand(tensor) for tensor in inputs[0]] if self.rank() == root else self._only(None, out)
         return self._alltoall(sent, self._only(root, out), outputs, options)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         self._check_count("all_to_all", inputs)
         self._check_count("all_to_all", outputs)
         return self._alltoall([*map(Operand, inputs)], [*map(Operand, outputs)], outputs, options)
 
     def _alltoall(
         self, sent: list[Operand], received: list[Operand], tensors: list[Any], options: Any
-    ) -> dist.Work:
+    ) -> Work:
         """Send the r-th operand to rank r, and receive another one from it."""
 
         def call() -> None:
@@ -368,12 +366,12 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_to_all_single(
         self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
+        out: Tensor,
+        tensor: Tensor,
         out_splits: Sequence[int],
         splits: Sequence[int],
         options: Any = None,
-    ) -> dist.Work:
+    ) -> Work:
         operand, target = Operand(tensor), Operand(out)
         send_counts = self._count_elements("input", tensor, operand, splits)
         receive_counts = self._count_elements("output", out, target, out_splits)
@@ -387,7 +385,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _count_elements(
-        self, which: str, tensor: torch.Tensor, operand: Operand, splits: Sequence[int]
+        self, which: str, tensor: Tensor, operand: Operand, splits: Sequence[int]
     ) -> list[int]:
         """The elements of each rank's rows."""
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -400,23 +398,23 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         per_row = operand.flat.numel() // rows if rows else 0
         return [count * per_row for count in counts]
 
-    def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
+    def send(self, tensors: Tensors, target: int, tag: int) -> Work:
         self._begin()
         running, thread = self._messages.send(tensors[0], target, tag)
         return self.pending.add(EngineWork(self, running, tensors, thread))
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         return self._receive(tensors, source, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self._receive(tensors, None, tag)
 
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         self._begin()
         running, thread = self._messages.receive(tensors[0], source, tag, self.size())
         return self.pending.add(EngineWork(self, running, tensors, thread))
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> Work:
         return self._submit(self._group.barrier, [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -459,12 +457,12 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- how a collective runs
 
-    def _submit(self, call: Call, tensors: list[Any], options: Any) -> dist.Work:
+    def _submit(self, call: Call, tensors: list[Any], options: Any) -> Work:
         timeout = getattr(options, "timeout", None)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else -1.0
         return self._start(call, tensors, seconds, wait=getattr(options, "asyncOp", True) is False)
 
-    def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> dist.Work | None:
+    def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> Work | None:
         """Begin a collective of results and operands on a GPU over NCCL; None: the engine carries it."""
         plane = self._bulk.find_plane(name, tensors, options)
         if plane is None:
@@ -477,7 +475,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         sums = self._bulk.launch(plane, name, tensors, options)
         return self._submit(sums.finish, tensors[:1], options)
 
-    def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> dist.Work:
+    def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> Work:
         """tensors: what the collective fills. seconds: how long it may wait for a rank; 0 or less: the group's timeout.
         wait: the caller waits for it at once."""
         self._begin()
@@ -541,6 +539,6 @@ def _add_remedy(error: CollectiveError) -> CollectiveError:
     return type(error)(error.ranks, reason)
 
 
-def _count_numbers(tensor: torch.Tensor) -> int:
+def _count_numbers(tensor: Tensor) -> int:
     """Elements of its operand."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)

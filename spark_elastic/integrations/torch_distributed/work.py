@@ -71,10 +71,7 @@ class EngineWork(dist.Work):
         """running: its result is the rank of the sender for a receive; its exception is also the group's error.
         tensors: what the collective fills. thread: where it runs, if who waits without a timeout may help."""
         super().__init__()
-        self._group = group
-        self._running = running
-        self._tensors = tensors
-        self._thread = thread
+        self._group, self._running, self._tensors, self._thread = group, running, tensors, thread
         self._at_end: Callable[[], object] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
