@@ -16,7 +16,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.model_io import check_numbers
+from spark_elastic.training.transformation import check_numbers
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place.
 

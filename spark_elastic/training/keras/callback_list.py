@@ -18,8 +18,8 @@ import numpy as np
 from elastic_collectives import Group
 from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import build_snapshot
-from spark_elastic.training.callback_states import name_classes, pair_states
 from spark_elastic.training.keras.state import from_json_tree, is_plain, read_value, to_json_tree
+from spark_elastic.training.progress import name_classes, pair_states
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))

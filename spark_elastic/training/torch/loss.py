@@ -30,7 +30,7 @@ from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.gradients.devices import CPU, read_later
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.model_io import list_output_parts
+from spark_elastic.training.transformation import list_output_parts
 from spark_elastic.worker.context import get_process_context
 
 # ---- sums of losses

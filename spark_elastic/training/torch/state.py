@@ -21,15 +21,14 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
-from spark_elastic.training.callback_states import name_classes, pair_states
-from spark_elastic.training.progress import TrainingProgress
-from spark_elastic.training.torch.forward import rng_state, set_rng_state
-from spark_elastic.training.torch.frozen import view_bytes
+from spark_elastic.training.progress import TrainingProgress, name_classes, pair_states
+from spark_elastic.training.torch.buffers import rng_state, set_rng_state
 from spark_elastic.training.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
     TensorRef,
     Views,
+    view_bytes,
     view_tensor,
 )
 
