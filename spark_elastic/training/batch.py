@@ -100,12 +100,7 @@ class MetricRows:
         self.discard()
 
     def add(self, logged: Mapping[str, tuple[float, float]], columns: Arrays | None) -> None:
-        """Add rows.
-
-        Args:
-            logged: as an entry of `Logged`.
-            columns: (rows, ...) each; None if only `logged` is exchanged.
-        """
+        """Add rows. logged: as an entry of `Logged`. columns: (rows, ...) each; None if only `logged` is exchanged."""
         self._logged.append(dict(logged))
         if columns is not None:
             self._columns.append(columns)
@@ -231,11 +226,7 @@ def _split(counts: Any, columns: Arrays) -> list[Chunk]:
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> list[Column]:
-    """The columns of all these rows.
-
-    Raises:
-        InvalidInput: they do not make one output of all rows.
-    """
+    """The columns of all these rows. Raises InvalidInput: they do not make one output of all rows."""
     found = []
     for arrays in zip(*(chunk.columns for chunk in chunks), strict=True):
         by_row = all(a.ndim and len(a) == chunk.rows for a, chunk in zip(arrays, chunks, strict=True))

@@ -57,11 +57,7 @@ class StepSums:
         return {name: math.nan if name in wrong else value for name, value in metrics.items()}
 
     def history_entry(self, epoch: int, planned: int) -> dict[str, Any]:
-        """The epoch as an entry of the history.
-
-        Args:
-            planned: rows that these steps were to have.
-        """
+        """The epoch as an entry of the history. planned: rows that these steps were to have."""
         return {
             "epoch": epoch,
             "loss": self.mean_loss(),
@@ -107,10 +103,7 @@ class TrainingProgress:
 
 
 def check_metric_names(names: Iterable[str]) -> None:
-    """
-    Raises:
-        InvalidInput: a metric would replace one of the fit's own numbers in the history.
-    """
+    """Raises InvalidInput: a metric would replace one of the fit's own numbers in the history."""
     wrong = OWN_NUMBERS.intersection(name.removeprefix("val_") for name in names)
     if wrong:
         raise InvalidInput(
@@ -125,10 +118,7 @@ def select_figures(entry: Mapping[str, Any]) -> dict[str, float]:
 
 def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A history entry as plain JSON values; callbacks may have added numbers of numpy or torch.
-
-    Raises:
-        InvalidInput: a callback added something that the history cannot keep.
-    """
+    Raises InvalidInput: a callback added something that the history cannot keep."""
 
     def to_list(value: Any) -> Any:
         if not hasattr(value, "tolist"):
@@ -153,12 +143,9 @@ def name_classes(callbacks: Sequence[Any]) -> list[str]:
 def pair_states(
     callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]
 ) -> list[tuple[Any, Any]]:
-    """Each callback with the state of the one that it continues: the first of its class continues the first, and so
-    on. A callback that is new keeps what it has, and the state of one that is gone is dropped.
-
-    Args:
-        classes: of `name_classes`, for each state.
-    """
+    """Each callback with the state of the one that it continues: the first of its class continues the first, and so on.
+    A callback that is new keeps what it has, and the state of one that is gone is dropped.
+    classes: of `name_classes`, for each state."""
     left: dict[str, list[Any]] = {}
     for name, state in zip(classes, states, strict=True):
         left.setdefault(name, []).append(state)

@@ -62,10 +62,7 @@ def transform_columns(
     rng: RowRandom | None = None,
 ) -> dict[str, Any]:
     """The wanted columns (None: all) of what the transformation makes of `rows` rows.
-
-    Raises:
-        InvalidInput: it returned no columns, not such a one, or another number of rows.
-    """
+    Raises InvalidInput: it returned no columns, not such a one, or another number of rows."""
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
@@ -105,10 +102,7 @@ def transform_inputs(
     inputs: Sequence[Any], names: Sequence[str], transformation: Transformation | None
 ) -> list[Any]:
     """The model's inputs for a prediction. Raises InvalidInput as `transform_columns`.
-
-    Args:
-        names: of the feature columns, in the order of `inputs`.
-    """
+    names: of the feature columns, in the order of `inputs`."""
     if transformation is None:
         return list(inputs)
     given = dict(zip(names, inputs, strict=True))
@@ -285,11 +279,7 @@ def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
 
 def find_input_dtype(parameters: Iterable[Any], default: Any) -> Any:
     """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one
-    may have fewer bits.
-
-    Args:
-        default: for models without floating point parameters.
-    """
+    may have fewer bits. default: for models without floating point parameters."""
     floats = [parameter for parameter in parameters if parameter.is_floating_point()]
     trained = [parameter for parameter in floats if parameter.requires_grad]
     return next((parameter.dtype for parameter in trained or floats), default)

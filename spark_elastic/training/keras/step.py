@@ -54,8 +54,7 @@ class RunningStats:
         self.variables = list({id(v): v for v in [*floats, *_find_normalized(layers)]}.values())
         self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]
         self._seeds = [v for v in model.variables if v.path.endswith(SEED)]
-        # Of `variables` and `_counters`, before the step.
-        self._before: list[Array] = []
+        self._before: list[Array] = []  # of `variables` and `_counters`, before the step
         self._changes: list[Array | None] = []
         self._counts: list[Array] = []
 
@@ -370,11 +369,7 @@ class StepGradients(Gradients):
 
     def compute_loss(self, columns: Sequence[Column], own: Batch, *, training: bool) -> list[Array]:
         """The losses of all rows of the step, as `score` has them, and their gradients if `training`.
-
-        Args:
-            columns: outputs, labels, and weights.
-            own: this rank's rows.
-        """
+        columns: outputs, labels, and weights. own: this rank's rows."""
         count = len(self._dtypes)
         outputs, given = columns[:count], [column.values for column in columns[count:]]
         weights = None if own.weights is None else given.pop().astype(own.weights.dtype)

@@ -83,11 +83,8 @@ class BufferSnapshot:
         modules: Iterable[torch.nn.Module],
         former: BufferSnapshot | None = None,
     ) -> None:
-        """
-        Args:
-            modules: all modules of the model; finding them takes long where there are many.
-            former: of a step before, whose memory is used again.
-        """
+        """modules: all modules of the model; finding them takes long where there are many.
+        former: of a step before, whose memory is used again."""
         self._model, modules = model, tuple(modules)
         self._attributes = copy_attributes(modules)
         self._unset: dict[str, bool] = {}
@@ -139,11 +136,8 @@ class BufferSnapshot:
 
     def restore(self, model: torch.nn.Module | None = None, *, attributes: bool = True) -> None:
         """Put back what was there, where a forward pass has written, replaced, registered or removed something.
-
-        Args:
-            model: a copy of the model, which gets buffers of its own; None: the model itself.
-            attributes: whether attributes are put back as well.
-        """
+        model: a copy of the model, which gets buffers of its own; None: the model itself.
+        attributes: whether attributes are put back as well."""
         target = self._model if model is None else model
         with torch.no_grad():
             for name, each in list_buffers(target).items():
@@ -265,10 +259,7 @@ class BufferMerge:
     than the gradients) do not travel."""
 
     def __init__(self, model: torch.nn.Module, merges: dict[str, str]) -> None:
-        """
-        Args:
-            merges: of the state, by name; those that are learned are added.
-        """
+        """merges: of the state, by name; those that are learned are added."""
         self._model, self._merges = model, merges
         self.begin()
 
@@ -537,10 +528,7 @@ def _settle_shapes(
 ) -> dict[str, torch.Tensor]:
     """The buffers that parts wrote in different shapes, by name: each is the largest, if the others are its beginning,
     as where a table of positions grows with the longest row. Collective.
-
-    Raises:
-        InvalidInput: they are not; on all ranks alike.
-    """
+    Raises InvalidInput: they are not; on all ranks alike."""
     settled = {}
     for name in sorted({name for layout in layouts for name in layout}):
         written = [layout[name][:2] for layout in layouts if name in layout]

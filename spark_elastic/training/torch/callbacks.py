@@ -112,10 +112,7 @@ class _Monitor(Callback):
 
     def update_best(self, logs: Logs) -> bool:
         """Record the epoch's number. Returns whether it is the best one so far; a NaN never is.
-
-        Raises:
-            InvalidInput: the number is not logged.
-        """
+        Raises InvalidInput: the number is not logged."""
         value = float(get_monitored(logs, self.monitor))
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
@@ -226,11 +223,7 @@ class LearningRateSchedule(Callback):
 
 
 def get_monitored(logs: Logs, name: str) -> Any:
-    """Return a number of an epoch's logs.
-
-    Raises:
-        InvalidInput: the epoch did not log it.
-    """
+    """Return a number of an epoch's logs. Raises InvalidInput: the epoch did not log it."""
     if name not in logs:
         available = ", ".join(sorted(logs))
         raise InvalidInput(
@@ -317,10 +310,7 @@ class TorchCallbackList:
     def on_epoch_begin(self, epoch: int) -> None:
         """See `training.trainer.CallbackList`. In an epoch that others have begun, rates, callbacks and what is frozen
         come with the state, and the call is for what does not.
-
-        Raises:
-            InvalidInput: the ranks' models differ by what a callback has done; on all ranks alike.
-        """
+        Raises InvalidInput: the ranks' models differ by what a callback has done; on all ranks alike."""
         joins = epoch <= self._begun
         if not joins or epoch > self._told:
             before, optimizer = self._copy_state(weights=True) if joins else None, self._training.optimizer
@@ -359,10 +349,7 @@ class TorchCallbackList:
 
     def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         """Why training is to end, or None.
-
-        Raises:
-            CollectiveError: the group broke; the callbacks are as before, so that the epoch can be closed again.
-        """
+        Raises CollectiveError: the group broke; the callbacks are as before, so that the epoch can be closed again."""
         if not self.callbacks:
             return None
         before = self._copy_state()

@@ -55,11 +55,7 @@ class RowDropout(torch.nn.Module):
 
 def draw_rows(model: torch.nn.Module, rows: npt.NDArray[np.int64], *words: int) -> None:
     """Set what the RowDropouts of a model draw from in the next forward pass. Two layers draw differently.
-
-    Args:
-        rows: (n,) row numbers.
-        words: such as seed, epoch and step.
-    """
+    rows: (n,) row numbers. words: such as seed, epoch and step."""
     for number, module in enumerate(m for m in model.modules() if isinstance(m, RowDropout)):
         module._words, module._rows = (*words, number), rows
 
@@ -121,14 +117,9 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:
     """Refuse layers whose results depend on how rows are divided over workers, even by whole shares.
-
-    Args:
-        model: one in evaluation mode is trained as a whole.
-        keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
-
-    Raises:
-        InvalidInput: a layer cannot be trained so.
-    """
+    model: one in evaluation mode is trained as a whole.
+    keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
+    Raises InvalidInput: a layer cannot be trained so."""
     for name, layer in _list_dependent_layers(model, keeps_buffers):
         raise InvalidInput(
             f"determinism='bitwise' cannot train layer {name!r}, {type(layer).__name__}, which "

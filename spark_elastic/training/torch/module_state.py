@@ -178,8 +178,7 @@ class Views:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             if tensor.device != CPU and not hasattr(tensor, "to_local"):
-                # This thread waits once, for the copies of all tensors.
-                copied = SnapshotCopy(tensor.device)
+                copied = SnapshotCopy(tensor.device)  # this thread waits once, for the copies of all tensors
                 builder.allocate, builder.wait_remote = copied.allocate, copied.wait
                 return builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
             memory, shared = view_bytes(tensor)
@@ -530,10 +529,7 @@ def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
     """Return the value that was saved, in the live tensor if shape and dtype fit.
-
-    Args:
-        device: for tensors that were not on the host.
-    """
+    device: for tensors that were not on the host."""
     if isinstance(saved, TensorRef | torch.Tensor):
         arrived = view_tensor(saved, memory)
         if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
@@ -592,10 +588,9 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
 
     Statistics of normalization layers are not compared: each rank may keep those of its own rows. Collective.
 
-    Args:
-        counts: this rank's state is one that others should have; False: it takes part without one.
-
     Returns a sentence on the first object that differs; None: nothing does. The same on all ranks.
+
+    counts: this rank's state is one that others should have; False: it takes part without one.
     """
     own = dict(_describe_parts(model)) if counts else None
     described = json.dumps(own).encode()

@@ -60,8 +60,7 @@ class GradientDigest:
     """A hash of the gradients and the loss of one virtual share."""
 
     def __init__(self) -> None:
-        # By parameter.
-        self._gradients: dict[int, bytes] = {}
+        self._gradients: dict[int, bytes] = {}  # by parameter
         self.loss: tuple[float, float] = 0.0, 0.0
 
     def add(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -121,14 +120,8 @@ class ShareChecker:
         return self._build(rows, check.share).shares[0]
 
     def judge(self, check: ShareCheck, group: Group, own: GradientDigest | None) -> None:
-        """Compare what the ranks found. Collective.
-
-        Args:
-            own: what this rank found; None if it does not take part.
-
-        Raises:
-            StepDisputed: they differ; on every rank alike.
-        """
+        """Compare what the ranks found. Collective. own: what this rank found; None if it does not take part.
+        Raises StepDisputed: they differ; on every rank alike."""
         found = group.allgather_bytes(b"" if own is None else own.digest())
         ranks = (check.owner, *check.witnesses)
         counts = Counter(found[rank] for rank in ranks)
@@ -265,10 +258,7 @@ class ShareStep(TrainStep):
 
 def sum_over_shares(group: Group, own: Sequence[Sequence[float]]) -> list[float]:
     """The sums of some numbers of each share over all shares, one after the other. Collective.
-
-    Args:
-        own: of this rank's shares, in order.
-    """
+    own: of this rank's shares, in order."""
     total: list[float] = _sum_rows(np.concatenate(group.allgatherv(np.array(own, np.float64)))).tolist()
     return total
 

@@ -81,11 +81,7 @@ def digest_loss(loss: Any) -> str:
 
 
 def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
-    """Digest of an optimizer's class and the settings of its groups.
-
-    Args:
-        given: as `TorchUserObjects.optimizer`.
-    """
+    """Digest of an optimizer's class and the settings of its groups. given: as `TorchUserObjects.optimizer`."""
     is_optimizer = isinstance(given, torch.optim.Optimizer)
     optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
@@ -246,14 +242,8 @@ def build_optimizer(
 
 
 def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs a closure, such as LBFGS or SAM.
-
-    Args:
-        optimizer: of a trial, without gradients.
-
-    Raises:
-        InvalidInput: its step needs a closure.
-    """
+    """Refuse an optimizer whose step needs a closure, such as LBFGS or SAM. optimizer: of a trial, without gradients.
+    Raises InvalidInput: its step needs a closure."""
     try:
         optimizer.step()
     except Exception as error:  # it may fail for lack of what only a training has

@@ -61,10 +61,7 @@ class TorchTrainingState:
         schedulers: Sequence[Any] = (),
         progress: TrainingProgress | None = None,
     ) -> None:
-        """
-        Args:
-            schedulers: anything with `state_dict` and `load_state_dict`.
-        """
+        """schedulers: anything with `state_dict` and `load_state_dict`."""
         self.model = model
         self.optimizer = optimizer
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
@@ -190,19 +187,13 @@ def load_values(data: bytes) -> dict[str, Any]:
 
 def check_storable(value: Any, name: str) -> None:
     """Raises InvalidInput if a checkpoint that holds the value could not be read.
-
-    Args:
-        name: what the value belongs to, for the message.
-    """
+    name: what the value belongs to, for the message."""
     _simplify(value, name, check=True)
 
 
 def _simplify(value: Any, name: str, check: bool = False) -> Any:
     """The value as torch saves and reads it, with numpy's numbers as Python's.
-
-    Args:
-        check: raise for what could be written but not read.
-    """
+    check: raise for what could be written but not read."""
     if isinstance(value, dict):
         mapped = copy.copy(value)  # keeps OrderedDict and its metadata
         for key in value:

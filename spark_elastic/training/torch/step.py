@@ -152,13 +152,7 @@ def list_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
-    """
-    Args:
-        outputs: of the model, each of so many rows.
-
-    Raises:
-        InvalidInput: they do not make one output of all rows.
-    """
+    """outputs: of the model, each of so many rows. Raises InvalidInput: they do not make one output of all rows."""
     join_chunks(
         [Chunk(rows, [to_float32(each).numpy() for each in list_tensors(one)]) for rows, one in outputs]
     )
@@ -176,8 +170,7 @@ class GradientScaling:
 
     A step whose gradients overflowed is not applied. All ranks decide alike, since they look at the same sums.
 
-    Raises:
-        InvalidInput: `precision` is fp16, and torch is older than 2.3.
+    Raises InvalidInput: `precision` is fp16, and torch is older than 2.3.
     """
 
     def __init__(self, precision: str | None = None, device: torch.device = CPU) -> None:
@@ -306,10 +299,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
     ) -> tuple[float, float]:
         """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator.
-
-        Args:
-            before: the buffers before the step.
-        """
+        before: the buffers before the step."""
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
         one_pass = shares_statistics(self._exchanging)

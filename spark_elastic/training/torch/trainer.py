@@ -304,13 +304,8 @@ NOT_METRICS = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "st
 
 def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
     """Check that each number that a callback watches will exist, before the first job.
-
-    Args:
-        validates: each epoch is followed by a validation.
-
-    Raises:
-        InvalidInput: a callback watches a number that no epoch will have.
-    """
+    validates: each epoch is followed by a validation.
+    Raises InvalidInput: a callback watches a number that no epoch will have."""
     known = list_epoch_numbers(objects, labels)
     # A metric object may report further numbers whose names begin with its own.
     prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
