@@ -174,9 +174,8 @@ def _list_attributes(thing: Any) -> dict[str, Any]:
 
 def _is_array(thing: Any) -> bool:
     """An array of numpy or a tensor of any framework."""
-    return all(hasattr(thing, name) for name in ("dtype", "shape", "__array__")) and not isinstance(
-        thing, type
-    )
+    has_values = all(hasattr(thing, name) for name in ("dtype", "shape", "__array__"))
+    return has_values and not isinstance(thing, type)
 
 
 def _describe_array(thing: Any) -> str:

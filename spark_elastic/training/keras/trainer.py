@@ -33,7 +33,7 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
+from spark_elastic.training.trainer import ModelTrainer, StepCall, take_validation_step
 from spark_elastic.training.transformation import Transformation, transform_columns
 from spark_elastic.worker.context import get_process_context
 
@@ -117,7 +117,7 @@ def prepare_gpus(device: str) -> None:
         let_gpu_memory_grow()
 
 
-class KerasTrainer:
+class KerasTrainer(ModelTrainer):
     """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
@@ -149,17 +149,6 @@ class KerasTrainer:
         self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
         kind = StepLossStep if config.loss_scope == "step" else TrainStep
         self._train_step = kind(config, model, self.state, losses, structure, self._metrics, ledger)
-
-    @property
-    def work(self) -> WorkClock:
-        return self._train_step.work
-
-    @property
-    def bulk_seconds(self) -> None:
-        """Gradients travel through host memory."""
-
-    def move_to_device(self) -> None:
-        """Keras places variables when it makes them."""
 
     def train_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums

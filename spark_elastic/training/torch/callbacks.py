@@ -19,6 +19,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.buffers import BufferSnapshot
 from spark_elastic.training.torch.module_state import find_difference, list_attributes
+from spark_elastic.training.trainer import CallbackList
 from spark_elastic.worker.context import get_context
 
 Logs = Mapping[str, Any]
@@ -249,13 +250,8 @@ def progress() -> Progress | None:
     position = None if worker is None else worker.group_context.position
     if worker is None or worker.world is None or worker.group is None or position is None:
         return None
-    return Progress(
-        position.epoch,
-        position.step,
-        worker.world.fence.generation,
-        worker.group.rank,
-        worker.group.size,
-    )
+    group, generation = worker.group, worker.world.fence.generation
+    return Progress(position.epoch, position.step, generation, group.rank, group.size)
 
 
 # ---- the callbacks of one worker
@@ -272,7 +268,7 @@ class _Copied(NamedTuple):
     weights: list[tuple[torch.Tensor, torch.Tensor]]  # parameters and their values; []: they were not copied
 
 
-class TorchCallbackList:
+class TorchCallbackList(CallbackList):
     """The callbacks of one worker, in order. Its own state is the newest epoch whose beginning theirs contains."""
 
     def __init__(
@@ -380,10 +376,8 @@ class TorchCallbackList:
         """weights: those of the model as well."""
         states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
         model = self._training.model
-        parts = dict(model.named_modules())
-        flags: list[tuple[Any, str, Any]] = [
-            (p, "requires_grad", p.requires_grad) for p in model.parameters()
-        ]
+        parts, flags = dict(model.named_modules()), list[tuple[Any, str, Any]]()
+        flags += [(parameter, "requires_grad", parameter.requires_grad) for parameter in model.parameters()]
         flags += [(part, "training", part.training) for part in parts.values()]
         held = copy.deepcopy(list_attributes(parts.items()))
         return _Copied(

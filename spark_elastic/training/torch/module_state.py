@@ -404,10 +404,8 @@ class OptimizerStateHandler(SnapshotHandler):
         if self.has_own_format:
             return names, self._add_tensors(self.value.state_dict(), builder, deferred=False)
         groups = self.value.param_groups
-        settings = [
-            {k: self._add_tensors(v, builder, deferred=False) for k, v in g.items() if k != "params"}
-            for g in groups
-        ]
+        plain = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        settings = self._add_tensors(plain, builder, deferred=False)
         state = self.value.state
         others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         return (
@@ -603,10 +601,9 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
     for name in dict.fromkeys(name for rank in holders for name in found[rank]):
         odd = [rank for rank in holders if found[rank].get(name) != found[first].get(name)]
         if odd:
-            values = [found[rank].get(name, ["", "missing"]) for rank in (first, odd[0])]
-            here, there = (
-                (each[1] for each in values) if values[0][1] != values[1][1] else ("one value", "another one")
-            )
+            here, there = (found[rank].get(name, ["", "missing"])[1] for rank in (first, odd[0]))
+            if here == there:
+                here, there = "one value", "another one"
             ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
             return f"{name} is {here} on rank {first} and {there} on {ranks}"
     return None
@@ -617,10 +614,8 @@ def _describe_parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, st
     for name, parameter in model.named_parameters():
         yield f"parameter {name!r}", (0, "trained" if parameter.requires_grad else "frozen")
     for name, part in model.named_modules():
-        yield (
-            f"layer {name!r}" if name else "the model",
-            (0, f"in {'training' if part.training else 'evaluation'} mode"),
-        )
+        mode = f"in {'training' if part.training else 'evaluation'} mode"
+        yield f"layer {name!r}" if name else "the model", (0, mode)
     for name, buffer in list_buffers(model).items():
         if buffer.tensor is not None and not isinstance(buffer.owner, _NormBase):
             bits = 0 if hasattr(buffer.tensor, "to_local") else zlib.crc32(view_bytes(buffer.tensor)[0].data)

@@ -39,7 +39,7 @@ from spark_elastic.training.torch.buffers import (
 from spark_elastic.training.torch.determinism import is_aligned
 from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.spec import BatchBuilder
-from spark_elastic.training.torch.step import StepLoss, TrainStep
+from spark_elastic.training.torch.step import Batch, StepLoss, TrainStep
 from spark_elastic.training.trainer import StepDisputed
 from spark_elastic.training.transformation import BatchTransformation, RowBatch
 from spark_elastic.worker.context import get_context
@@ -85,7 +85,7 @@ class ShareChecker:
         spec: TrainSpec,
         every: int,
         transformation: BatchTransformation | None,
-        build: Callable[[StepRows, int], LocalBatch[torch.Tensor]],
+        build: Callable[[StepRows, int], Batch],
     ) -> None:
         """
         Args:
@@ -108,7 +108,7 @@ class ShareChecker:
         drawn = draw_permutation(len(others), *key, share)[:MAX_WITNESSES].tolist()
         return ShareCheck(share, owner, tuple(others[number] for number in drawn))
 
-    def read(self, check: ShareCheck, position: Position) -> LocalBatch[torch.Tensor]:
+    def read(self, check: ShareCheck, position: Position) -> Batch:
         """The share's rows, read by this rank."""
         shares = self._spec.plan.shares
         each_alone = Division.equal(shares, shares)
@@ -157,9 +157,7 @@ class ShareStep(TrainStep):
     checker: ShareChecker | None = None  # has some shares computed by several ranks; None: no share is
     _attributes: Attributes  # of the model's parts, as the newest share left them
 
-    def _compute_gradients(
-        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
-    ) -> tuple[float, float]:
+    def _compute_gradients(self, group: Group, batch: Batch, before: BufferSnapshot) -> tuple[float, float]:
         position, config = self._state.position, self._config
         self._loss_fn.begin(group, batch, position)
         self._ledger.write_ahead(group.fence, position, batch.row_ids)
@@ -200,7 +198,7 @@ class ShareStep(TrainStep):
         return (total, denominator) if group.rank == 0 else (0.0, 0.0)
 
     def _compute_from_shares(
-        self, step_loss: StepLoss, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+        self, step_loss: StepLoss, group: Group, batch: Batch, before: BufferSnapshot
     ) -> tuple[HostSum, float]:
         """The loss of all rows, of outputs for which each share begins with the buffers before the step."""
         step_loss.begin()
@@ -209,9 +207,7 @@ class ShareStep(TrainStep):
             before.restore()
         return step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
 
-    def _backward_share(
-        self, parts: Sequence[LocalBatch[torch.Tensor]], number: int, planned: int
-    ) -> tuple[HostSum, float]:
+    def _backward_share(self, parts: Sequence[Batch], number: int, planned: int) -> tuple[HostSum, float]:
         """`_backward` of a share. planned: rows of the step."""
         if self._step_loss is None:
             with seeded_rng(*self._key, number):
@@ -240,9 +236,7 @@ class ShareStep(TrainStep):
             digest.add(index, parameter.grad)
         before.restore()
 
-    def _exchange_buffers(
-        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
-    ) -> bool:
+    def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
         def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
             gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
             return torch.from_numpy(_sum_rows(gathered) if op == "sum" else gathered.max(axis=0))
@@ -270,7 +264,7 @@ def _sum_rows(rows: Floats) -> Floats:
     return total
 
 
-def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
+def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
     """The batch of this rank, with a batch for each of its virtual shares, which begins at the same alignment on every
     rank."""
     shares, (first, past) = rows.division.cuts[-1], rows.division.get_rank_parts(rank)
@@ -283,7 +277,7 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch
     return LocalBatch(rows.planned, rows.row_ids, (), (), None, tuple(parts), first, rows.division)
 
 
-def _align(batch: LocalBatch[torch.Tensor]) -> LocalBatch[torch.Tensor]:
+def _align(batch: Batch) -> Batch:
     def align(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
 

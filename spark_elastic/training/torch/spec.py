@@ -43,6 +43,7 @@ from spark_elastic.training.torch.lightning import (
     call_configure_optimizers,
 )
 from spark_elastic.training.torch.loss import (
+    Batch,
     DtypeHints,
     FunctionLoss,
     LossFn,
@@ -64,9 +65,8 @@ from spark_elastic.training.transformation import (
 def digest_module(module: torch.nn.Module) -> str:
     """Digest of a module's classes, their code, settings and shapes of tensors, without the values of its weights."""
     classes = {kind: describe_class(kind) for kind in {type(part) for part in module.modules()}}
-    parts = [
-        (name, classes[type(part)], *sorted(_list_settings(part))) for name, part in module.named_modules()
-    ]
+    named = module.named_modules()
+    parts = [(name, classes[type(part)], *sorted(_list_settings(part))) for name, part in named]
     tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _list_tensors(module)]
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return digest([parts, tensors, trained])
@@ -85,7 +85,7 @@ def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
     is_optimizer = isinstance(given, torch.optim.Optimizer)
     optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
-        {key: _to_plain(value) for key, value in group.items() if key != "params"}
+        {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
     return digest([describe_class(type(optimizer)), groups])
@@ -110,14 +110,9 @@ def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, .
 
 def _describe_scheduler(scheduler: Any) -> list[Any]:
     """A scheduler's class, settings and functions, and those of the schedulers that it combines."""
-    settings = {
-        name: value for name, value in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
-    }
-    return [
-        describe_class(type(scheduler)),
-        settings,
-        *map(_describe_scheduler, getattr(scheduler, "_schedulers", ())),
-    ]
+    settings = {n: value for n, value in vars(scheduler).items() if n != "optimizer" and n[0] != "_"}
+    inner = map(_describe_scheduler, getattr(scheduler, "_schedulers", ()))
+    return [describe_class(type(scheduler)), settings, *inner]
 
 
 def digest_weights(module: torch.nn.Module) -> str:
@@ -143,10 +138,6 @@ def _list_settings(thing: Any) -> list[tuple[str, str]]:
         for name, value in picked.items()
         if not name.startswith("_") and name != "training" and value is not NOTHING
     ]
-
-
-def _to_plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 # ---- objects
@@ -301,7 +292,7 @@ class BatchBuilder:
         self._label_shapes = label_shapes
         self._reshapes = reshapes
 
-    def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
+    def build(self, rows: StepRows) -> Batch:
         columns, copier = rows.columns, self._copier
         for name in (*(column.name for column in self._features), *self._labels):
             check_numbers(name, columns[name])
@@ -358,10 +349,7 @@ def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:
 
 
 def make_batch_builder(
-    spec: TrainSpec,
-    objects: TorchUserObjects,
-    model: torch.nn.Module,
-    copier: DeviceCopier | None = None,
+    spec: TrainSpec, objects: TorchUserObjects, model: torch.nn.Module, copier: DeviceCopier | None = None
 ) -> BatchBuilder:
     """The builder of the batches that this model, or a copy of it, trains on. copier: to a device but the CPU."""
     return BatchBuilder(

@@ -28,7 +28,6 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
-from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
@@ -42,7 +41,7 @@ from spark_elastic.training.torch.determinism import (
     exchanges_statistics,
     use_deterministic_arithmetic,
 )
-from spark_elastic.training.torch.loss import autocast
+from spark_elastic.training.torch.loss import Batch, autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator
 from spark_elastic.training.torch.share_step import ShareChecker, ShareStep, build_shares, sum_over_shares
 from spark_elastic.training.torch.spec import (
@@ -53,7 +52,7 @@ from spark_elastic.training.torch.spec import (
 )
 from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.training.torch.step import GradientScaling, StepLoss, TrainStep
-from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
+from spark_elastic.training.trainer import ModelTrainer, StepCall, take_validation_step
 from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_collective_thread
 
@@ -71,11 +70,11 @@ class ArrivingBatch:
     """A batch on its way to the device."""
 
     rows: StepRows  # what it is made of
-    batch: LocalBatch[torch.Tensor]  # on the device; complete once `arrival` is
+    batch: Batch  # on the device; complete once `arrival` is
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
 
-def _list_tensors(batch: LocalBatch[torch.Tensor]) -> list[torch.Tensor]:
+def _list_tensors(batch: Batch) -> list[torch.Tensor]:
     arrays = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
     return [tensor for each in arrays for tensor in each if tensor is not None]
 
@@ -87,7 +86,7 @@ def _advise_on_memory(config: FitConfig) -> str:
     )
 
 
-class TorchTrainer:
+class TorchTrainer(ModelTrainer):
     """Model, optimizer, loss and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
@@ -121,10 +120,7 @@ class TorchTrainer:
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         self.state = TorchTrainingState(
-            model,
-            optimizer,
-            [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks],
-            progress,
+            model, optimizer, [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks], progress
         )
         self._ledger = ledger
         self._batches = make_batch_builder(spec, objects, model, self._copier)
@@ -162,10 +158,6 @@ class TorchTrainer:
                 bind_transformation(config, self._objects.transformation),
                 self._build_checked_shares,
             )
-
-    @property
-    def work(self) -> WorkClock:
-        return self._train_step.work
 
     @property
     def bulk_seconds(self) -> float | None:
@@ -212,7 +204,7 @@ class TorchTrainer:
 
         return take_validation_step(self.state, batch, metrics, call, compute)
 
-    def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
+    def _build(self, rows: StepRows, group: Group) -> Batch:
         """The batch of these rows, for the computation that is launched from now on."""
         coming, self._coming = self._coming, None
         if coming is None or coming.rows.row_ids is not rows.row_ids:
@@ -236,15 +228,13 @@ class TorchTrainer:
             batch = self._batches.build(rows)
         return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
 
-    def _build_checked_shares(self, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
+    def _build_checked_shares(self, rows: StepRows, rank: int) -> Batch:
         batch = build_shares(self._batches, rows, rank)
         if self._copier is not None:
             self._copier.record().wait(_list_tensors(batch))
         return batch
 
-    def _validate(
-        self, batch: LocalBatch[torch.Tensor], part_number: int, step_loss: StepLoss | None
-    ) -> tuple[HostSum, float]:
+    def _validate(self, batch: Batch, part_number: int, step_loss: StepLoss | None) -> tuple[HostSum, float]:
         """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
         part_number: their rank or virtual share."""
         config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0

@@ -120,7 +120,7 @@ def test_a_step_may_return_a_dict_and_validation_one_without_a_loss() -> None:
 
 @pytest.mark.parametrize(
     "hooks",
-    [("optimizer_step", "on_train_epoch_start"), ("setup", "prepare_data"), ("validation_epoch_end",)],
+    [("on_train_epoch_start", "optimizer_step"), ("prepare_data", "setup"), ("validation_epoch_end",)],
 )
 def test_hooks_that_nothing_calls_are_named(hooks: tuple[str, ...]) -> None:
     check_lightning(ModuleLikeLightning(2, 1))

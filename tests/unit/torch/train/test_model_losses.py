@@ -128,8 +128,7 @@ def test_a_layer_that_takes_another_number_type_is_named_with_the_columns(
         (True, "return it from transformation_fn"),
     ):
         with pytest.raises(
-            InvalidInput,
-            match=rf"given 'n' as {kind}, 'y' as torch.float32: {advice}.* \(float32, or int64",
+            InvalidInput, match=rf"given 'n' as {kind}, 'y' as torch.float32: {advice}.* \(float32, or int64"
         ):
             DtypeHints(loss, ["n", "y"], transformed)(layer, whole)
 

@@ -68,11 +68,7 @@ HARMLESS = (BestWeights(), LearningRateSchedule(measure_distance))  # which add 
             "'val_los', which no epoch will have: set its monitor to one of loss, far, curve, val_loss, val_far,",
         ),
         (make_objects("los"), False, r"'los', which .* one of loss, far, curve\.$"),
-        (
-            make_objects("val_los"),
-            False,
-            r"one of loss, far, curve \(those with val_ need a validation\)\.$",
-        ),
+        (make_objects("val_los"), False, r"one of loss, far, curve \(those with val_ need a validation\)\.$"),
         (make_objects("loss", "val_loss"), False, "watches 'val_loss', but nothing is validated"),
     ],
 )
