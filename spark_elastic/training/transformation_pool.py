@@ -57,7 +57,6 @@ class PendingStep:
         return self._finished
 
     def cancel(self) -> None:
-        """The columns are not wanted any more."""
         if self._future is not None:
             self._future.cancel()
 
@@ -74,12 +73,11 @@ class PendingSteps:
     def __enter__(self) -> PendingSteps:
         return self
 
+    __iter__ = __enter__
+
     def __exit__(self, *error: object) -> None:
         for step in self._coming:
             step.cancel()
-
-    def __iter__(self) -> PendingSteps:
-        return self
 
     def __next__(self) -> PendingStep:
         if not self._coming:
@@ -96,9 +94,7 @@ class PendingSteps:
         function raised."""
         if not self._coming and self._has_more and self._steps.is_ready():
             self._take()
-        if not self._coming or not self._coming[0].is_ready():
-            return None
-        return self._coming[0].finish()
+        return self._coming[0].finish() if self._coming and self._coming[0].is_ready() else None
 
     def _take(self) -> None:
         rows = next(self._steps, None) if self._has_more else None
@@ -118,9 +114,8 @@ class TransformationPool:
             workers: how many apply it; 0: the training thread does.
             kind: "process" or "thread".
         """
-        self._transformation = transformation
+        self._transformation, self._kind = transformation, kind
         self._workers = workers if transformation is not None else 0
-        self._kind = kind
         self._executor: ThreadPoolExecutor | None = None
         self._processes: list[TransformationProcess] = []
         # A process is in it once for each request that it can take.

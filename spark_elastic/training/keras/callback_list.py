@@ -32,13 +32,9 @@ class KerasCallbackList(CallbackList):
 
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
         """params: the `params` of Keras's callbacks: epochs, steps, verbose."""
-        self._callbacks = list(callbacks)
-        self._model = model
-        self._rank = 0
+        self._callbacks, self._model, self._rank = list(callbacks), model, 0
         # The newest epoch, (epoch, step) and validated epoch whose beginning the callbacks were told; -1: none yet.
-        self._epoch = -1
-        self._step = [-1, -1]
-        self._tested = -1
+        self._epoch, self._step, self._tested = -1, [-1, -1], -1
         self._started: set[int] = set()  # numbers of the callbacks whose on_train_begin was called
         model.stop_training = False
         for callback in self._callbacks:
@@ -177,7 +173,6 @@ def validation_logs(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _to_plain(value: Any) -> Any:
-    """A tensor or variable as numbers; anything else as it is."""
     return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
@@ -188,7 +183,6 @@ def _encode(values: Mapping[str, Any]) -> bytes:
 
 
 def _decode(data: bytes) -> Any:
-    """A copy of what was encoded."""
     line, _, memory = data.partition(b"\n")
     return from_json_tree(json.loads(line), np.frombuffer(memory, np.uint8))
 

@@ -33,8 +33,6 @@ _BINARY = keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentro
 
 @dataclass(frozen=True)
 class _OutputLoss:
-    """The loss of one output."""
-
     path: tuple[Any, ...]  # keys that lead to the output in the structure of the model's outputs
     loss: Any  # a Keras loss without reduction
     weight: float  # its weight in the sum of the losses

@@ -268,7 +268,6 @@ class TrainStep(ModelStep[Array]):
 
     @property
     def _key(self) -> tuple[int, ...]:
-        """What the step's random numbers are drawn by, with the number of a rank."""
         position = self._state.position
         return self._config.seed, position.epoch, position.phase, position.step
 

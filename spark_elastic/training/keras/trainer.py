@@ -20,7 +20,6 @@ from spark_elastic.data.reading.readers import read_sample_rows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.keras.archive import Archive, save_model
 from spark_elastic.training.keras.batching import BatchBuilder, Inputs, order_labels, pack_inputs
@@ -74,25 +73,15 @@ class ConnectedModel:
         """Call the model. rows: as it takes them; transformed: a function of the user's made them."""
         config = spec.config
         inputs = Inputs.of(model, spec.features, free=transformed)
-        structure, outputs = _call_model(
-            model, BatchBuilder(config, inputs, config.label_cols, None).build(rows)
-        )
+        features = BatchBuilder(config, inputs, config.label_cols, None).build(rows).features
+        pack = partial(pack_inputs, model)
+        outputs = model(pack([np.asarray(array) for array in features]), training=False)
+        structure = Structure(pack, lambda values: keras.tree.pack_sequence_as(outputs, list(values)))
         label_cols = order_labels(model, outputs, config.label_cols)
         batches = BatchBuilder(config, inputs, label_cols, None)
         labels = structure.outputs(list(batches.build(rows).labels))
         losses = CompiledLosses(model, labels, outputs, label_cols)
         return cls(inputs, label_cols, batches, structure, losses, labels, outputs)
-
-
-def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
-    """How inputs and outputs are nested, and the outputs of these rows."""
-    inputs = partial(pack_inputs, model)
-    outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
-
-    def pack_outputs(values: Sequence[Any]) -> Any:
-        return keras.tree.pack_sequence_as(outputs, list(values))
-
-    return Structure(inputs, pack_outputs), outputs
 
 
 class KerasTrainProgram(TrainingLoop):
@@ -121,8 +110,7 @@ class KerasTrainer(ModelTrainer):
     """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
-        self._spec = spec
-        self._objects = objects
+        self._spec, self._objects = spec, objects
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects

@@ -103,7 +103,6 @@ class BufferSnapshot:
                 self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named.items()}
 
     def _holds(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are the very buffers that it was made of."""
         return named.keys() == self._buffers.keys() and all(
             self._buffers[name][0] is buffer and self._buffers[name][1].shape == buffer.shape
             for name, buffer in named.items()
@@ -342,7 +341,6 @@ class BufferMerge:
         return before.get(name) if found is None else found  # type: ignore[return-value]
 
     def _merge(self, kind: str, names: list[str], before: BufferSnapshot, reduce: Reduce) -> None:
-        """Merge buffers of one kind, in one exchange."""
         likes = [self._find(name, before) for name in names]
         olds = [_get_before(before, name, like) for name, like in zip(names, likes, strict=True)]
         flat = _join(olds)
@@ -534,5 +532,4 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All of them in one copy to the host."""
     return torch.cat([widen(tensor) for tensor in tensors]).to(CPU)

@@ -108,7 +108,6 @@ def refuse_broadcast(name: str, output: Any, labels: Sequence[torch.Tensor]) -> 
 
 
 def _are_column_and_row(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether these two, of as many rows, would broadcast to a matrix."""
     rows = len(other) if other.ndim else 0
     return rows > 1 and {one.shape, other.shape} == {(rows,), (rows, 1)}
 

@@ -235,7 +235,6 @@ def is_accumulator(metric: Any) -> bool:
 
 
 def _is_collection(metric: Any) -> bool:
-    """Whether it is a collection of metrics, whose accumulators may be shared among them."""
     return is_accumulator(metric) and callable(getattr(metric, "items", None))
 
 

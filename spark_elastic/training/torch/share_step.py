@@ -16,7 +16,8 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +48,7 @@ from spark_elastic.worker.context import get_context
 MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
 
 
-@dataclass(frozen=True)
-class ShareCheck:
+class ShareCheck(NamedTuple):
     """A virtual share that several ranks compute."""
 
     share: int  # its number among the step's shares
@@ -124,21 +124,18 @@ class ShareChecker:
         Raises StepDisputed: they differ; on every rank alike."""
         found = group.allgather_bytes(b"" if own is None else own.digest())
         ranks = (check.owner, *check.witnesses)
-        counts = Counter(found[rank] for rank in ranks)
-        if len(counts) == 1:
+        ((most, times), *others) = Counter(found[rank] for rank in ranks).most_common()
+        if not others:
             return
-        most, times = counts.most_common(1)[0]
         suspects = tuple(rank for rank in ranks if times == 1 or found[rank] != most)
         worker = get_context()
         host = "?" if worker is None or worker.world is None else worker.world.me.host
         hosts = group.allgather_bytes(host.encode())
         names = ", ".join(f"rank {rank} on host {hosts[rank].decode()}" for rank in suspects)
-        who = (
-            f"{names} computed other bits than the {times} others that computed it"
-            if times > 1
-            else f"{names} computed different bits each, and which of them is wrong cannot be said"
-            + (": with three workers or more a third decides" if group.size == 2 else "")
-        )
+        who = f"{names} computed other bits than the {times} others that computed it"
+        if times == 1:
+            who = f"{names} computed different bits each, and which of them is wrong cannot be said"
+            who += ": with three workers or more a third decides" if group.size == 2 else ""
         raise StepDisputed(
             f"silent corruption in virtual share {check.share}: {who}. Check memory and processor there.",
             suspects,
@@ -281,9 +278,6 @@ def _align(batch: Batch) -> Batch:
     def align(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
 
-    return replace(
-        batch,
-        features=tuple(map(align, batch.features)),
-        labels=tuple(map(align, batch.labels)),
-        weights=None if batch.weights is None else align(batch.weights),
-    )
+    weights = None if batch.weights is None else align(batch.weights)
+    features, labels = (tuple(map(align, side)) for side in (batch.features, batch.labels))
+    return replace(batch, features=features, labels=labels, weights=weights)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,6 @@ from spark_elastic.training.trainer import ModelStep, WorkClock
 from spark_elastic.training.transformation import list_output_parts
 
 
-class _Column(NamedTuple):
-    """A tensor of the output, of all rows of the step. See `step_columns.Column`."""
-
-    tensor: torch.Tensor
-    by_row: bool
-
-
 class StepLoss:
     """A step: `add` for each chunk of this rank's rows, then `compute`, then `seek`, and `backward` for each chunk."""
 
@@ -54,7 +47,8 @@ class StepLoss:
         """Begin a step, also after one that was given up."""
         self._chunks: list[tuple[int, HostCopy]] = []
         self._output: Any = None  # of the newest chunk, detached
-        self._outputs: list[_Column] = []  # of all rows, after `compute`
+        # After `compute`: of all rows, and whether it has an entry for each; see `Column`.
+        self._outputs: list[tuple[torch.Tensor, bool]] = []
         self.first = 0  # after `compute`: where the rows of this rank begin among those of the step
         # Whether `backward` compares outputs with those that were gathered; whether it found other bits.
         self.compares, self.differs = False, False
@@ -97,11 +91,11 @@ class StepLoss:
         count = len(list_tensors(self._output))
         # Copies: torch's memory begins at the same alignment on every rank.
         tensors = [(torch.from_numpy(values).clone(), by_row) for values, by_row in columns]
-        self._outputs = [_Column(each.to(self._device), by_row) for each, by_row in tensors[:count]]
+        self._outputs = [(each.to(self._device), by_row) for each, by_row in tensors[:count]]
         for each, _ in self._outputs:
             each.requires_grad_(backward is not None and (each.is_floating_point() or each.is_complex()))
         outputs = iter(self._outputs)
-        output = tree_map_only(torch.Tensor, lambda _: next(outputs).tensor, self._output)
+        output = tree_map_only(torch.Tensor, lambda _: next(outputs)[0], self._output)
         whole = self._make_batch(batch, [each for each, _ in tensors[count:]])
         with seeded_rng(*key):
             result = self._loss_fn(lambda *_: output, whole)  # type: ignore[arg-type] # in place of the model
@@ -232,8 +226,7 @@ class TrainStep(ModelStep[torch.Tensor]):
     ) -> None:
         super().__init__(config, ledger)
         self._state, self._metrics = state, metrics
-        self._loss_fn = loss_fn
-        self._exchange = exchange
+        self._loss_fn, self._exchange = loss_fn, exchange
         # Walking through a model in each step would cost as much as a small model's forward pass.
         self._modules = tuple(state.model.modules())
         self._exchanging = tuple(filter(exchanges_statistics, self._modules))
@@ -309,7 +302,6 @@ class TrainStep(ModelStep[torch.Tensor]):
 
     @property
     def _key(self) -> tuple[int, ...]:
-        """What the step's random numbers are drawn by, with the number of a rank or a virtual share."""
         position = self._state.position
         return self._config.seed, position.epoch, position.phase, position.step
 
@@ -322,8 +314,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         so all but the newest part take a second forward pass."""
         step_loss.begin()
         output = self._run_parts(parts, group.rank, step_loss.add)
-        backward, work = self._scaling.backward, self.work
-        loss = step_loss.compute(group, batch, self._key, self._metrics, backward, work)
+        loss = step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
         if parts:
             step_loss.seek(step_loss.first + len(batch) - len(parts[-1]))
             step_loss.backward(output, parts[-1])
@@ -368,7 +359,6 @@ class TrainStep(ModelStep[torch.Tensor]):
         return True
 
     def _try(self, model: torch.nn.Module, part: Batch) -> None:
-        """A forward pass of a copy of the model, which leaves no trace."""
         with seeded_rng(*self._key, 0):
             if self._has_row_dropout:
                 draw_rows(model, part.row_ids, *self._key)
