@@ -175,9 +175,8 @@ def test_r18_the_last_step_before_the_time_limit_is_durable(
     told: list[Checkpoint] = []
 
     def work(group: Group) -> tuple[Any, Any]:
-        heard = iter(
-            [INITIAL_VERSION] * (last - 1 + group.rank) + [INITIAL_VERSION.next(job_ends=True)] * job.workers
-        )
+        ends = [INITIAL_VERSION.next(job_ends=True)] * job.workers
+        heard = iter([INITIAL_VERSION] * (last - 1 + group.rank) + ends)
         handle = make_handle(membership_version=lambda: next(heard), report_checkpoint=told.append)
         task = job.task(store, manifest)
         rare = CheckpointPolicy(RUN, 100_000, None)
@@ -212,9 +211,8 @@ class Net(torch.nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        ).to(dtype)
+        layers = torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        self.layers = torch.nn.Sequential(*layers).to(dtype)
         self.seen: set[tuple[bool, torch.dtype, int]] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -287,12 +285,8 @@ class Case:
             return TorchUserObjects(self.module(self.dtype), None, ())
         if self.kind == "loss":
             return TorchUserObjects(Net(self.dtype), sgd, (loss_of,))
-        return TorchUserObjects(
-            Net(self.dtype),
-            sgd,
-            (),
-            train_minibatch_fn={"mean": compute_own_loss, "rows": own_rows}[self.kind],
-        )
+        own = {"mean": compute_own_loss, "rows": own_rows}[self.kind]
+        return TorchUserObjects(Net(self.dtype), sgd, (), train_minibatch_fn=own)
 
 
 def make_table(folder: Path, poisoned: bool) -> tuple[Store, Manifest]:
@@ -378,9 +372,8 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
     assert difference(ranks[0], train_plain(case, store, manifest)[0]) < 1e-9
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     if case.options.get("gradient_clip_value"):
-        assert difference(ranks[0], train_plain(case, store, manifest, gradient_clip_value=None)[0]) > 1e-3, (
-            "nothing clipped"
-        )
+        free = train_plain(case, store, manifest, gradient_clip_value=None)[0]
+        assert difference(ranks[0], free) > 1e-3, "nothing clipped"
     if case.kind == "lightning":
         assert [entry["learning_rate"] for entry in history] == [RATE, RATE / 2]
         assert {entry["level"] for entry in history} == {2.0}
@@ -405,9 +398,7 @@ def test_validation_values_keep_the_names_that_the_module_logs(tmp_path: Path) -
     assert history[-1]["val_loss"] == pytest.approx(float(expected))
 
 
-def test_the_lightning_module_of_the_documentation_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lightning_module_of_the_documentation_trains(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("pyspark")
     from spark_elastic.estimators import torch_estimator, torch_objects, validation
 

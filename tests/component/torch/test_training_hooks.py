@@ -34,7 +34,6 @@ from tests.component.torch.job import (
     SlowNet,
     check_every_row_once,
     difference,
-    launcher,
     ledger_of,
     make_data,
     train_elastic,
@@ -98,7 +97,7 @@ def test_p4_callbacks_of_all_workers_see_the_same_buffers(tmp_path: Path) -> Non
     layers = torch.nn.Linear(WIDTH, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, CLASSES)
     model = SlowNet(torch.nn.Sequential(*layers).double(), pace=0.0)
     job = NormedJob(model, sgd, torch.nn.CrossEntropyLoss(), epochs=1, workers=2, batch_size=50)
-    _, result = train_elastic(job, store, manifest, None, Follower(), lambda task: launcher(task, room=2))
+    _, result = train_elastic(job, store, manifest, None, Follower(), LauncherFactory(room=2))
     histories = [json.loads(text)["history"] for text in result.results]
     assert len(histories) == 2
     assert histories[0][0]["seen"] == histories[1][0]["seen"]
@@ -109,9 +108,8 @@ def test_a_process_forked_by_a_loss_function_sends_nothing_for_its_worker(tmp_pa
     store, manifest = make_data(tmp_path)
     codes, follower = tmp_path / "codes", Follower()
     job = Job(mlp(), sgd, ForkingLoss(str(codes)), epochs=1, workers=2, batch_size=20)
-    ours, result = train_elastic(
-        job, store, manifest, None, follower, lambda task: launcher(task, room=2), lease=30.0
-    )
+    make = LauncherFactory(room=2)
+    ours, result = train_elastic(job, store, manifest, None, follower, make, lease=30.0)
     assert len(result.worlds) == 1, result.worlds
     assert codes.read_text().split() == ["0", "1", "1"]
     said = "\n".join(follower.lines)
@@ -156,9 +154,8 @@ class EndedJob(Job):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         task = super().task(store, manifest, ledger)
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        objects = TorchUserObjects(
-            self.model, self.optimizer, (self.loss,), callbacks=(StopOnRankZero(self.marks),)
-        )
+        callbacks = (StopOnRankZero(self.marks),)
+        objects = TorchUserObjects(self.model, self.optimizer, (self.loss,), callbacks=callbacks)
         return TorchTrainProgram(replace(task._spec, validation=seen), objects)
 
 
@@ -168,9 +165,7 @@ def test_r06_an_early_end_of_an_epoch_survives_the_loss_of_the_rank_that_asked_f
     marks, ledger = tmp_path / "marks", tmp_path / "ledger"
     marks.mkdir()
     job = EndedJob(mlp(), sgd, torch.nn.CrossEntropyLoss(), epochs=3, marks=str(marks))
-    ours, result = train_elastic(
-        job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=3)
-    )
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), LauncherFactory())
     assert {mark.name for mark in marks.iterdir()} == {"in the step", "behind it"}
     plan = job.plan(manifest)
     history = json.loads(result.results[0])["history"]

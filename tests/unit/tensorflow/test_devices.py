@@ -53,7 +53,5 @@ def test_tensorflow_uses_the_device_of_the_worker_and_its_memory_as_it_needs_it(
 
 def test_a_gpu_that_tensorflow_does_not_find_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
-    with pytest.raises(
-        InvalidInput, match=r"and TensorFlow .* finds none: install tensorflow.and-cuda. on the exec"
-    ):
+    with pytest.raises(InvalidInput, match=r"and TensorFlow .* finds none: install tensorflow.and-cuda. on"):
         prepare_gpus("cuda")

@@ -24,9 +24,8 @@ def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
     assert np.array_equal(np.concatenate([part.row_ids for part in parts]), share.row_ids)
     assert np.array_equal(np.concatenate([part.features[0] for part in parts]), ROWS)
     assert np.array_equal(np.concatenate([part.labels[0] for part in parts]), ROWS[:, 0])
-    assert np.array_equal(
-        np.concatenate([part.weights for part in parts if part.weights is not None]), ROWS[:, 1]
-    )
+    weights = [part.weights for part in parts if part.weights is not None]
+    assert np.array_equal(np.concatenate(weights), ROWS[:, 1])
     assert {part.planned for part in parts} == {25}
 
 

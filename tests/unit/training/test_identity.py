@@ -179,15 +179,8 @@ def test_another_process_computes_the_same_digest() -> None:
         "print(digest([*values, here.make_recursive(), here.make_class()]))"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == digest(
-        [
-            make_scaled_loss(1.0),
-            NamedValue(1.0, "a"),
-            make_weighted_loss(torch.ones(2)),
-            make_recursive(),
-            make_class(),
-        ]
-    )
+    values = [make_scaled_loss(1.0), NamedValue(1.0, "a"), make_weighted_loss(torch.ones(2))]
+    assert said.stdout.strip() == digest([*values, make_recursive(), make_class()])
 
 
 class UserNet(nn.Module):
@@ -254,9 +247,7 @@ def make_step(scale: float) -> Any:
         ),
     ],
 )
-def test_a_class_of_the_user_s_with_other_code_is_named(
-    one: dict[str, Any], other: dict[str, Any], name: str
-) -> None:
+def test_a_class_of_the_user_s_with_other_code_is_named(one: Any, other: dict[str, Any], name: str) -> None:
     assert find_differences(make_objects(**one), make_objects(**other))[0] == name
     assert find_differences(make_objects(**one), make_objects(**copy.deepcopy(one))) == []
 
@@ -361,9 +352,8 @@ def test_settings_of_any_kind_are_compared_wherever_they_are(one: Any, other: An
 
     def use_global(value: Any) -> Any:
         module: dict[str, Any] = {"value": value, "__name__": "user"}
-        exec(
-            "def helper(x): return x * value\ndef loss(output, label): return helper(output - label)", module
-        )
+        code = "def helper(x): return x * value\ndef loss(output, label): return helper(output - label)"
+        exec(code, module)
         return module["loss"]
 
     for put in (UserNet, close_over, use_global, partial(partial, torch.add)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,10 +94,9 @@ class Counters(keras.layers.Layer):
     """Counts its training passes, as a whole number and as a float."""
 
     def build(self, shape: Any) -> None:
-        self.whole = self.add_weight(
-            shape=(), dtype="int32", trainable=False, name="whole", initializer="zeros"
-        )
-        self.float = self.add_weight(shape=(), trainable=False, name="float", initializer="zeros")
+        kind: Any = {"shape": (), "trainable": False, "initializer": "zeros"}
+        self.whole = self.add_weight(dtype="int32", name="whole", **kind)
+        self.float = self.add_weight(name="float", **kind)
 
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
@@ -206,9 +206,8 @@ def compare_pairs(label: Any, output: Any) -> Any:
     """InfoNCE: each row is to be nearest to itself. A number for each row."""
     left, right = keras.ops.split(keras.ops.normalize(output), 2, axis=-1)
     near = keras.ops.matmul(left, keras.ops.transpose(right)) / 0.1
-    return keras.losses.sparse_categorical_crossentropy(
-        keras.ops.arange(keras.ops.shape(near)[0]), near, from_logits=True
-    )
+    own = keras.ops.arange(keras.ops.shape(near)[0])
+    return keras.losses.sparse_categorical_crossentropy(own, near, from_logits=True)
 
 
 def correlate(label: Any, output: Any) -> Any:
@@ -269,12 +268,10 @@ class Trainee:
         losses = CompiledLosses(model, first, model(X[:1]))
         self.metrics = CompiledMetrics(model, losses.names, list, eager=bool(model.run_eagerly))
         self.metrics.build(first, model(X[:1]))
-        self.state = KerasTrainingState(
-            [*model.weights, *model.optimizer.variables], [], None, TrainingProgress()
-        )
-        config = FitConfig(
-            feature_cols=("x",), label_cols=("a", "b", "c"), batch_size=2, loss_scope="step", seed=7
-        )
+        variables = [*model.weights, *model.optimizer.variables]
+        self.state = KerasTrainingState(variables, [], None, TrainingProgress())
+        columns: Any = {"feature_cols": ("x",), "label_cols": ("a", "b", "c")}
+        config = FitConfig(**columns, batch_size=2, loss_scope="step", seed=7)
         self.step = StepLossStep(config, model, self.state, losses, structure, self.metrics, Ledger())
 
     def take(self, group: Group, validates: bool = False) -> StepDecision:
@@ -283,9 +280,8 @@ class Trainee:
         batch = LocalBatch(ROWS, rows, (X[rows],), tuple(each[rows] for each in Y), weights)
         call = StepCall(group, MembershipVersion(), lambda _: Position(0, Phase.TRAIN, 1))
         if validates:
-            return take_validation_step(
-                self.state, batch, self.metrics, call, lambda: self.step.compute_loss(group, batch)
-            )
+            compute = partial(self.step.compute_loss, group, batch)
+            return take_validation_step(self.state, batch, self.metrics, call, compute)
         return self.step.run(batch, call)
 
 

@@ -140,9 +140,7 @@ def test_p2_all_ranks_hold_the_buffers_of_one_process() -> None:
         for found in take_steps(net, size):
             assert found.keys() == alone.keys()
             for name, value in found.items():
-                torch.testing.assert_close(
-                    value, alone[name], rtol=1e-6, atol=1e-9, msg=lambda text, n=name: n + text
-                )
+                torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
 def push(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:

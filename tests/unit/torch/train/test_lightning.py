@@ -40,9 +40,7 @@ def take_step(model: torch.nn.Module, here: Position) -> Any:
 
 
 @pytest.mark.parametrize(("phase", "global_step"), [(Phase.TRAIN, 23), (Phase.VALIDATE, 30)])
-def test_a_module_sees_the_current_epoch_and_step(
-    phase: Phase, global_step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_sees_the_current_epoch_and_step(phase: Phase, global_step: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(lightning, "local_rank", lambda: 3)
     told: list[Any] = []
 
@@ -177,25 +175,10 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(None, [0.8, 0.4]), (0.3, [1.2, 1.2])])
-def test_the_learning_rate_of_each_parameter_group_is_scaled(
-    rate: float | None, expected: list[float]
-) -> None:
+def test_the_learning_rate_of_each_parameter_group_is_scaled(rate: Any, expected: list[float]) -> None:
     optimizer, schedules = build_optimizer(net(), sgd, rate, 4)
     assert rates(optimizer) == pytest.approx(expected)
     assert schedules == ()
-
-
-def test_a_schedule_made_beforehand_continues_from_the_multiplied_rates() -> None:
-    optimizer = sgd(net().parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [schedule]))
-    found, (callback,) = build_optimizer(model, None, None, 4)
-    assert found is optimizer
-    assert rates(optimizer) == pytest.approx([0.8, 0.4])
-    callback.bind(optimizer)
-    optimizer.step()
-    schedule.step()
-    assert rates(optimizer) == pytest.approx([0.4, 0.2])
 
 
 def chain_schedulers(optimizer: torch.optim.Optimizer) -> Any:
@@ -215,17 +198,19 @@ def chain_schedulers(optimizer: torch.optim.Optimizer) -> Any:
 def test_a_schedule_made_beforehand_starts_from_the_rate_that_is_asked_for(
     schedule: Any, expected: Any
 ) -> None:
-    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
-    scheduler = schedule(optimizer)
-    model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [scheduler]))
-    _, (callback,) = build_optimizer(model, None, 0.5)
-    callback.bind(optimizer)
-    found = rates(optimizer)
-    for _ in expected[1:]:
-        optimizer.step()
-        scheduler.step()
-        found += rates(optimizer)
-    assert found == pytest.approx(expected)
+    """Given, or multiplied."""
+    for rate, times in ((0.5, 1), (None, 5)):
+        optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+        scheduler = schedule(optimizer)
+        model: Any = SimpleNamespace(configure_optimizers=lambda both=([optimizer], [scheduler]): both)
+        _, (callback,) = build_optimizer(model, None, rate, times)
+        callback.bind(optimizer)
+        found = rates(optimizer)
+        for _ in expected[1:]:
+            optimizer.step()
+            scheduler.step()
+            found += rates(optimizer)
+        assert found == pytest.approx(expected)
 
 
 def test_a_schedule_that_is_advanced_every_few_epochs_is_refused() -> None:
@@ -264,9 +249,8 @@ def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)]
 
     model = LinearWithScheduler(2, 1)
-    optimizer, (callback,) = build_optimizer(
-        model, None, None, trainer=TrainerPlan(max_epochs=3, num_training_batches=7)
-    )
+    plan = TrainerPlan(max_epochs=3, num_training_batches=7)
+    optimizer, (callback,) = build_optimizer(model, None, None, trainer=plan)
     callback.bind(optimizer)
     assert callback._scheduler.total_steps == 21
     assert "_trainer" not in vars(model)

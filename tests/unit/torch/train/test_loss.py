@@ -112,9 +112,8 @@ def test_r08_any_split_gives_the_gradient_of_the_whole_batch(name: str, cuts: li
     model = copy.deepcopy(MODEL)
     reference(model(X), label).backward()  # type: ignore[no-untyped-call]
     whole = gradient(model)
-    assert (
-        compute_in_parts(RowLoss(loss), label, None, cuts) - whole
-    ).abs().max() <= 1e-12 * whole.abs().max()
+    parts = compute_in_parts(RowLoss(loss), label, None, cuts)
+    assert (parts - whole).abs().max() <= 1e-12 * whole.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -130,9 +129,8 @@ def test_r08_sample_weights_enter_sum_and_denominator(name: str, cuts: list[int]
         divisors = torch.where(label >= 0, by_class[label.clamp(min=0)], 0.0)
     else:
         output = model(X)
-        rows = (
-            compute_row_loss(output, label) if loss is compute_row_loss else (output - label).pow(2).mean(1)
-        )
+        of_rows = loss is compute_row_loss
+        rows = compute_row_loss(output, label) if of_rows else (output - label).pow(2).mean(1)
         divisors = torch.ones(ROWS, dtype=torch.float64)
     ((rows * WEIGHTS).sum() / (divisors * WEIGHTS).sum()).backward()  # type: ignore[no-untyped-call]
     whole = gradient(model)
@@ -155,21 +153,16 @@ def test_regression_losses_take_labels_of_any_number_type(loss: Any, kind: torch
     found.total.backward()  # type: ignore[no-untyped-call]
 
 
+TOKENS = torch.tensor([[0, 1, 1, 1], [0, 0, -100, 1], [-100, 1, 0, 0]])
+
+
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bool])
-def test_class_labels_may_have_any_number_type(loss: Any, kind: torch.dtype) -> None:
-    """Spark's StringIndexer gives doubles."""
-    output, label = torch.rand(4, 2), torch.tensor([0, 1, 1, 1])
-    found = RowLoss(loss)(output, (label.to(kind),), None)
-    assert found.total / found.denominator == pytest.approx(float(loss(output, label)))
-    assert RowLoss(loss).compute_denominator((label.to(kind),), None) == found.denominator
-
-
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_token_class_labels_may_have_any_number_type(loss: Any, kind: torch.dtype) -> None:
-    """As a vector or an array of doubles gives them."""
-    output, label = torch.rand(3, 2, 4), torch.tensor([[0, 1, 1, 1], [0, 0, -100, 1], [-100, 1, 0, 0]])
+@pytest.mark.parametrize("label", [torch.tensor([0, 1, 1, 1]), TOKENS])
+def test_class_labels_may_have_any_number_type(loss: Any, kind: torch.dtype, label: torch.Tensor) -> None:
+    """Spark's StringIndexer gives doubles; an array or a vector has those of tokens."""
+    label = label.clamp(min=0) if kind is torch.bool else label
+    output = torch.rand(len(label), 2, *label.shape[1:])
     found = RowLoss(loss)(output, (label.to(kind),), None)
     assert found.total / found.denominator == pytest.approx(float(loss(output, label)))
 
@@ -219,9 +212,8 @@ def test_ctc_loss_is_supported(reduction: str) -> None:
     loss = RowLoss(Ctc(reduction=reduction))
     sums = [loss(output[part], (label[part],), None) for part in (slice(0, 1), slice(1, 4))]
     denominator = sum(s.denominator for s in sums) or 1.0
-    assert sum(float(s.total.detach()) for s in sums) / denominator == pytest.approx(
-        float(whole.detach()), rel=1e-12
-    )
+    mean = sum(float(s.total.detach()) for s in sums) / denominator
+    assert mean == pytest.approx(float(whole.detach()), rel=1e-12)
 
 
 def test_the_users_loss_object_is_not_changed() -> None:
@@ -305,9 +297,7 @@ class NetReturning(torch.nn.Module):
         (lambda far, near: {"far": far, "near": near}, lambda output: output["far"]),
     ],
 )
-def test_a_loss_gets_the_structure_that_the_model_returns(
-    structure: Any, far: Callable[[Any], torch.Tensor], precision: str | None
-) -> None:
+def test_a_loss_gets_the_structure_that_the_model_returns(structure: Any, far: Any, precision: Any) -> None:
     """In float32, whatever the forward pass was computed in; metrics are of each member."""
     seen: list[torch.Tensor] = []
 
@@ -335,9 +325,8 @@ def test_outputs_by_name_are_labels_in_order() -> None:
 
     logged = score_means("far", "near")
     far = model(INPUT)["far"].detach()
-    assert logged == pytest.approx(
-        {"loss_far": float((far**2).mean()), "loss_near": float(((far / 2 - 1) ** 2).mean())}
-    )
+    expected = {"loss_far": float((far**2).mean()), "loss_near": float(((far / 2 - 1) ** 2).mean())}
+    assert logged == pytest.approx(expected)
     assert score_means("a", "b")["loss_a"] == pytest.approx(logged["loss_far"])
     with pytest.raises(InvalidInput, match="the model returns far, near, and label_cols names near, far"):
         score("near", "far")
@@ -379,18 +368,13 @@ def test_r08_the_loss_of_each_output_does_not_depend_on_how_the_rows_are_split(
         (torch.nn.Embedding(3, 1), torch.float32),
     ],
 )
-def test_a_layer_that_takes_another_number_type_is_named_with_the_columns(
-    layer: torch.nn.Module, kind: torch.dtype
-) -> None:
+def test_a_layer_that_takes_another_number_type_is_named_with_the_columns(layer: Any, kind: Any) -> None:
     whole = LocalBatch(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
     loss = ModelLoss(torch.nn.MSELoss(), weighted=False)
-    for transformed, advice in (
-        (False, "cast the column in Spark"),
-        (True, "return it from transformation_fn"),
-    ):
-        with pytest.raises(
-            InvalidInput, match=rf"given 'n' as {kind}, 'y' as torch.float32: {advice}.* \(float32, or int64"
-        ):
+    advice = "cast the column in Spark", "return it from transformation_fn"
+    for transformed in (False, True):
+        says = rf"given 'n' as {kind}, 'y' as torch.float32: {advice[transformed]}.* \(float32, or int64"
+        with pytest.raises(InvalidInput, match=says):
             DtypeHints(loss, ["n", "y"], transformed)(layer, whole)
 
 

@@ -165,12 +165,8 @@ def test_a_label_per_row_fits_an_output_of_one_column() -> None:
         return (output[:, 0] - label).abs().mean()
 
     l1 = torch.nn.functional.l1_loss
-    given = {
-        "l1": l1,
-        "no_module": functools.partial(l1, weight=None),
-        "theirs": theirs,
-        "own": compute_own_metric,
-    }
+    partial = functools.partial(l1, weight=None)
+    given = {"l1": l1, "no_module": partial, "theirs": theirs, "own": compute_own_metric}
     metrics = Metrics(given, ["y"], logs=False)
     metrics._update([torch.tensor([[1.0], [2.0], [4.0]])], [torch.tensor([1.0, 1.0, 1.0])])
     assert metrics.results() == pytest.approx(dict.fromkeys(given, 4 / 3))
@@ -196,9 +192,7 @@ def test_a_metric_function_may_return_a_number_for_each_row() -> None:
 @pytest.mark.parametrize("returned", [torch.zeros(3, 2), None, "much"])
 def test_a_metric_function_that_returns_no_number_is_named(returned: object) -> None:
     odd = Metrics({"odd": lambda output, label: returned}, ["y"], logs=False)
-    with pytest.raises(
-        InvalidInput, match=r"the metric 'odd' returned a .* for 3 rows: return one number, or"
-    ):
+    with pytest.raises(InvalidInput, match=r"metric 'odd' returned a .* for 3 rows: return one number, or"):
         odd._update([torch.zeros(3)], [torch.zeros(3)])
 
 
@@ -222,12 +216,8 @@ def test_metrics_of_the_installed_torchmetrics_work() -> None:
     kinds = given.classification
     classes = kinds.MulticlassAccuracy(num_classes=2, average=None)
     collection = given.MetricCollection([kinds.BinaryAccuracy(), kinds.BinaryF1Score()])
-    metrics = [
-        collection,
-        kinds.BinaryAUROC(),
-        given.ClasswiseWrapper(classes),
-        kinds.BinaryROC(thresholds=3),
-    ]
+    curve = kinds.BinaryROC(thresholds=3)
+    metrics = [collection, kinds.BinaryAUROC(), given.ClasswiseWrapper(classes), curve]
     first, joined = (Metrics(name_metrics(metrics), ["y"], logs=False) for _ in range(2))
     steps = [([0.0, 1.0, 0.0], [0, 1, 1]), ([1.0, 0.0], [0, 1])]
     both = [(torch.tensor(output), torch.tensor(label)) for output, label in steps]
@@ -247,10 +237,7 @@ def test_metrics_of_the_installed_torchmetrics_work() -> None:
 
 
 def test_a_run_may_be_resumed_with_other_metrics() -> None:
-    first, other = (
-        Metrics({"near": MeanDistance()}, ["y"], False),
-        Metrics({"far": MeanDistance()}, ["y"], False),
-    )
+    first, other = (Metrics({name: MeanDistance()}, ["y"], False) for name in ("near", "far"))
     rows = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])
     first._update([rows[0]], [rows[1]])
     other.load_state_dict(first.state_dict())
@@ -366,15 +353,11 @@ HARMLESS = (BestWeights(), LearningRateSchedule(measure_distance))  # which add 
         (make_objects("loss", "val_loss"), False, "watches 'val_loss', but nothing is validated"),
     ],
 )
-def test_metrics_that_callbacks_watch_must_exist(
-    objects: TorchUserObjects, validates: bool, says: str | None
-) -> None:
+def test_metrics_that_callbacks_watch_must_exist(objects: Any, validates: bool, says: str | None) -> None:
     labels = ["a", "b"][: len(objects.losses)]
     with nullcontext() if says is None else pytest.raises(InvalidInput, match=says):
         check_watched(objects, labels, validates)
-    with pytest.raises(
-        InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, l"
-    ):
+    with pytest.raises(InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, "):
         get_monitored({"loss": 1.0, "far": 2.0}, "gap")
 
 

@@ -89,9 +89,8 @@ def take_steps(group: Group, scope: str | None) -> dict[str, Any]:
     first = nn.MSELoss() if scope is None else center
     loss = MultiOutputLoss({"a": (first, 0.3), "b": (nn.CrossEntropyLoss(), 0.7)}, weighted=True)
     config = replace(CONFIG, loss_scope=scope)
-    builder = BatchBuilder(
-        (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, reshapes=False
-    )
+    features = (Column("x", "float32", (4,)),)
+    builder = BatchBuilder(features, CONFIG.label_cols, "w", torch.float32, reshapes=False)
     losses = []
     with closing(GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES))) as exchange:
         step = ShareStep(state, loss, exchange, config, Ledger(), metrics, GradientScaling())
@@ -104,9 +103,8 @@ def take_steps(group: Group, scope: str | None) -> dict[str, Any]:
             rows = StepRows(0, 0, ROWS, np.arange(ROWS)[own], columns, division)
             batch = build_shares(builder, rows, group.rank)
             after = Position(0, Phase.TRAIN, number + 1)
-            decision = step.run(
-                batch, StepCall(group, MembershipVersion(), lambda decision, after=after: after)
-            )
+            call = StepCall(group, MembershipVersion(), lambda decision, after=after: after)
+            decision = step.run(batch, call)
             losses.append((decision.loss, decision.denominator, decision.rows))
     weights = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
     return {"weights": weights, "losses": losses, "metrics": metrics.results()}
@@ -199,9 +197,7 @@ ONE, OTHER = digest_of(1.0), digest_of(1.0000001)
         ),
     ],
 )
-def test_a_third_decides_who_is_wrong(
-    check: ShareCheck, found: list[Any], says: str | None, suspects: tuple[int, ...]
-) -> None:
+def test_a_third_decides_who_is_wrong(check: Any, found: list[Any], says: str | None, suspects: Any) -> None:
     if says is None:
         judge(check, *found)
         return
