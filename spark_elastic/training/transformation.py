@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.checks import FUNCTION
+from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 
 # A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.

@@ -21,8 +21,7 @@ from typing import IO
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import KILLED_EXIT_CODES, WorkerId
+from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import Activation, ChildFds, Header
 from spark_elastic.worker.forking import ChildProcess, start_process

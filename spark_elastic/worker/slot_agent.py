@@ -22,14 +22,21 @@ from spark_elastic.protocol.messages import (
     JOB_OVER,
     SPARK_STOPPED,
     TAKEN_OVER,
+    DriverRequest,
     Heartbeat,
     RegisterSlot,
-    Request,
     WorkerExited,
     WorkerStarted,
 )
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import MAX_HEARTBEAT_INTERVAL, NOT_RUNNING, STOPPED, Checkpoint, WorkerId
+from spark_elastic.protocol.types import (
+    MAX_HEARTBEAT_INTERVAL,
+    NOT_RUNNING,
+    STOPPED,
+    Checkpoint,
+    SlotIdentity,
+    SlotSpec,
+    WorkerId,
+)
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
@@ -287,7 +294,7 @@ class SlotAgent:
 
     # ---- any thread
 
-    def _ask(self, request: Request[R], hold: float = 0.0) -> R:
+    def _ask(self, request: DriverRequest[R], hold: float = 0.0) -> R:
         """Ask until the slot ends since the driver is silent."""
         return self._client.ask(request, hold, max(0.0, self._seconds_left()))
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
-from spark_elastic.protocol.messages import Request, RequestNextWorld, WorkerDone
+from spark_elastic.protocol.messages import DriverRequest, RequestNextWorld, WorkerDone
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.context import WaitRecorder
 
@@ -178,7 +178,7 @@ class WaitRecordingClient:
         self._client = client
         self._sampler = sampler
 
-    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
+    def ask(self, request: DriverRequest[R], hold: float = 0.0, within: float | None = None) -> R:
         with self._sampler.record_wait() if isinstance(request, self._WAITING) else nullcontext():
             return self._client.ask(request, hold, within)
 

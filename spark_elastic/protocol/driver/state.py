@@ -492,7 +492,7 @@ class Connections(Part):
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """A failure that is a worker's own."""
 
     at: float  # when the driver learned of it
@@ -510,7 +510,7 @@ class Failure:
 class FailureHistory(Part):
     """Failures, kills and worlds without progress, as far as they still count."""
 
-    records: tuple[Failure, ...] = ()  # within the failure window, oldest first
+    records: tuple[WorkerFailure, ...] = ()  # within the failure window, oldest first
     oom_kills: tuple[float, ...] = ()  # when workers were killed because memory ran out
     # By slot, how many of its workers were killed in a row before they took part in a world.
     kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)

@@ -15,8 +15,14 @@ import pytest
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.protocol.messages import Admission, HeartbeatReply, RegisterSlot, WorkerStarted
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import INITIAL_VERSION, SlotId, WorkerId, heartbeat_interval
+from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
+    SlotId,
+    SlotIdentity,
+    SlotSpec,
+    WorkerId,
+    heartbeat_interval,
+)
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
