@@ -34,8 +34,8 @@ from spark_elastic.runs.handlers import (
     StateHandler,
 )
 from spark_elastic.runs.snapshot import Bytes, Kept
-from spark_elastic.training.torch.frozen import FrozenCopies
 from spark_elastic.training.torch.module_state import (
+    FrozenCopies,
     ModelStateHandler,
     OptimizerStateHandler,
     find_difference,
