@@ -132,6 +132,10 @@ class Child:
             self._process.send_signal(DUMP_SIGNAL)  # the next sample contains the stack that it then writes
         return sample
 
+    def read_wait(self, now: float) -> float:
+        """Seconds for which it has waited for others; 0.0: it works. now: of this machine's monotonic clock."""
+        return self._reader.read_wait(now)
+
     def record_driver_seen(self, at: float) -> None:
         """Tell the child when the driver last answered its slot, on this machine's monotonic clock."""
         self._reader.record_driver_seen(at)

@@ -193,6 +193,9 @@ class SlotRecord:
     kept: Checkpoint | None = None
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
+    stopped_at: float | None = (
+        None  # when the first heartbeat came that said that its worker is stopped; None: it runs
+    )
 
     @property
     def machine(self) -> str:
