@@ -34,13 +34,9 @@ class PendingStep:
     def __init__(
         self, rows: StepRows, get_columns: Callable[[], ColumnArrays], future: Future[Any] | None = None
     ) -> None:
-        """
-        Args:
-            rows: as they are stored.
-            get_columns: returns the transformed columns. Without a deadline: the user's code may take as long as in
-                the training thread.
-            future: of the worker that transforms them; None: `get_columns` does it.
-        """
+        """rows: as they are stored.
+        get_columns: returns the transformed columns. Without a deadline: the user's code may take as long as in the
+        training thread. future: of the worker that transforms them; None: `get_columns` does it."""
         self.rows = rows
         self._get_columns, self._future = get_columns, future
         self._finished: StepRows | None = None
@@ -108,12 +104,8 @@ class TransformationPool:
     """The workers that apply one transformation, for all epochs and worlds of a training process."""
 
     def __init__(self, transformation: BatchTransformation | None, workers: int, kind: str) -> None:
-        """
-        Args:
-            transformation: None if the rows stay as they are.
-            workers: how many apply it; 0: the training thread does.
-            kind: "process" or "thread".
-        """
+        """transformation: None if the rows stay as they are. workers: how many apply it; 0: the training thread does.
+        kind: "process" or "thread"."""
         self._transformation, self._kind = transformation, kind
         self._workers = workers if transformation is not None else 0
         self._executor: ThreadPoolExecutor | None = None

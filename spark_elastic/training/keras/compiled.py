@@ -71,15 +71,10 @@ class CompiledLosses:
     that no two reductions can differ."""
 
     def __init__(self, model: Any, labels: Any, outputs: Any, label_cols: Sequence[str] = ()) -> None:
-        """
-        Args:
-            labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
-            outputs: likewise.
-            label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
-
-        Raises:
-            InvalidInput: the loss does not fit the outputs, or an output carries a mask.
-        """
+        """labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
+        outputs: likewise.
+        label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
+        Raises InvalidInput: the loss does not fit the outputs, or an output carries a mask."""
         self._model, self._label_cols = model, label_cols
         compiled = model._compile_loss
         if not compiled.built:

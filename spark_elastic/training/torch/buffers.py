@@ -205,13 +205,9 @@ _ROWS = 8  # of each of the two parts on which they are tried; with repetitions 
 def merge(
     kind: str, before: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor, float]], reduce: Reduce
 ) -> torch.Tensor:
-    """The merged values, in float64 or int64.
-
-    Args:
-        before: the values before the step.
-        parts: of this process: (number, values, part of the step's rows) each.
-        reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one.
-    """
+    """The merged values, in float64 or int64. before: the values before the step.
+    parts: of this process: (number, values, part of the step's rows) each.
+    reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one."""
     # Zeros, not values times zero, which are NaN where a mask holds infinities
     if kind in ("mean", APPROXIMATE):
         return reduce([own * factor if factor else torch.zeros_like(own) for _, own, factor in parts], "sum")
@@ -287,16 +283,9 @@ class BufferMerge:
     def exchange(
         self, group: Group, before: BufferSnapshot, batch: Batch, forward: Forward, reduce: Reduce
     ) -> None:
-        """Bring the parts of all ranks together; collective.
-
-        Args:
-            batch: some rows of this rank.
-            forward: makes a forward pass of a copy of the model.
-            reduce: see `merge`.
-
-        Raises:
-            InvalidInput: a buffer cannot be brought together; on all ranks alike.
-        """
+        """Bring the parts of all ranks together; collective. batch: some rows of this rank.
+        forward: makes a forward pass of a copy of the model. reduce: see `merge`.
+        Raises InvalidInput: a buffer cannot be brought together; on all ranks alike."""
         layouts = [
             {name: [list(each.shape), str(each.dtype), self._saved[name]] for name, each in written.items()}
             for _, _, written in self._parts

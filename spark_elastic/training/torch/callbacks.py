@@ -167,12 +167,8 @@ class LearningRateSchedule(Callback):
         every: Literal["epoch", "step"] = "epoch",
         monitor: str | None = None,
     ) -> None:
-        """
-        Args:
-            make: makes the scheduler.
-            every: "epoch" or "step".
-            monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets.
-        """
+        """make: makes the scheduler. every: "epoch" or "step".
+        monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets."""
         if every not in ("epoch", "step"):
             raise ValueError(f"every must be 'epoch' or 'step'; got {every!r}.")
         self._make, self._every, self._monitor = make, every, monitor

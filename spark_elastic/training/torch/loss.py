@@ -204,12 +204,8 @@ class RowLoss:
         label: str = "label",
         ahead: bool = False,
     ) -> None:
-        """
-        Args:
-            weighted: rows have sample weights.
-            label: name of the first label's column, for errors.
-            ahead: `compute_denominator` is called before the model's output exists.
-        """
+        """weighted: rows have sample weights. label: name of the first label's column, for errors.
+        ahead: `compute_denominator` is called before the model's output exists."""
         loss = find_loss_module(loss)
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
@@ -241,17 +237,11 @@ class RowLoss:
         on_host: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None,
     ) -> LossResult:
         """Compute the loss of these rows.
-
-        Args:
-            labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts.
-            weights: (n,)
-            on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
-                computed from these, so that nothing waits for the device.
-
-        Raises:
-            InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
-                whole number.
-        """
+        labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts. weights: (n,)
+        on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
+        computed from these, so that nothing waits for the device.
+        Raises InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
+        whole number."""
         rows = len(labels[0])
         host_labels, host_weights = on_host or (labels, weights)
         host_labels = self._converter.convert_classes(host_labels, output)

@@ -87,12 +87,8 @@ class ShareChecker:
         transformation: BatchTransformation | None,
         build: Callable[[StepRows, int], Batch],
     ) -> None:
-        """
-        Args:
-            every: so many steps.
-            transformation: what the rows go through first; None: nothing.
-            build: makes the batch of virtual shares of a rank from its rows.
-        """
+        """every: so many steps. transformation: what the rows go through first; None: nothing.
+        build: makes the batch of virtual shares of a rank from its rows."""
         self._spec, self._every, self._transformation, self._build = spec, every, transformation, build
         self._reader, self._loader = spec.open_reader(spec.rows)
 
