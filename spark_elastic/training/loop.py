@@ -56,10 +56,12 @@ class TrainingLoop:
         """transformation: the user's, of the columns of a step. shapes_nothing: as in `BatchTransformation`."""
         self._spec, self._trainer = spec, trainer
         self._transformation, self._shapes_nothing = transformation, shapes_nothing
-        # Whether this worker holds the state of a world; before, its position counts for nothing.
-        self._has_state = False
-        # On a worker that is or was rank 0 of a job with checkpoints.
-        self._checkpointer: Checkpointer | None = None
+        self._has_state = (
+            False  # whether this worker holds the state of a world; else its position counts for nothing
+        )
+        self._checkpointer: Checkpointer | None = (
+            None  # on a worker that is or was rank 0 of a job with checkpoints
+        )
 
     def prepare(self) -> None:
         spec = self._spec
@@ -82,9 +84,8 @@ class TrainingLoop:
         self._reader, self._loader = spec.open_reader(spec.rows)
         self._validation: Validation | None = None
         if spec.validation is not None:
-            self._validation = Validation(
-                spec, spec.validation, self._trainer, self._transformations, self._on_finalized
-            )
+            pool, rows = self._transformations, spec.validation
+            self._validation = Validation(spec, rows, self._trainer, pool, self._on_finalized)
 
     def position(self) -> Position | None:
         return self._state.position if self._has_state else None
@@ -160,7 +161,7 @@ class TrainingLoop:
         return Completed(self._finish(group))
 
     def _has_work(self) -> bool:
-        """Whether there is something left to do. A training that a callback ended still closes its epoch."""
+        """A training that a callback ended still closes its epoch."""
         position, stops = self._state.position, self._state.progress.stop_reason is not None
         return position.epoch < self._spec.config.epochs and not (stops and position.phase is Phase.TRAIN)
 
@@ -174,8 +175,7 @@ class TrainingLoop:
         return version
 
     def _take_steps(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
-        """Take the epoch's steps until its end, a boundary at which all stop, or another division of the rows. Returns
-        the newest membership version."""
+        """The same, and until another division of the rows."""
         position, version, balancer = self._state.position, world.version, self._balancer
         division = None if balancer is None else balancer.division
         self._trainer.work.restart(counts_exchanges=balancer is not None)
@@ -244,11 +244,12 @@ class TrainingLoop:
 
     def _report_straggler(self, group: Group, handle: WorkerHandle) -> None:
         """Ask the driver to replace this worker, once the others would be quicker without it."""
-        if self._balancer is not None and self._balancer.straggler == group.rank and not self._reported:
+        balancer, rank = self._balancer, group.rank
+        if balancer is not None and balancer.straggler == rank and not self._reported:
             self._reported = True
             handle.report_straggler(
-                f"without rank {group.rank} the others would finish the step at least {STRAGGLER_GAIN:.0%} sooner, "
-                f"although it has only {self._balancer.parts[group.rank]} of its {sum(self._balancer.parts)} parts"
+                f"without rank {rank} the others would finish the step at least {STRAGGLER_GAIN:.0%} sooner, although "
+                f"it has only {balancer.parts[rank]} of its {sum(balancer.parts)} parts"
             )
 
     def _show_division(self, parts: Sequence[int], group: Group) -> None:

@@ -84,7 +84,7 @@ class CompiledLosses:
                 raise InvalidInput(f"the loss does not fit the model's outputs: {error}") from error
         self._dtype = compiled.dtype
         places = keras.tree.pack_sequence_as(outputs, list(range(len(keras.tree.flatten(outputs)))))
-        self._parts = [_build_output_loss(*flat, places) for flat in compiled._flat_losses]
+        self._parts = [_build_output_loss(flat, places) for flat in compiled._flat_losses]
         for part in self._parts:
             if getattr(_get_at(part.path, outputs), "_keras_mask", None) is not None:
                 raise InvalidInput(
@@ -189,9 +189,8 @@ def find_loss_arguments(loss: Any) -> dict[str, Any]:
     return getattr(loss, "_fn_kwargs", {})
 
 
-def _build_output_loss(
-    path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any
-) -> _OutputLoss:
+def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
+    path, loss, weight, name = flat
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
         raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")

@@ -109,6 +109,10 @@ def prepare_gpus(device: str) -> None:
 class KerasTrainer(ModelTrainer):
     """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
+    state: KerasTrainingState
+    callbacks: KerasCallbackList
+    _train_step: TrainStep
+
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
         self._spec, self._objects = spec, objects
 

@@ -152,9 +152,7 @@ class BufferSnapshot:
 
 def describe_world_dependence(model: torch.nn.Module) -> str | None:
     """A sentence on the layers that make a step depend on how its rows are split over workers (R9, scope of P2).
-
-    None: the weights equal those of any other world, up to rounding.
-    """
+    None: the weights equal those of any other world, up to rounding."""
     return describe_dependent_layers((name or "the model", why) for name, why in _dependent_layers(model))
 
 

@@ -87,6 +87,10 @@ def _advise_on_memory(config: FitConfig) -> str:
 class TorchTrainer(ModelTrainer):
     """Model, optimizer, loss and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
+    state: TorchTrainingState
+    callbacks: TorchCallbackList
+    _train_step: TrainStep
+
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         self._spec = spec
         self._objects = objects
