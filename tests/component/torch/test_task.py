@@ -404,13 +404,8 @@ def test_the_lightning_module_of_the_documentation_trains(tmp_path: Path, monkey
 
     asked: list[Any] = []
     fits = torch_estimator.ElasticTorchEstimator
-    monkeypatch.setattr(
-        fits,
-        "fit",
-        lambda self, df: asked.append(
-            validation.build_request(self._values, torch_objects.check_torch_objects)
-        ),
-    )
+    build, check = validation.build_request, torch_objects.check_torch_objects
+    monkeypatch.setattr(fits, "fit", lambda self, df: asked.append(build(self._values, check)))
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(LightningModule=torch.nn.Module))
     (program,) = [each for each in blocks("estimators.md", "python") if "LightningModule" in each]
     exec(compile(program.replace("Linear(10", f"Linear({WIDTH}"), "estimators.md", "exec"), {"df": None})
@@ -431,14 +426,7 @@ def test_modules_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [
-        ("loss", "bf16"),
-        ("loss", "fp16"),
-        ("mean", "bf16"),
-        ("rows", "fp16"),
-        ("lightning", "bf16"),
-        ("lightning", "fp16"),
-    ],
+    [("loss", "bf16"), ("mean", "bf16"), ("rows", "fp16"), ("lightning", "bf16"), ("lightning", "fp16")],
 )
 def test_forwards_are_computed_in_the_precision_that_was_asked_for(
     tmp_path: Path, kind: str, precision: str

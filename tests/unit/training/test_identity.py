@@ -31,6 +31,10 @@ def compute_power(output: Any, label: Any, power: int = 2) -> Any:
     return abs(output - label) ** power
 
 
+def make_power(power: int) -> Any:
+    return functools.partial(compute_power, power=power)
+
+
 def make_weighted_loss(factors: Any) -> Any:
     return lambda output, label: (output * factors).sum()
 
@@ -97,10 +101,7 @@ def make_class(old: str = "", new: str = "", base: type = torch.nn.Module) -> An
         (NamedValue({"f": torch.tanh}, "a"), NamedValue({"f": torch.relu}, "a")),
         (NamedValue(torch.nn.functional.relu, "a"), NamedValue(torch.nn.functional.gelu, "a")),
         (NamedValue(torch.nn.ReLU, "a"), NamedValue(torch.nn.GELU, "a")),
-        (
-            NamedValue(functools.partial(compute_power, power=1), "a"),
-            NamedValue(functools.partial(compute_power, power=3), "a"),
-        ),
+        (NamedValue(make_power(1), "a"), NamedValue(make_power(3), "a")),
         (NamedValue(1.0, "a").__call__, NamedValue(2.0, "a").__call__),
         (compose(torch.tanh), compose(torch.relu)),
         (functools.cache(compute_power), functools.cache(make_scaled_loss)),
@@ -112,7 +113,7 @@ def make_class(old: str = "", new: str = "", base: type = torch.nn.Module) -> An
         (make_scaled_loss(1.0), make_scaled_loss(2.0)),
         (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x.sin(), lambda x: x.cos()),
-        (functools.partial(compute_power, power=1), functools.partial(compute_power, power=3)),
+        (make_power(1), make_power(3)),
         (NamedValue(1.0, "a"), NamedValue(2.0, "a")),
         ({"a": 1}, {"a": 2}),
         (sum, max),
@@ -138,12 +139,7 @@ def test_functions_that_do_something_else_have_different_digests(one: Any, other
     ("code", "values", "text", "other"),
     [
         ("lambda x: [VALUE * y for y in x] + [FOLDER]", 1.0, "of today", 2.0),
-        (
-            "lambda x: VALUE[0] * x if FOLDER else 0",
-            [1.0, {"deep": (2.0,)}],
-            ["of today"],
-            [1.0, {"deep": (3.0,)}],
-        ),
+        ("lambda x: VALUE[0] * x if FOLDER else 0", [1.0, {"a": (2.0,)}], ["of today"], [1.0, {"a": (3.0,)}]),
     ],
 )
 def test_numbers_of_the_module_are_part_of_a_function(code: str, values: Any, text: Any, other: Any) -> None:
@@ -207,47 +203,34 @@ def test_other_initial_weights_differ_in_the_weights_only() -> None:
     assert find_differences(make_objects(1), make_objects(2)) == [WEIGHTS]
 
 
-def derive(base: type, **members: Any) -> Any:
-    """A class of the same name with other methods."""
-    return type("Own", (base,), members)
-
-
 def make_step(scale: float) -> Any:
     return lambda optimizer, closure=None: scale
 
 
+ENDING = "EarlyStopping or BestWeights"
+
+
+def derive_twice(base: type, method: str, one: Any, other: Any) -> list[Any]:
+    """Objects of two classes of the same name, which differ in a method."""
+    return [type("Own", (base,), {method: function}) for function in (one, other)]
+
+
 @pytest.mark.parametrize(
-    ("one", "other", "name"),
+    ("name", "field", "base", "method", "functions"),
     [
-        (
-            {"model": derive(UserNet, forward=lambda self, x: self.layer(x))()},
-            {"model": derive(UserNet, forward=lambda self, x: -self.layer(x))()},
-            "model",
-        ),
-        ({"model": UserNet(torch.tanh)}, {"model": UserNet(torch.relu)}, "model"),
-        (
-            {"losses": (derive(nn.MSELoss, forward=lambda self, x, y: (x - y).abs())(),)},
-            {"losses": (derive(nn.MSELoss, forward=lambda self, x, y: (x - y) ** 2)(),)},
-            "loss",
-        ),
-        (
-            {"optimizer": derive(torch.optim.SGD, step=make_step(1.0))},
-            {"optimizer": derive(torch.optim.SGD, step=make_step(2.0))},
-            "optimizer",
-        ),
-        (
-            {"transformation": derive(object, __call__=lambda self, columns: columns)()},
-            {"transformation": derive(object, __call__=lambda self, columns: {**columns})()},
-            "transformation_fn",
-        ),
-        (
-            {"callbacks": (derive(EarlyStopping, on_epoch_end=lambda self, training: None)(),)},
-            {"callbacks": (derive(EarlyStopping, on_epoch_end=lambda self, training: 1)(),)},
-            "EarlyStopping or BestWeights",
-        ),
+        ("model", "model", UserNet, "forward", (lambda s, x: s.layer(x), lambda s, x: -s.layer(x))),
+        ("loss", "losses", nn.MSELoss, "forward", (lambda s, x, y: x - y, lambda s, x, y: (x - y) ** 2)),
+        ("optimizer", "optimizer", torch.optim.SGD, "step", (make_step(1.0), make_step(2.0))),
+        ("transformation_fn", "transformation", object, "__call__", (lambda s, c: c, lambda s, c: {**c})),
+        (ENDING, "callbacks", EarlyStopping, "on_epoch_end", (lambda s, t: None, lambda s, t: 1)),
     ],
 )
-def test_a_class_of_the_user_s_with_other_code_is_named(one: Any, other: dict[str, Any], name: str) -> None:
+def test_a_class_of_the_user_s_with_other_code_is_named(
+    name: str, field: str, base: type, method: str, functions: Any
+) -> None:
+    kinds = derive_twice(base, method, *functions)
+    made = [kind if field == "optimizer" else kind() for kind in kinds]
+    one, other = ({field: (each,) if field in ("losses", "callbacks") else each} for each in made)
     assert find_differences(make_objects(**one), make_objects(**other))[0] == name
     assert find_differences(make_objects(**one), make_objects(**copy.deepcopy(one))) == []
 
@@ -264,8 +247,8 @@ def test_a_class_of_the_user_s_with_other_code_is_named(one: Any, other: dict[st
         ("loss", {"losses": (nn.MSELoss(), nn.MSELoss()), "loss_weights": (0.2, 0.8)}),
         ("train_minibatch_fn", {"train_minibatch_fn": lambda model, features, labels: model(*features)}),
         ("transformation_fn", {"transformation": lambda columns: columns}),
-        ("EarlyStopping or BestWeights", {"callbacks": (EarlyStopping(patience=3),)}),
-        ("EarlyStopping or BestWeights", {"callbacks": (BestWeights("loss"),)}),
+        (ENDING, {"callbacks": (EarlyStopping(patience=3),)}),
+        (ENDING, {"callbacks": (BestWeights("loss"),)}),
         ("learning rate schedule", {"callbacks": (LearningRateSchedule(lambda o: StepLR(o, 1, 0.1)),)}),
     ],
 )

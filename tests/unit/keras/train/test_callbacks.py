@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.training.keras.callback_list import KerasCallbackList, build_keras_logs
+from spark_elastic.training.keras.callback_list import KerasCallbackList
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
@@ -330,10 +330,3 @@ def test_the_final_weights_are_averaged_if_a_callback_averages_them() -> None:
         ours.train_on_batch(x, y)
     KerasCallbackList([], ours, PARAMS).on_fit_end([{"epoch": 4, "loss": 0.1}])
     np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-6)
-
-
-def test_logs_are_those_of_keras() -> None:
-    assert build_keras_logs({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
-        "loss": 2.0,
-        "val_loss": 3.0,
-    }

@@ -155,24 +155,15 @@ def append(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
     net.kept = torch.cat([net.kept, x[:, :1]])
 
 
+LOST = "buffer 'part.kept' of the model depends on all rows of a step in a way"
+
+
 @pytest.mark.parametrize(
     ("value", "write", "says"),
     [
-        (
-            torch.zeros(40, 1).double(),
-            push,
-            "buffer 'part.kept' of the model depends on all rows of a step in a way",
-        ),
-        (
-            torch.ones(3).double(),
-            average_sums,
-            "buffer 'part.kept' of the model depends on all rows of a step in a way",
-        ),
-        (
-            torch.zeros(0, 1).double(),
-            append,
-            r"different shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)",
-        ),
+        (torch.zeros(40, 1).double(), push, LOST),
+        (torch.ones(3).double(), average_sums, LOST),
+        (torch.zeros(0, 1).double(), append, r"shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)"),
     ],
 )
 def test_a_buffer_that_ranks_cannot_bring_together_is_named_at_once(

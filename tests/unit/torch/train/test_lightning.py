@@ -83,12 +83,7 @@ def test_a_batch_is_mapped_as_the_tuple_that_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "how", "says"),
     [
-        (
-            "far",
-            SimpleNamespace(compute=lambda: 1.0),
-            {},
-            "the metric SimpleNamespace",
-        ),  # of one worker's rows
+        ("far", SimpleNamespace(compute=lambda: 1.0), {}, "the metric Simple"),  # of one worker's rows
         ("rows", 3, {"reduce_fx": "sum"}, "reduce_fx='sum'"),
     ],
 )

@@ -147,9 +147,8 @@ def test_metrics_take_outputs_of_16_bits(kind: torch.dtype) -> None:
     metrics = Metrics(name_metrics([torch.nn.functional.l1_loss]), ["y"], logs=False)
 
     def work(group: Group) -> Any:
-        metrics.add(
-            LossResult(torch.zeros(()), 2, (torch.zeros(2, dtype=kind),)), (torch.ones(2, dtype=kind),)
-        )
+        output, label = torch.zeros(2, dtype=kind), torch.ones(2, dtype=kind)
+        metrics.add(LossResult(torch.zeros(()), 2, (output,)), (label,))
         metrics.gather(group)
         metrics.commit()
         return metrics.results()

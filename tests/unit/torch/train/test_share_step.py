@@ -183,18 +183,8 @@ ONE, OTHER = digest_of(1.0), digest_of(1.0000001)
     ("check", "found", "says", "suspects"),
     [
         (ShareCheck(1, 0, (2,)), [ONE, None, ONE], None, ()),
-        (
-            ShareCheck(1, 0, (2, 1)),
-            [ONE, ONE, OTHER],
-            r"share 1: rank 2 on host h.* other bits than the 2 others",
-            (2,),
-        ),
-        (
-            ShareCheck(1, 1, (0,)),
-            [ONE, OTHER],
-            "which of them is wrong cannot be said: with three workers",
-            (1, 0),
-        ),
+        (ShareCheck(1, 0, (2, 1)), [ONE, ONE, OTHER], r"share 1: rank 2 on host h.* than the 2 others", (2,)),
+        (ShareCheck(1, 1, (0,)), [ONE, OTHER], "which .* cannot be said: with three workers", (1, 0)),
     ],
 )
 def test_a_third_decides_who_is_wrong(check: Any, found: list[Any], says: str | None, suspects: Any) -> None:
