@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.platforms import make_platform, resume_after_coordinator_loss
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
 from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.spark import make_platform
+from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
@@ -42,7 +43,7 @@ from spark_elastic.worker.imports import is_installed, list_early_imports
 from spark_elastic.worker.program import Program
 
 if TYPE_CHECKING:
-    from spark_elastic.clusters.platforms.spark_platform import SparkPlatform
+    from spark_elastic.clusters.spark.platform import SparkPlatform
 
 log = logging.getLogger("spark_elastic")
 

@@ -46,10 +46,7 @@ class NumberedHosts:
 
 
 class ProcessLauncher(LocalLauncher):
-    """`LocalLauncher` on numbered hosts, by default one per slot.
-
-    Workers are spawned and have short timeouts.
-    """
+    """`LocalLauncher` on numbered hosts, by default one per slot. Workers are spawned and have short timeouts."""
 
     def __init__(
         self,
@@ -61,13 +58,9 @@ class ProcessLauncher(LocalLauncher):
         collective_timeout: float = 20.0,
         spare_after: float = 0.0,
     ) -> None:
-        """
-        Args:
-            room: how many slots this cluster has.
-            collective_timeout: of its workers, in seconds.
-            spare_after: how long after its first worker each slot starts a warm spare, in seconds. Tests that kill
-                whole slots need none; a spare imports frameworks for as long as a worker.
-        """
+        """room: how many slots this cluster has. collective_timeout: of its workers, in seconds. spare_after: how long
+        after its first worker each slot starts a warm spare, in seconds. Tests that kill whole slots need none; a spare
+        imports frameworks for as long as a worker."""
         self._hosts = NumberedHosts(room, slots_per_host)
         self._collective_timeout = collective_timeout
         self._spare_after = spare_after
@@ -157,9 +150,8 @@ class CountingProgram:
             handle.report_metrics({"step": self._step, "world": group.size})
             if versions.max() > world.version.encode():
                 return Stopped("the membership changes")
-        return Completed(
-            json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank})
-        )
+        result = {"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank}
+        return Completed(json.dumps(result))
 
     def close(self) -> None:
         """Nothing to free."""

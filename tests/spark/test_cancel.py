@@ -17,8 +17,8 @@ import psutil
 import pytest
 from pyspark import InheritableThread
 
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.spark.classic import ClassicPlatform
+from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import JobCancelled
 from spark_elastic.monitoring.listener import JobListener

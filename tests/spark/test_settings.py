@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.spark.classic import ClassicPlatform
+from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.types import Limits
 from tests.journals import keep_journal

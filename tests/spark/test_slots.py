@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from elastic_collectives import Group
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.spark.classic import ClassicPlatform
+from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, WorldView

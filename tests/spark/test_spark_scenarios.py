@@ -16,8 +16,8 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.spark.classic import ClassicPlatform
+from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
 from spark_elastic.protocol.types import Limits

@@ -6,13 +6,14 @@ import io
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from spark_elastic.clusters import cli, store_cli
-from spark_elastic.clusters.horovodrun_options import REFUSED
+from spark_elastic.clusters.cli_options import REFUSED
 from spark_elastic.clusters.local.command import take_python_options
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.data.store import Store
@@ -27,8 +28,8 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def _parse_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> cli.RunOptions:
-    found: list[cli.RunOptions] = []
+def _parse_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    found: list[Any] = []
     monkeypatch.setattr(cli, "execute", found.append)
     result = CliRunner().invoke(cli.run, arguments)
     assert result.exit_code == 0, result.output
@@ -63,6 +64,10 @@ NO_MEANING = [
     ("line", "sentence"),
     [
         ("python {}", "needs -np"),
+        (
+            "-np 2 --restarts 2 python {}",
+            "needs --run-id and --store: by them the next driver continues the run.",
+        ),
         ("-np 3 --max-np 2 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 3 <= 2."),
         ("-H localhost:2 --min-np 3 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 2 <= 2."),
         ("-np 2 cat {}", "cat ended and has started no `python` or `python3` of its PATH, so that no worker"),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -92,13 +92,10 @@ class HostSlots:
             self._change.notify_all()
 
 
-def find_remote_hosts(hosts: Mapping[str, int]) -> list[str]:
+def find_remote_hosts(hosts: Iterable[str]) -> list[str]:
     """The hosts that are not this machine."""
-    return [host for host in hosts if not _is_this_machine(host)]
-
-
-def _is_this_machine(host: str) -> bool:
-    return host in ("localhost", socket.gethostname()) or is_own_address(host)
+    own = ("localhost", socket.gethostname())
+    return [host for host in hosts if host not in own and not is_own_address(host)]
 
 
 class LocalLauncher(ThreadPerSlotLauncher):
@@ -114,10 +111,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         preload: tuple[str, ...] = (),
         interpreter: str = sys.executable,
     ) -> None:
-        """
-        Args:
-            interpreter: path of the Python that slots run with.
-        """
+        """interpreter: path of the Python that slots run with."""
         super().__init__(clock)
         self._program = program
         self._payload = pickling.dumps(program)
@@ -132,10 +126,8 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     def slots(self) -> dict[int, int]:
         """Living slot processes: number of the launch -> process id."""
-        alive = [
-            (launch, process) for launch, process in list(self.processes.items()) if process.poll() is None
-        ]
-        return {launch: process.pid for launch, process in alive}
+        started = list(self.processes.items())
+        return {launch: process.pid for launch, process in started if process.poll() is None}
 
     def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
         """Signal a slot process; its training child dies with it."""

@@ -17,11 +17,11 @@ from spark_elastic.clusters.local.ssh import (
     BOOTSTRAP,
     READY,
     RemoteEnd,
+    SshLauncher,
     SshOptions,
     SshProcess,
     export_environment,
 )
-from spark_elastic.clusters.local.ssh_launcher import SshLauncher
 from spark_elastic.errors import PreflightError
 from spark_elastic.protocol.slot_spec import SlotSpec
 from tests.patience import until

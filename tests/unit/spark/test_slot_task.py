@@ -16,7 +16,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
-from spark_elastic.clusters.spark.launcher import SparkLauncher
+from spark_elastic.clusters.spark.classic import SparkLauncher
 from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
