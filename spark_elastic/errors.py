@@ -22,8 +22,7 @@ class ElasticError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a notebook: the sentence, then the user's lines; `traceback.print_exc()` shows all."""
         places = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
-        frames = traceback.extract_tb(self.__traceback__)
-        frames = [frame for frame in frames if not frame.filename.startswith(places)]
+        frames = [f for f in traceback.extract_tb(self.__traceback__) if not f.filename.startswith(places)]
         own = [frame for frame in frames if "-packages" + os.sep not in frame.filename]
         return ["".join([*traceback.format_exception_only(type(self), self), *traceback.format_list(own)])]
 

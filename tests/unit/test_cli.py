@@ -85,7 +85,7 @@ NO_MEANING = [
         ("-np 2 --hostfile {latin_1} python {}", "cannot be read: 'utf-8' codec"),
         (
             "-np 2 --network-interface nowhere0 python {}",
-            "--network-interface='nowhere0' is no network interface of this machine",
+            "='nowhere0' is no network interface of this machine",
         ),
         ("-np 2 -H localhost python {}", "write host:slots"),
         ("-np 2 -H , python {}", "-H names no host: write one"),
@@ -95,7 +95,7 @@ NO_MEANING = [
         ("-np 2 --host-discovery-script /nowhere/s.sh python {}", "host discovery failed at its first call"),
         (
             "-np 3 --device cuda python {}",
-            "this host shows 2 GPUs, for 2 slots, where the job needs 3 workers: give --min-np fewer",
+            "2 GPUs, for 2 slots, where the job needs 3 workers: give --min-np",
         ),
         *(
             (f"-np 2 {option} 0 python {{}}", f"Invalid value for '{option}'")
@@ -207,9 +207,8 @@ def test_options_of_operations_reach_the_training_processes_and_win_over_variabl
         "HOROVOD_LOG_LEVEL": "error",
     }
     wanted = _parse_options(monkeypatch, *options.split(), "-np", "2", "python", "train.py")
-    assert (
-        cli._make_environment(_parse_options(monkeypatch, "--gloo", "-np", "2", "python", "train.py")) == {}
-    )
+    gloo = _parse_options(monkeypatch, "--gloo", "-np", "2", "python", "train.py")
+    assert cli._make_environment(gloo) == {}
     environment = {**inherited, **cli._make_environment(wanted)}
     assert getattr(operations_from_env(environment), setting) == value
 
@@ -235,11 +234,8 @@ def test_variables_of_options_are_in_the_programs_environment(
     ("words", "variables", "rest"),
     [
         ("-u train.py -O", {}, ["train.py", "-O"]),
-        (
-            "-uOO -B -m train -X",
-            {"PYTHONOPTIMIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"},
-            ["-m", "train", "-X"],
-        ),
+        ("-uOO -m train -X", {"PYTHONOPTIMIZE": "2"}, ["-m", "train", "-X"]),
+        ("-B t.py", {"PYTHONDONTWRITEBYTECODE": "1"}, ["t.py"]),
         ("-W error -Wignore:a -c pass", {"PYTHONWARNINGS": "error,ignore:a"}, ["-c", "pass"]),
         (
             "-X dev -Xutf8=0 -X int_max_str_digits=9 t.py",

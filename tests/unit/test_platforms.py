@@ -42,9 +42,7 @@ def test_a_session_whose_settings_kill_each_slot_is_refused_before_any_job() -> 
         make_platform(SimpleNamespace(sparkContext=context), ElasticConfig())  # type: ignore[arg-type]
     over_connect = session()
     over_connect.conf = kill
-    with pytest.raises(
-        InvalidInput, match=r"with spark\.sql\.execution\.pyspark\.udf\.killOnIdleTimeout=true"
-    ):
+    with pytest.raises(InvalidInput, match=rf"with {re.escape(new)}killOnIdleTimeout=true"):
         make_platform(over_connect, ElasticConfig())
     for harmless in ({f"{old}idleTimeoutSeconds": "0"}, {f"{new}killOnIdleTimeout": "false"}):
         over_connect.conf = kill | harmless
@@ -69,10 +67,7 @@ def test_a_session_with_a_context_is_classic() -> None:
         ({"journal": "/nowhere/journal"}, "The journal /nowhere/journal cannot be written"),
         ({"host_discovery": "./nowhere.sh"}, "host_discovery is './nowhere.sh', which is no executable file"),
         ({"handle": "a handle"}, "handle must be a spark_elastic.JobHandle; got a str"),
-        (
-            {"tls_certificate": "/nowhere/a", "tls_key": "/nowhere/b"},
-            "tls_certificate /nowhere/a and tls_key",
-        ),
+        ({"tls_certificate": "/no/a", "tls_key": "/no/b"}, "tls_certificate /no/a and tls_key"),
     ],
 )
 def test_what_the_driver_cannot_use_is_refused_before_any_job(setting: dict[str, Any], sentence: str) -> None:
@@ -86,21 +81,17 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], unreached))
     ways: list[str] = []
-    monkeypatch.setattr(
-        "spark_elastic.clusters.spark.platform.supervise", lambda *arguments: ways.append("beside")
-    )
-    monkeypatch.setattr(
-        "spark_elastic.clusters.coordinator.CoordinatorClient.follow",
-        lambda self, *arguments: ways.append("in a task"),
-    )
+    supervise = "spark_elastic.clusters.spark.platform.supervise"
+    monkeypatch.setattr(supervise, lambda *arguments: ways.append("beside"))
+    follow = "spark_elastic.clusters.coordinator.CoordinatorClient.follow"
+    monkeypatch.setattr(follow, lambda self, *arguments: ways.append("in a task"))
     platform = ConnectPlatform(session(), ElasticConfig())
     platform.preflight(b"", make_memory_store(), (), 2, "it")
     found: LaunchResult | None = platform.launch(JobSpec("program", Limits(1, 1, 1), "job"))
     assert found is None
     assert ways == ["beside" if unreached is None else "in a task"]
-    assert ("the coordinator will run in a task: host h cannot reach" in caplog.text) is (
-        unreached is not None
-    )
+    said = "the coordinator will run in a task: host h cannot reach" in caplog.text
+    assert said is (unreached is not None)
 
 
 @pytest.mark.parametrize("error", [None, JobFailed("two workers were lost.")])
