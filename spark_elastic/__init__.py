@@ -18,8 +18,7 @@ _MODULES = {
     "clusters.run.call": ("run",),
     "clusters.run.torch_distributor": ("TorchDistributor",),
     "config": ("ElasticConfig",),
-    "data.packing": ("Packing",),
-    "data.ragged": ("Ragged",),
+    "data.packing": ("Packing", "Ragged"),
     "driver.discovery": ("JobHandle",),
     "errors": (
         *("ElasticError", "InvalidInput", "PreflightError", "StoreError", "JobCancelled"),
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from spark_elastic.clusters.run.torch_distributor import TorchDistributor as TorchDistributor
     from spark_elastic.config import ElasticConfig as ElasticConfig
     from spark_elastic.data.packing import Packing as Packing
-    from spark_elastic.data.ragged import Ragged as Ragged
+    from spark_elastic.data.packing import Ragged as Ragged
     from spark_elastic.driver.discovery import JobHandle as JobHandle
     from spark_elastic.errors import ConnectionClosed as ConnectionClosed
     from spark_elastic.errors import CoordinatorLost as CoordinatorLost

@@ -25,7 +25,7 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Launcher
-from spark_elastic.driver.remote_launcher import Call, RemoteLauncher
+from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.log_forwarding import (
@@ -36,8 +36,7 @@ from spark_elastic.monitoring.log_forwarding import (
 )
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Checkpoint, Limits
+from spark_elastic.protocol.types import Checkpoint, Limits, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.runs.store_channel import (
@@ -143,7 +142,7 @@ class Coordinator:
             end = JobEnd(error=JobFailed.__name__, text=text)
         finally:
             if end is not None:
-                channel.send(Call("client", "on_end", (end,)))
+                channel.send(ClientCall("client", "on_end", (end,)))
             channel.close(CLOSE_WAIT)
 
     def wait_standby(self) -> None:
@@ -159,7 +158,7 @@ def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
     """Have an object pass the calls of its listed methods to the client. proxy: has all other methods."""
 
     def pass_on(method: str, *arguments: Any) -> None:
-        channel.send(Call(target, method, arguments))
+        channel.send(ClientCall(target, method, arguments))
 
     for method in CALLS[target]:
         setattr(proxy, method, partial(pass_on, method))
@@ -210,7 +209,7 @@ class CoordinatorClient:
             "log": SimpleNamespace(emit=emit_forwarded),
         }
         self._clock = clock
-        self._channel = StoreChannel(end, (Call,), self._call, clock)
+        self._channel = StoreChannel(end, (ClientCall,), self._call, clock)
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
         self._task_started = False  # the coordinator's task runs
@@ -280,7 +279,7 @@ class CoordinatorClient:
         self._end = end
         self._ended.set()
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: ClientCall) -> None:
         """Raises KeyError: the method is not listed. MalformedMessage: an argument is of another type."""
         name = f"{call.target}.{call.method}"
         pairs = zip(CALLS[call.target][call.method], call.arguments, strict=True)

@@ -41,13 +41,12 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.job import LaunchResult
-from spark_elastic.driver.ports import Discovery, Post
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Discovery, Post, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.log_forwarding import announce_phase
 from spark_elastic.protocol.events import DrainRequested, HostAppeared, HostLost
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.worker import pickling
 
 if TYPE_CHECKING:

@@ -44,12 +44,11 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.job import FIRST_ATTEMPT, LaunchResult
-from spark_elastic.driver.ports import Discovery
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Discovery, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError, StoreError
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.log_forwarding import announce_phase
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.runs.store_channel import ChannelEnd
 

@@ -25,7 +25,7 @@ from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
 from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

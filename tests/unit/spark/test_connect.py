@@ -19,7 +19,7 @@ from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.testing.fakes import FakeClock
 
