@@ -107,8 +107,9 @@ class Coordinator:
     config: ElasticConfig  # from `check_config`: without settings that belong to the client's machine
     name: str  # the job's name
     encrypted: bool  # the server speaks TLS, unless the configuration says otherwise
-    # Why a host with these facts cannot take part, or None.
-    check_host: Callable[[Mapping[str, Any]], str | None]
+    check_host: Callable[
+        [Mapping[str, Any]], str | None
+    ]  # why a host with these facts cannot take part, or None
     # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.
     run: tuple[str, int, tuple[Checkpoint, ...]] | None
 

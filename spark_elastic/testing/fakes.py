@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 
 import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.clusters.local.launcher import LocalLauncher
+from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.types import Phase, Position, SlotSpec, WorldView
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
@@ -18,30 +17,23 @@ from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHand
 WIDTH = 1000  # numbers in the state of a `CountingProgram`
 
 
-class NumberedHosts:
+class NumberedHosts(HostSlots):
     """Room for a number of slots on numbered hosts; further slot jobs stay pending, as in Spark."""
 
     def __init__(self, room: int, slots_per_host: int) -> None:
-        self._room = threading.Semaphore(room)
+        super().__init__({"any": room})
+        self._slots = room
         self._per_host = slots_per_host
-        self._closed = threading.Event()
 
     def acquire(self, launch: int) -> str | None:
-        self._room.acquire()
-        if self._closed.is_set():
-            self._room.release()  # wakes the next waiting thread
-            return None
-        return f"host-{launch // self._per_host}"
+        return None if super().acquire(launch) is None else f"host-{launch // self._per_host}"
 
     def release(self, host: str) -> None:
-        self._room.release()
+        super().release("any")
 
     def add(self, slots: int) -> None:
-        self._room.release(slots)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._room.release()
+        self._slots += slots
+        self.update({"any": self._slots})
 
 
 class ProcessLauncher(LocalLauncher):

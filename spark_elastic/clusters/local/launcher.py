@@ -1,6 +1,6 @@
 """Starts slots as processes of this machine: `driver.ports.Launcher` without a cluster.
 
-The thread of a slot waits for room in a `SlotPool`, starts the slot's process and waits for its end.
+The thread of a slot waits for room in a `HostSlots`, starts the slot's process and waits for its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from spark_elastic.clock import Clock
 from spark_elastic.clusters.local.slot import LocalSlot
@@ -27,20 +26,8 @@ from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.imports import list_early_imports
 
 
-class SlotPool(Protocol):
-    """Room for slots on hosts. The threads of a launcher wait here."""
-
-    def acquire(self, launch: int) -> str | None:
-        """Wait for room. Returns the host that has it, or None once the pool is closed."""
-        ...
-
-    def release(self, host: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class HostSlots:
-    """A pool of hosts by name, each with a number of slots, that come and go.
+    """Room for slots on hosts by name, which come and go; the threads of a launcher wait here.
 
     Hosts are filled in the order in which they are listed. Where a slot has ended, the driver may refuse new ones:
     other hosts come first, then the host whose last slot ended longest ago. Discovery's thread calls `update`.
@@ -67,6 +54,7 @@ class HostSlots:
             return bool(self._room)
 
     def acquire(self, launch: int) -> str | None:
+        """Wait for room. Returns the host that has it, or None once the pool is closed."""
         with self._change:
             while not self._closed:
                 free = [host for host, room in self._room.items() if self._taken[host] < room]
@@ -104,7 +92,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
     def __init__(
         self,
         program: object,
-        pool: SlotPool,
+        pool: HostSlots,
         clock: Clock,
         preload: tuple[str, ...] = (),
         interpreter: str = sys.executable,

@@ -25,7 +25,7 @@ from typing import Any
 
 import spark_elastic
 from spark_elastic.clock import Clock
-from spark_elastic.clusters.local.launcher import LocalLauncher, SlotPool, find_remote_hosts
+from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher, find_remote_hosts
 from spark_elastic.clusters.local.slot import REFUSED
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput, PreflightError
@@ -278,7 +278,7 @@ class SshLauncher(LocalLauncher):
     def __init__(
         self,
         program: object,
-        pool: SlotPool,
+        pool: HostSlots,
         clock: Clock,
         ssh: SshOptions,
         preload: tuple[str, ...] = (),
