@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.monitoring.listener import JobListener, Metrics
-from spark_elastic.monitoring.log_forwarding import format_as_spark
+from spark_elastic.monitoring.logs import format_as_spark
 from spark_elastic.monitoring.report import Throughput
 
 log = logging.getLogger("spark_elastic")
@@ -30,19 +31,8 @@ BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 BAR_COLUMNS = 80  # where tqdm does not know the stream's width
 LIVE_LINE_SPACE = 20  # columns for percentage, bar and what separates the parts
 # Metrics that are shown in a fixed place, or not at all.
-POSITION_METRICS = (
-    "epoch",
-    "epochs",
-    "closed",
-    "step",
-    "steps",
-    "rows",
-    "loss",
-    "world",
-    "checkpoint_seconds",
-    "bulk_seconds",
-    "bulk_generation",
-)
+POSITION_METRICS = {"epoch", "epochs", "closed", "step", "steps", "rows", "loss", "world"}
+POSITION_METRICS |= {"checkpoint_seconds", "bulk_seconds", "bulk_generation"}
 COMMIT_METRICS = {"step", "world", "checkpoint_seconds"}  # what every job reports without the program's doing
 
 
@@ -161,11 +151,50 @@ class OutputListener(JobListener):
             now = datetime.fromtimestamp(self._clock.wall()).astimezone()
             text = f"{now.isoformat(timespec='seconds')} {text}"
         try:
-            self._stream.write(_escape_unencodable(text, self._stream) + "\n")
+            if encoding := getattr(self._stream, "encoding", None):  # escapes what it lacks
+                text = text.encode(encoding, "backslashreplace").decode(encoding)
+            self._stream.write(text + "\n")
             self._stream.flush()
         except BrokenPipeError:
             self._stream_closed = True
             log.warning("the stream that shows workers' output has been closed; the job continues")
+
+
+class FileListener(OutputListener):
+    """Writes all output to `rank.N/stdout` as well, and marks what the driver says.
+
+    Args:
+        folder: of the ranks' folders; None for no files. Workers outside of a world write to `rank.none`.
+        shown: the arguments of `OutputListener`.
+    """
+
+    def __init__(self, folder: Path | None, *shown: Any, **named: Any) -> None:
+        super().__init__(*shown, **named)
+        self._folder = folder
+        self._files: dict[str, IO[str]] = {}  # by folder
+        self._files_lock = threading.Lock()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        super().on_output(worker, rank, line)
+        with self._files_lock:
+            if self._folder is not None:
+                name = "rank.none" if rank is None else f"rank.{rank}"
+                if name not in self._files:
+                    (self._folder / name).mkdir(parents=True, exist_ok=True)
+                    self._files[name] = (self._folder / name / "stdout").open("a", encoding="utf-8")
+                self._files[name].write(line + "\n")
+                self._files[name].flush()
+
+    def on_message(self, text: str) -> None:
+        super().on_message(f"[driver] {text}")
+
+    def close(self) -> None:
+        super().close()
+        with self._files_lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+            self._folder = None
 
 
 class ProgressListener(OutputListener):
@@ -321,8 +350,3 @@ def is_in_notebook() -> bool:
     """Whether this process is a notebook's kernel; Spark alone imports ipykernel, too."""
     ipython = sys.modules.get("IPython")
     return hasattr(ipython.get_ipython() if ipython is not None else None, "kernel")
-
-
-def _escape_unencodable(text: str, stream: IO[str]) -> str:
-    encoding = getattr(stream, "encoding", None)
-    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)

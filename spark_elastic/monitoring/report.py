@@ -1,23 +1,27 @@
-"""The report of a job: where its time went, what losses cost, and how many rows were trained. Pure values.
+"""The report of a job: where its time went, what losses cost, and how many rows were trained; and a job's page.
 
-`JobHistory` makes it; a fitted model keeps it as JSON. This module knows neither the driver nor a framework; times are
-arguments, in seconds since the launch.
+`JobHistory` makes a report; a fitted model keeps it as JSON. The page is HTML that loads nothing from elsewhere: a live
+one asks its server for the data every second, a saved one holds them. All here are values, and times are arguments, in
+seconds since the launch.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import html
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.checks import require_package
-from spark_elastic.monitoring.page import MAX_TEXT, save_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 MAX_POINTS = 600  # of a metric series
 THROUGHPUT_WINDOW = 5.0  # seconds
 PHASES = ("start", "training", "recovery", "planned", "closing")
+MAX_TEXT = 4000  # characters of a message or a stack on a page
+_SCRIPT = "<script>"  # the only one of the page
 
 
 # ---- what rank 0 reports over time
@@ -154,36 +160,28 @@ class WorldChange:
     joined: int  # members that were not in the previous world
     left: int  # members of the previous world that are not in this one
     reason: str  # in words
-    # Downtime until every member had built this world; None if it was never built.
-    seconds: float | None = None
+    seconds: float | None = None  # downtime until every member had built this world; None: it was never built
     steps_lost: int | None = 0  # applied steps that have to be repeated; None: the program counts no steps
-    # From the beginning of this world until NCCL summed its gradients; None: it never did.
-    bulk_seconds: float | None = None
+    bulk_seconds: float | None = (
+        None  # from its beginning until NCCL summed its gradients; None: it never did
+    )
 
     def __str__(self) -> str:
         """One line: what happened and what it cost."""
-        duration = "" if self.seconds is None else f" in {self.seconds:.2f} s"
-        bulk = "" if self.bulk_seconds is None else f", sums by NCCL after {self.bulk_seconds:.1f} s"
-        return (
-            f"world of {self.size}: {self._describe_change()}{duration}{self._describe_steps_lost()}{bulk} "
-            f"({self.reason})"
-        )
-
-    def _describe_change(self) -> str:
-        match self.kind:
-            case WorldChangeKind.START:
-                return "started"
-            case WorldChangeKind.LOSS:
-                return f"{self.left} of {self.before} lost, recovered"
-            case WorldChangeKind.RESTART:
-                return f"all {self.before} lost, restarted"
         moves = [(self.joined, "joined"), (self.left, "left as planned")]
-        return ", ".join(f"{count} {verb}" for count, verb in moves if count) or "re-formed"
-
-    def _describe_steps_lost(self) -> str:
-        if self.kind not in UNPLANNED or self.steps_lost is None:
-            return ""
-        return f", {self.steps_lost or 'no'} committed step{'' if self.steps_lost == 1 else 's'} lost"
+        text = {
+            WorldChangeKind.START: "started",
+            WorldChangeKind.LOSS: f"{self.left} of {self.before} lost, recovered",
+            WorldChangeKind.RESTART: f"all {self.before} lost, restarted",
+            WorldChangeKind.PLANNED: ", ".join(f"{n} {verb}" for n, verb in moves if n) or "re-formed",
+        }[self.kind]
+        if self.seconds is not None:
+            text += f" in {self.seconds:.2f} s"
+        if self.kind in UNPLANNED and self.steps_lost is not None:
+            text += f", {self.steps_lost or 'no'} committed step{'' if self.steps_lost == 1 else 's'} lost"
+        if self.bulk_seconds is not None:
+            text += f", sums by NCCL after {self.bulk_seconds:.1f} s"
+        return f"world of {self.size}: {text} ({self.reason})"
 
 
 # ---- the report
@@ -254,10 +252,9 @@ class JobReport:
         epochs = []
         for entry in history:
             seen, planned = int(entry["rows"]), int(entry.get("planned", data_rows))
-            missing, duplicated = max(0, planned - seen), max(0, seen - planned)
+            wrong = max(0, planned - seen), max(0, seen - planned)
             figures = {name: n for name, n in entry.items() if isinstance(n, float) and name != "seconds"}
-            steps = int(entry.get("steps", 0))
-            epochs.append(EpochRows(int(entry["epoch"]), seen, missing, duplicated, steps, figures))
+            epochs.append(EpochRows(int(entry["epoch"]), seen, *wrong, int(entry.get("steps", 0)), figures))
         return dataclasses.replace(self, epochs=tuple(epochs))
 
     def _find_epoch(self, at: float) -> float | None:
@@ -371,7 +368,7 @@ class JobReport:
                 }
                 for change in self.world_changes[-MAX_SHOWN_CHANGES:]
             ],
-            "epochs": [{"epoch": each.epoch + 1, **each.figures} for each in self.epochs[-MAX_POINTS:]],
+            "epochs": [{"epoch": rows.epoch + 1, **rows.figures} for rows in self.epochs[-MAX_POINTS:]],
             "curve": {
                 "at": [round(point.at, 2) for point in self.curve],
                 "loss": [point.loss for point in self.curve],
@@ -421,12 +418,54 @@ class JobReport:
             lines.append(f"recoveries: {len(self.recoveries)}{took}{steps}")
         else:
             lines.append("no worker was lost")
-        lines.append(
-            f"checkpoints: {self.checkpoints}, which held up training for {self.checkpoint_seconds:.2f} s"
-        )
+        held = f"which held up training for {self.checkpoint_seconds:.2f} s"
+        lines.append(f"checkpoints: {self.checkpoints}, {held}")
         lines.append(f"worker-hours: {self.reserved_hours:.3f} reserved, {self.useful_hours:.3f} useful")
         lines += [
             f"epoch {rows.epoch + 1}: {rows.seen} rows, {rows.missing} missing, {rows.duplicated} duplicated"
             for rows in self.epochs
         ]
         return "\n".join(lines)
+
+
+# ---- the page
+
+
+def read_page() -> bytes:
+    return files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
+
+
+def save_page(status: dict[str, Any]) -> str:
+    """The page of a job that is over, with the last status in it."""
+    data = encode_json({**status, "saved": True}).decode().replace("<", "\\u003c")
+    holder = f'<script type="application/json" id="saved">{data}</script>\n'
+    return read_page().decode().replace(_SCRIPT, holder + _SCRIPT, 1)
+
+
+def encode_json(status: dict[str, Any]) -> bytes:
+    """As JSON. Infinities and NaN become null, since browsers refuse JSON that contains them."""
+    try:
+        return json.dumps(status, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_replace_non_finite(status), separators=(",", ":")).encode()
+
+
+def _replace_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def build_content_security_policy(html: bytes) -> str:
+    """Allow only the page's own script and style, by their hashes, and data from the same origin."""
+    hashes = {}
+    for tag in ("script", "style"):
+        element = re.search(f"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
+        assert element is not None  # of our own page
+        hashes[tag] = base64.b64encode(hashlib.sha256(element[1]).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from spark_elastic.monitoring.console import POSITION_METRICS
 from spark_elastic.monitoring.job_history import HistoryEntry, JobHistory
-from spark_elastic.monitoring.page import (
+from spark_elastic.monitoring.report import (
     MAX_TEXT,
+    JobReport,
     build_content_security_policy,
     encode_json,
     read_page,
 )
-from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.driver.state import DriverState, SlotRecord
 from spark_elastic.rendezvous.status_app import Page
 
@@ -70,9 +70,7 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
         **(STARTING if state is None else _describe_state(state, now)),
         "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
         "metrics": {
-            key: value
-            for key, value in metrics.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
+            name: n for name, n in metrics.items() if type(n) is not bool and isinstance(n, int | float)
         },
         "rows_per_second": 0.0 if stale else round(throughput.rows_per_second, 2),
         "seconds_left": None if stale else throughput.seconds_left,
@@ -84,12 +82,7 @@ def _list_events(report: JobReport, entries: Sequence[HistoryEntry]) -> list[dic
     """Changes of the world and the driver's other decisions, oldest first."""
     last_world = report.world_changes[-1].at if report.world_changes else 0.0
     decisions = [
-        {
-            "at": entry.at,
-            "kind": entry.kind,
-            "text": EVENT_WORDS[entry.kind] + entry.text[:MAX_TEXT],
-            "times": entry.times,
-        }
+        {**dataclasses.asdict(entry), "text": EVENT_WORDS[entry.kind] + entry.text[:MAX_TEXT]}
         for entry in entries
         # The world after a broken one names the loss and its cost.
         if entry.kind in EVENT_WORDS and (entry.kind != "abort world" or entry.at > last_world)
@@ -162,23 +155,23 @@ def format_prometheus(status: dict[str, Any]) -> bytes:
 def _list_metrics(status: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[str, Any]]]]:
     """Yield name, type, description and samples (further labels, value) of each metric."""
     report, metrics = status["report"], status["metrics"]
-    others = sorted(set(metrics) - set(POSITION_METRICS))
-    by_status = [
-        (f',status="{_escape_label(value)}"', count) for value, count in sorted(status["slot_counts"].items())
-    ]
-    by_name = [(f',name="{_escape_label(name)}"', metrics[name]) for name in others]
-    by_phase = [(f',phase="{_escape_label(phase)}"', seconds) for phase, seconds in report["phases"].items()]
+
+    def label(name: str, samples: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [(f',{name}="{_escape_label(value)}"', sample) for value, sample in samples.items()]
+
+    others = {name: metrics[name] for name in sorted(metrics.keys() - POSITION_METRICS)}
     goodput = "Share of the job's time in which a whole world trained, less what checkpoints took."
     yield "world_size", "gauge", "Workers of the newest world.", [("", status["size"])]
     yield "generation", "counter", "Worlds so far.", [("", status["generation"])]
-    yield "slots", "gauge", "Slots by the state of their worker.", by_status
+    yield "slots", "gauge", "Slots by the state of their worker.", label("status", status["slot_counts"])
     yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", status["stalled_count"])]
     speed = status["rows_per_second"] if "rows" in metrics else None  # a hand-written loop counts none
     yield "rows_per_second", "gauge", "Rows trained by the whole world.", [("", speed)]
     for name in ("epoch", "step", "loss"):
         yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", metrics.get(name))]
-    yield "reported", "gauge", "Other metrics that rank 0 reported, such as validation losses.", by_name
-    yield "phase_seconds_total", "counter", "Where the job's time went.", by_phase
+    described = "Other metrics that rank 0 reported, such as validation losses."
+    yield "reported", "gauge", described, label("name", others)
+    yield "phase_seconds_total", "counter", "Where the job's time went.", label("phase", report["phases"])
     yield "goodput_ratio", "gauge", goodput, [("", report["goodput"])]
     yield "recoveries_total", "counter", "Worlds that followed a loss.", [("", report["recoveries"])]
     yield "recovery_seconds_total", "counter", "Time lost to recoveries.", [("", report["recovery_total"])]

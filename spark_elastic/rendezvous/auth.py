@@ -110,7 +110,6 @@ class Sessions:
         self._counts: dict[str, int] = {}  # the last count of each session
 
     def open(self, nonce: str) -> str:
-        """The session of a genuine hello."""
         return self._number + nonce[:16]
 
     def is_known(self, session: str) -> bool:
@@ -235,5 +234,4 @@ def _load_certificate(text: str, certificate: str, key: str) -> Certificate:
 
 
 def _refuse_password_prompt() -> str:
-    """Instead of asking at the terminal."""
     raise ValueError("the private key has a password")

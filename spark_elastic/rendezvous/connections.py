@@ -1,7 +1,7 @@
 """The server's connections: one request of HTTP/1.1 at a time, with deadlines and bounds. Event loop thread.
 
 What they serve is one function. It sees the head of a request before any byte of the body is read, and answers, or
-gives the function that answers once the body is there.
+gives the function that answers once the body is there. An answer that waits for a change is a `LongPoll`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,109 @@ import math
 import resource
 import socket
 import ssl
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from spark_elastic.rendezvous import http1
-from spark_elastic.rendezvous.http1 import Request, Response
-from spark_elastic.rendezvous.long_polls import LongPoll
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 
+@dataclass(eq=False)
+class LongPoll:
+    """A request that waits for a reply, for its deadline, or for the end of its connection: the first one ends it."""
+
+    waiters: Waiters  # wake it
+    topic: Topic  # of what it waits for
+    find_reply: Callable[[], object]  # the reply; None: it goes on waiting
+    get_last_reply: Callable[[], object]  # the reply at its deadline
+    # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
+    # a machine closes the connections of a process that died. None: the connection did not break.
+    on_ended: Callable[[bool | None], None] = lambda reset: None
+    # Set by the dispatcher:
+    hold: float = 0.0  # seconds until its deadline
+    # Makes the reply that a call gives, or the error that it raises, a response; None, if it gives None.
+    respond: Callable[[Callable[[], object]], object] = lambda compute: None
+
+    def start(self, send: Callable[[Response], None]) -> None:
+        """Wait; `send` is called once, unless `cancel` is called before."""
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._is_woken = False
+        self._timer = self._loop.call_later(self.hold, self._end_with, self.get_last_reply)
+        self.waiters.add(self.topic, self)
+
+    def wake(self) -> None:
+        """Look for a reply, after what this thread does now: several changes at once are one answer."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._look)
+
+    def cancel(self, reset: bool | None) -> None:
+        """The connection is over. reset: as for `on_ended`."""
+        self._timer.cancel()
+        self.waiters.remove(self.topic, self)
+        self.on_ended(reset)
+
+    def _look(self) -> None:
+        self._is_woken = False
+        if not self._timer.cancelled():
+            self._end_with(self.find_reply)
+
+    def _end_with(self, compute: Callable[[], object]) -> None:
+        response = self.respond(compute)
+        if isinstance(response, Response):
+            self.cancel(None)
+            self._send(response)
+
+
+class Subject(Enum):
+    """What a long poll waits for."""
+
+    WORLD = "a worker's next world"
+    UPDATE = "what a worker must know at once"
+    COMMANDS = "commands to a slot"
+    VALUES = "values of a scope"
+
+
+Topic: TypeAlias = tuple[Subject, str]  # of which worker, slot or scope
+
+
+class Waiters:
+    """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time."""
+
+    def __init__(self) -> None:
+        self._polls: defaultdict[Topic, set[LongPoll]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._polls.values()))
+
+    def add(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic].add(poll)
+
+    def remove(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic].discard(poll)
+        if not self._polls[topic]:
+            del self._polls[topic]
+
+    def wake(self, *topics: Topic) -> None:
+        for topic in topics:
+            for poll in self._polls.get(topic, ()):
+                poll.wake()
+
+    def wake_all(self, *subjects: Subject) -> None:
+        for (subject, _), polls in self._polls.items():
+            for poll in polls if subject in subjects else ():
+                poll.wake()
+
+
 AnswerBody = Callable[[bytes], Response | LongPoll]
-App = Callable[[Request], Response | AnswerBody]
+App = Callable[[HttpRequest], Response | AnswerBody]
 
 
 @dataclass(frozen=True)
@@ -54,7 +144,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
         self._received = bytearray()  # not read yet
-        self._request = Request("GET", "", "", {}, 0, True)  # the newest one that was read
+        self._request = HttpRequest("GET", "", "", {}, 0, True)  # the newest one that was read
         self._answer_body: AnswerBody | None = None  # of that request, while its body is awaited
         self._pending: LongPoll | None = None  # of that request, while its answer is awaited
         self._is_in_head = True  # the deadline is that of a head
@@ -291,7 +381,6 @@ class Connections:
             connection.finish()
 
     async def abandon(self) -> None:
-        """End all of them now."""
         for connection in tuple(self._all):
             connection.abandon()
         for task in self._handshakes:
@@ -305,7 +394,6 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Let the kernel probe a silent peer, as far as the system can."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):

@@ -26,7 +26,7 @@ class MalformedHead(ValueError):
 
 
 @dataclass(slots=True)
-class Request:
+class HttpRequest:
     """The head of a request."""
 
     method: str
@@ -66,7 +66,7 @@ def encode_request(path: str, host: str, fields: Iterable[tuple[str, str]], body
     return "\r\n".join(lines).encode("latin-1") + END_OF_HEAD + body
 
 
-def parse_request(head: bytes) -> Request:
+def parse_request(head: bytes) -> HttpRequest:
     """The request whose head is `head`, without the empty line.
 
     Raises:
@@ -82,7 +82,7 @@ def parse_request(head: bytes) -> Request:
     if minor == "1" and "host" not in fields:
         raise MalformedHead("it names no host")
     is_last = minor == "0" or "close" in fields.get("connection", "").lower()
-    return Request(method, path, query, fields, _read_length(fields), is_last)
+    return HttpRequest(method, path, query, fields, _read_length(fields), is_last)
 
 
 def parse_response(head: bytes) -> tuple[int, Fields, int]:

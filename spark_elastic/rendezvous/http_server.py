@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from spark_elastic.errors import InvalidInput
@@ -47,9 +49,9 @@ def listen(bind: Bind) -> socket.socket:
         InvalidInput: the address is not one of this machine, or the port is taken.
     """
     try:
-        host = bind.host.strip("[]")
-        found = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        host, passive = bind.host.strip("[]"), socket.AI_PASSIVE
+        answers = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=passive)
+        family, kind, protocol, _, address = answers[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -240,3 +242,47 @@ def _is_listening(listener: socket.socket) -> bool:
         return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
         return False  # it was closed
+
+
+# Connections: two long polls, and heartbeats, log lines, reports and a request for a world at the same time.
+FILES_PER_WORKER = 6
+RESERVED_FILES = 256  # for what else the driver's process opens
+
+_reserve_lock = threading.Lock()  # owns _reserved
+_reserved: list[int] = []  # workers of each job that runs in this process; not all of them are connected yet
+
+
+@contextmanager
+def reserve_files(workers: int) -> Iterator[None]:
+    """Let this process open the files that the server needs for so many workers' connections beside those of its other
+    jobs, while the block runs.
+
+    Raises:
+        InvalidInput: the hard limit forbids it.
+    """
+    with _reserve_lock:
+        raise_file_limit(workers, sum(_reserved))
+        _reserved.append(workers)
+    try:
+        yield
+    finally:
+        with _reserve_lock:
+            _reserved.remove(workers)
+
+
+def raise_file_limit(workers: int, others: int = 0) -> None:
+    """others: workers of other jobs. Some are connected already, so their need alone is no error."""
+    needed = len(os.listdir("/proc/self/fd")) + RESERVED_FILES + FILES_PER_WORKER * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_limited = hard != resource.RLIM_INFINITY
+    wanted = needed + FILES_PER_WORKER * others
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if is_limited and hard < needed:
+        most = workers - -(-(needed - hard) // FILES_PER_WORKER)
+        fewer = f" or set max_workers to {most} or less" if most > 0 else ""
+        raise InvalidInput(
+            f"The driver may open {hard} files and needs {needed} for {workers} workers' connections: raise its hard "
+            f"limit (ulimit -Hn){fewer}."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if is_limited else wanted, hard))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.http1 import Request, Response
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -66,12 +66,12 @@ class StatusApp:
         """What people open. server: its url."""
         return f"{server}{ROOT}?token={self.token}"
 
-    def handles(self, request: Request) -> bool:
+    def handles(self, request: HttpRequest) -> bool:
         """Whether a request is for the status page."""
         is_page = request.path in (METRICS, ROOT.rstrip("/")) or request.path.startswith(ROOT)
         return is_page and request.method in ("GET", "HEAD") and not request.length
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: HttpRequest) -> Response:
         if request.path == ROOT.rstrip("/"):
             target = "status/" + (f"?{request.query}" if request.query else "")
             return Response(307, b"", (("location", target), *ALWAYS))
@@ -81,7 +81,7 @@ class StatusApp:
         status, body, fields = self._answer_visitor(request, by_address)
         return Response(status, body, fields + ALWAYS, is_authenticated=True)
 
-    def _answer_visitor(self, request: Request, by_address: bool) -> tuple[int, bytes, Fields]:
+    def _answer_visitor(self, request: HttpRequest, by_address: bool) -> tuple[int, bytes, Fields]:
         """Status, body and fields for a holder of the token."""
         if not self._within_rate():
             return 429, b"Too many requests.\n", (*TEXT, ("retry-after", "1"))

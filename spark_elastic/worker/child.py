@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import queue
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+import cloudpickle
+
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import KILLED_EXIT_CODES, WorkerId
+from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotId, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import Activation, ChildFds, Header
-from spark_elastic.worker.forking import ChildProcess, start_process
+from spark_elastic.worker.forking import ForkedProcess, start_process
+from spark_elastic.worker.program import describe_exit
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
 
 # Seconds for a killed process and its last lines; processes that it forked may keep its output open longer.
@@ -34,6 +40,8 @@ CRASH_LINES_WAIT = 0.5  # seconds for the last lines of a process that crashed
 CRASH_FRAMES = 3  # innermost frames of a crash that are reported
 LINE_AT_MOST = 1 << 18  # characters; longer lines are passed on in parts
 PROGRESS_BAR_EVERY = 1.0  # seconds between two states of a progress bar that are passed on, besides its last
+LOAD_SECONDS = 300.0  # for the imports and for loading, where a host tries to load an object
+FAILED_TO_LOAD = "spark_elastic cannot load: "  # what the process prints before the error
 _FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 
@@ -46,7 +54,7 @@ class Child:
 
     def __init__(
         self,
-        process: ChildProcess,
+        process: ForkedProcess | subprocess.Popen[bytes],
         reader: StackReader,
         status: int,
         on_line: Callable[[Child, str], None],
@@ -161,14 +169,12 @@ class Child:
         """In a thread, since a large program takes long through a pipe and the slot's main thread must not wait."""
         pipe = self._process.stdin
         assert pipe is not None
-        try:
+        with suppress(OSError):  # the process died; `on_exit` reports it
             while (data := self._input.get()) is not None:
                 pipe.write(data)
                 pipe.flush()
-        except OSError:
-            pass  # the process died; `on_exit` reports it
-        finally:
-            _close_quietly(pipe)
+        with suppress(OSError):  # likewise, and buffered bytes cannot be written
+            pipe.close()
 
     def _read_status(self, descriptor: int, on_warm: Callable[[Child], None]) -> None:
         with os.fdopen(descriptor, "rb") as pipe:
@@ -195,18 +201,9 @@ def _build_environment(threads: int | None) -> dict[str, str]:
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
     if threads is not None:
         # Libraries read these when they are loaded, some of them before the program is.
-        environment |= dict.fromkeys(
-            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)
-        )
+        for library in ("OMP", "OPENBLAS", "MKL"):
+            environment[f"{library}_NUM_THREADS"] = str(threads)
     return environment
-
-
-def _close_quietly(pipe: IO[bytes]) -> None:
-    """Close the pipe even if the process at its other end is gone and buffered bytes cannot be written."""
-    try:
-        pipe.close()
-    except OSError:
-        pass
 
 
 def read_lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
@@ -292,21 +289,13 @@ class OomKillCounter:
 
     def _read(self) -> tuple[Path | None, int]:
         file = find_oom_counter(self._root)
-        try:
-            lines = file.read_text().splitlines() if file is not None else []
-        except OSError:
-            lines = []  # the group has been removed
-        return file, sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+        return file, (file and _read_kills(file)) or 0
 
 
 def find_oom_counter(root: Path) -> Path | None:
     """The file with the counter closest to this process; None if there is none."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    candidates: list[Path] = []
-    for line in groups:
+    groups, candidates = root / "proc/self/cgroup", list[Path]()
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         # In a container the path may be the host's; the container's own group is then mounted at the top.
         if controllers == "":
@@ -317,11 +306,75 @@ def find_oom_counter(root: Path) -> Path | None:
             continue
         candidates += [mount / path.lstrip("/") / name, mount / name]
     candidates.append(root / "proc/vmstat")
-    return next((file for file in candidates if _has_counter(file)), None)
+    return next((file for file in candidates if _read_kills(file) is not None), None)
 
 
-def _has_counter(file: Path) -> bool:
+def _read_kills(file: Path) -> int | None:
+    """The counter in a file; None: it has none, or is gone."""
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+# ---- whether a host can load an object
+
+
+@dataclass(frozen=True)
+class LoadingProgram:
+    """Takes the place of a worker's program. Its preparation loads the object, or ends the process."""
+
+    payload: bytes  # cloudpickle of the object
+
+    def prepare(self) -> None:
+        error = find_load_error(self.payload)
+        if error is not None:
+            sys.stdout.write(f"{FAILED_TO_LOAD}{' '.join(error.split())}\n")
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def find_load_error(payload: bytes) -> str | None:
+    """Load the object in this process. Returns the error, or None."""
     try:
-        return any(line.startswith("oom_kill ") for line in file.read_text().splitlines())
-    except OSError:
-        return False
+        cloudpickle.loads(payload)
+    except Exception as error:  # whatever user classes raise while they are unpickled
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
+    """Load the object in a process that this one's fork server forks. Main thread only; blocks for its imports.
+
+    Args:
+        spec: of the slots to come.
+
+    Raises:
+        TimeoutError: it was still loading after `LOAD_SECONDS`.
+    """
+    lines: list[str] = []
+    codes: list[int] = []  # the exit code, if it ended before it was warm
+    ready = threading.Event()
+
+    def record_exit(child: Child, code: int) -> None:
+        codes.append(code)
+        ready.set()
+
+    child = Child.start(
+        spec,
+        SlotIdentity(slot=SlotId.build(0, 0)),
+        pickle.dumps(LoadingProgram(payload)),
+        lambda child, line: lines.append(line),
+        lambda child: ready.set(),
+        record_exit,
+    )
+    in_time = ready.wait(LOAD_SECONDS)
+    ended = list(codes)  # before it is killed
+    child.close()  # its last lines are here afterwards
+    if not in_time:
+        raise TimeoutError
+    if not ended:
+        return None
+    said = (line.removeprefix(FAILED_TO_LOAD) for line in reversed(lines) if line.startswith(FAILED_TO_LOAD))
+    return next(said, f"the process that loads it ended: {describe_exit(ended[0])}")

@@ -150,8 +150,8 @@ class Scope:
         with self._lock:
             if cls not in self._objects:
                 self._objects[cls] = (factory or cls)()
-            found: T = self._objects[cls]
-            return found
+            scoped: T = self._objects[cls]
+            return scoped
 
 
 class GroupContext(Scope):
@@ -190,8 +190,8 @@ class GroupContext(Scope):
     def close(self) -> None:
         """End the group's threads. Call it after the group was closed, which frees them from their collectives."""
         self.collective_thread.close()
-        for each in self._closeables:
-            each.close()
+        for closeable in self._closeables:
+            closeable.close()
 
     def take_agreed_version(self) -> MembershipVersion | None:
         """The version last agreed on, the same on every rank; None if no exchange followed the last call."""
@@ -201,10 +201,6 @@ class GroupContext(Scope):
     def wait_until_idle(self) -> None:
         """Wait until the `CollectiveThread` is idle, before the main thread calls a collective."""
         self.collective_thread.drain()
-
-
-class CallContext(Scope):
-    """What one call of the user's function shares, through all its worlds."""
 
 
 class WaitRecorder:
@@ -258,13 +254,13 @@ class ProcessContext(Scope):
     def __init__(self) -> None:
         super().__init__()
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
-        # Folder of the files that Spark's user added; "": Spark did not start this process's slot.
-        self.files = ""
+        self.files = (
+            ""  # folder of the files that Spark's user added; "": Spark did not start this process's slot
+        )
         # Keeps this process's commits on its host; None: the job has no run, or keeps none.
         self.commit_keeper: CommitKeeper | None = None
-        # None: this process is no worker.
-        self.worker: WorkerContext | None = None
-        self.call = CallContext()
+        self.worker: WorkerContext | None = None  # None: this process is no worker
+        self.call = Scope()  # what one call of the user's function shares, through all its worlds
         # (type, handler class) pairs that the user set for states; None: the defaults.
         self.state_handlers: list[tuple[type, Any]] | None = None
         self.is_initialized = False  # whether `init` of one of Horovod's interfaces was called
@@ -279,14 +275,14 @@ def get_process_context() -> ProcessContext:
     return _process
 
 
-def get_call_context() -> CallContext:
+def get_call_context() -> Scope:
     """What the current call of the user's function shares."""
     return _process.call
 
 
 def start_call() -> None:
     """Drop what the call before shared: the user's function is called again, and creates all of it anew."""
-    _process.call = CallContext()
+    _process.call = Scope()
 
 
 def get_context() -> WorkerContext | None:

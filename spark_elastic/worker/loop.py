@@ -27,19 +27,7 @@ from spark_elastic.errors import (
 )
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
-from spark_elastic.protocol.messages import (
-    CheckpointStoreFull,
-    CheckpointWritten,
-    NextWorld,
-    Request,
-    RequestNextWorld,
-    WorkerDone,
-    WorkerFailed,
-    WorkerStraggles,
-    WorldFormed,
-)
+from spark_elastic.protocol import messages, worker_machine
 from spark_elastic.protocol.slot_spec import WorkerIdentity
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
@@ -59,9 +47,6 @@ from spark_elastic.rendezvous.messages import (
     WatchWorker,
 )
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
-from spark_elastic.worker.exits import exit_forks
-from spark_elastic.worker.notification import notification_manager
-from spark_elastic.worker.outside import has_loop_begun, make_world_alone
 from spark_elastic.worker.program import (
     CHANGE,
     Completed,
@@ -70,8 +55,10 @@ from spark_elastic.worker.program import (
     WorkerHandle,
     check_result_size,
     compute_fingerprint,
+    exit_forks,
     format_traceback,
 )
+from spark_elastic.worker.session import has_loop_begun, make_world_alone, notification_manager
 
 EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself once it was told to stop
 RETRY_EVERY = 0.2  # seconds between tries to reach a silent driver; the last ones come closer together
@@ -176,7 +163,7 @@ class WorkerLoop:
             reporter.report,
             self._next_world,
             report_straggler=lambda reason: driver.ask(
-                WorkerStraggles(identity.worker, self._fence(), reason)
+                messages.WorkerStraggles(identity.worker, self._fence(), reason)
             ),
             report_checkpoint=self._report_checkpoint,
             go_alone=self._go_alone,
@@ -253,10 +240,10 @@ class WorkerLoop:
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
         worker = self._identity.worker
         if written is not None:
-            self._driver.ask(CheckpointWritten(worker, written))
+            self._driver.ask(messages.CheckpointWritten(worker, written))
             return
         self._unwritten_checkpoints += 1
-        self._driver.ask(CheckpointStoreFull(worker, self._unwritten_checkpoints))
+        self._driver.ask(messages.CheckpointStoreFull(worker, self._unwritten_checkpoints))
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
         """Post the event and execute the commands that follow, up to one for the program or the process's exit."""
@@ -325,10 +312,12 @@ class WorkerLoop:
             case do.ReportFailure():
                 sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
                 failure = command.fence, command.position, command.fingerprint, command.traceback
-                self._driver.ask(WorkerFailed(self._identity.worker, *failure))
+                self._driver.ask(messages.WorkerFailed(self._identity.worker, *failure))
             case do.ReportDone(_, fence, position, result):
                 self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-                done = WorkerDone(self._identity.worker, fence, position, result, self._get_address())
+                done = messages.WorkerDone(
+                    self._identity.worker, fence, position, result, self._get_address()
+                )
                 return self._poll(done)
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for `_execute`
@@ -336,7 +325,7 @@ class WorkerLoop:
 
     def _ask_for_world(self, command: do.AskForWorld) -> on.WorkerEvent:
         set_context(self._context_between_worlds)
-        request = RequestNextWorld(
+        request = messages.RequestNextWorld(
             self._identity.worker,
             command.fence,
             command.position,
@@ -350,11 +339,12 @@ class WorkerLoop:
     def _get_address(self) -> str:
         return "" if self._has_to_begin_again else self._groups.address
 
-    def _poll(self, request: Request[NextWorld]) -> on.WorkerEvent:
+    def _poll(self, request: messages.Request[messages.NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
-        answer = self._driver.ask(request, MAX_POLL_SECONDS)
-        while answer.is_undecided:
+        with self._groups.wait_recorder.record_wait():
             answer = self._driver.ask(request, MAX_POLL_SECONDS)
+            while answer.is_undecided:
+                answer = self._driver.ask(request, MAX_POLL_SECONDS)
         now = self._clock.now()
         if answer.world is not None:
             if self._has_to_begin_again:
@@ -371,7 +361,7 @@ class WorkerLoop:
         if aborted:
             group.abort("the driver ended this generation while it was formed")
         try:
-            self._driver.ask(WorldFormed(self._identity.worker, world.fence))
+            self._driver.ask(messages.WorldFormed(self._identity.worker, world.fence))
         except StaleGeneration as error:
             return self._group_broke(world.fence, error)
         self._group_context = GroupContext()
@@ -456,11 +446,20 @@ class DriverWatch:
     R12 (driver silence).
     """
 
-    def __init__(self, worker: WorkerId, driver: DriverClient, clock: Clock, driver_timeout: float) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        driver: DriverClient,
+        clock: Clock,
+        driver_timeout: float,
+        slot_answered_at: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """slot_answered_at: when the driver last answered the worker's slot."""
         self._worker = worker
         self._driver = driver
         self._clock = clock
         self._driver_timeout = driver_timeout
+        self._slot_answered_at = slot_answered_at
         self._version = INITIAL_VERSION
         self._closing = threading.Event()
 
@@ -482,10 +481,10 @@ class DriverWatch:
         began = self._clock.now()
         ended_fence: Fence | None = None  # of the newest world that the driver has ended
         while not self._closing.is_set():
-            last_seen = max(began, self._driver.last_answered_at())
+            last_seen = max(began, self._driver.last_answered_at(), self._slot_answered_at())
             left = last_seen + self._driver_timeout - self._clock.now()
             if left <= 0.0:
-                silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
+                silent = on.DriverSilent(self._clock.now(), self._driver_timeout - left)
                 self._exit(handle_event(silent), "the driver is silent")
             try:
                 # Asks by what it received last, not by the world that the worker is in. So it does not miss the end of
@@ -501,9 +500,9 @@ class DriverWatch:
                 notification_manager.handle_hosts_updated(self._clock.wall(), watched.version.update)
             if watched.ended_fence is not None and watched.ended_fence != ended_fence:
                 ended_fence = watched.ended_fence
-                handle_event(AbortReceived(now, ended_fence, watched.end_reason))
+                handle_event(on.AbortReceived(now, ended_fence, watched.end_reason))
             if watched.stop is not None:
-                self._exit(handle_event(StopReceived(now, watched.stop)), watched.stop)
+                self._exit(handle_event(on.StopReceived(now, watched.stop)), watched.stop)
                 return
 
     def _exit(self, code: int | None, reason: str) -> None:

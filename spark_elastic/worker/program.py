@@ -1,21 +1,29 @@
-"""What a worker runs: a program that can be interrupted and continued in another world, its results and its errors."""
+"""What a worker runs: a program that can be interrupted and continued in another world; its pickles, results and
+errors, and how its process ends.
+
+A process that user code forks (`os.fork`) has its parent's sockets, shared memory and identity, but is no worker: it
+ends where the user's code ends, and a group refuses it (`elastic_collectives`). Any thread.
+"""
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from types import CodeType, TracebackType
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import cloudpickle
 
@@ -36,6 +44,8 @@ CALLERS = (
 # Bytes of a pickled result, which travels in one message as text that is a third longer.
 RESULT_AT_MOST = 5 << 20
 ENVELOPE = 4096  # bytes that the rest of that message needs at most
+UNNAMED_FILE = "<dynamic-code>"  # of cloudpickle
+AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 
 
 @dataclass(frozen=True)
@@ -128,10 +138,32 @@ class Program(Protocol):
         ...
 
 
-def get_environment(program: object) -> Mapping[str, str]:
-    """The variables that the program wants to be set."""
-    environment: Mapping[str, str] = getattr(program, "environment", {})
-    return environment
+# ---- pickles
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    build, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return build, tuple(code.co_filename if arg == UNNAMED_FILE else arg for arg in args)
+
+
+class WorkerPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """A `pickle.Pickler` for what workers load, in which code keeps the name of its file.
+
+    cloudpickle 3.1.3 replaces that name by "<dynamic-code>". Tracebacks of a user's function, the stack of a stalled
+    worker and the place of a crash would then show line numbers without a file.
+    """
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _reduce_code})
+
+
+def pickle_for_workers(value: object) -> bytes:
+    """What `cloudpickle.loads` takes on a worker."""
+    buffer = io.BytesIO()
+    WorkerPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+# ---- errors
 
 
 def compute_fingerprint(error: BaseException) -> str:
@@ -186,6 +218,9 @@ def _cut(text: str, most: int) -> str:
     return f"{text[:half]} ({len(text) - 2 * half} characters are left out here) {text[-half:]}"
 
 
+# ---- results
+
+
 def encode_result(value: object, rank: int) -> str:
     """A function's return value as JSON text. rank: of the worker, for the error message.
 
@@ -238,3 +273,66 @@ def decode_result(text: str, rank: int) -> Any:
             f"what the function returned on rank {rank} was pickled there and cannot be read here "
             f"({type(error).__name__}: {error}): return plain data."
         ) from error
+
+
+# ---- the end of a process
+
+
+def get_exit_code(error: BaseException) -> int:
+    """The exit code that the interpreter would choose, after printing what the interpreter would print."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended. code: as subprocess gives it."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`.
+
+    Threads of user code or of a framework do not keep a finished worker alive.
+    """
+    late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(BaseException):  # the interpreter has printed it
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed or unread: no reason for another exit code
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def exit_forks() -> Iterator[None]:
+    """Processes that the block's code forks (`os.fork`) end with the block, as they would with a script.
+
+    Such a process is no worker and must not use the connections of the one that forked it.
+    """
+    own = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = get_exit_code(error)
+    if os.getpid() != own:
+        exit_process(code)
+
+
+@contextlib.contextmanager
+def accept_exit_zero() -> Iterator[None]:
+    """`sys.exit()` and `sys.exit(0)` end the block, as they end a script with success; other codes raise."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import WorldView
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import set_accelerate_device
-from spark_elastic.worker.exits import accept_exit_zero, exit_forks
+from spark_elastic.worker.program import accept_exit_zero, exit_forks
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)

@@ -42,8 +42,8 @@ from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
 from spark_elastic.worker.entry import Activation
-from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import fork_server_cache
+from spark_elastic.worker.program import describe_exit
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
 SPARE_RETRY = 10.0  # seconds until a spare that could not be started is tried again

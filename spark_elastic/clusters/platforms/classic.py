@@ -23,7 +23,7 @@ from spark_elastic.driver.job import LaunchResult
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.worker import pickling
+from spark_elastic.worker.program import pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -65,7 +65,7 @@ class ClassicPlatform(SparkPlatform):
     @contextmanager
     def _ship(self, program: object) -> Iterator[Payload]:
         self._ship_package()
-        shipped = broadcast(self._get_application(), pickling.dumps(program), "the program")
+        shipped = broadcast(self._get_application(), pickle_for_workers(program), "the program")
         try:
             yield shipped
         finally:

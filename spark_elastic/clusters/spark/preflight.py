@@ -26,7 +26,7 @@ from spark_elastic.clusters.spark.probe import (
 )
 from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.monitoring.log_forwarding import announce_phase
+from spark_elastic.monitoring.logs import announce_phase
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

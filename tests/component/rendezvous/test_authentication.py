@@ -20,10 +20,10 @@ from spark_elastic.protocol.messages import Acknowledged, Heartbeat
 from spark_elastic.rendezvous import auth, http1
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.connections import ConnectionLimits
-from spark_elastic.rendezvous.dispatcher import Dispatcher
-from spark_elastic.rendezvous.http1 import Request, Response
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 from spark_elastic.rendezvous.http_server import Bind, HttpServer, listen
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, REQUESTS, VERSION, WatchSlot, path_of
+from spark_elastic.rendezvous.routes import Dispatcher
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, RawClient, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "state": ""}})
@@ -114,7 +114,7 @@ def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: D
 def test_a_reply_signed_without_the_key_is_refused() -> None:
     """Somebody else answers at the driver's address."""
 
-    def answer_without_key(request: Request) -> Response:
+    def answer_without_key(request: HttpRequest) -> Response:
         body = json.dumps({"v": VERSION, "session": "0" * 32}).encode()
         return Response(200, body, ((auth.REPLY_HEADER, "0" * 64),))
 

@@ -10,8 +10,8 @@ import cloudpickle
 import pytest
 
 from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.worker.child import find_load_error, find_load_error_in_fork
 from spark_elastic.worker.forking import fork_server_cache
-from spark_elastic.worker.load_check import find_load_error, find_load_error_in_fork
 
 SPEC = SlotSpec(address="", key=b"", attempt=0, imports=("json",), cpus_per_worker=2)
 

@@ -6,8 +6,8 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.monitoring import log_files
-from spark_elastic.monitoring.log_files import MAX_PENDING_PARTS, StoreLog
+from spark_elastic.monitoring import logs as log_files
+from spark_elastic.monitoring.logs import MAX_PENDING_PARTS, StoreLog
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

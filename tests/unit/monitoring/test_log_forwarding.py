@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from spark_elastic.monitoring.log_forwarding import (
+from spark_elastic.monitoring.logs import (
     ANNOUNCED,
     JOB_LOGGERS,
     LogEntry,
@@ -181,7 +181,7 @@ def test_a_fork_of_the_driver_handles_its_own_log() -> None:
 def test_warnings_of_a_process_without_configured_logging_have_the_form_of_sparks_log() -> None:
     program = (
         "import logging\n"
-        "from spark_elastic.monitoring.log_forwarding import isolate_log_handlers\n"
+        "from spark_elastic.monitoring.logs import isolate_log_handlers\n"
         "log = logging.getLogger('spark_elastic.driver')\n"
         "with isolate_log_handlers():\n"
         "    log.warning('a %s', 'worry')\n"

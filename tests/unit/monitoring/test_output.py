@@ -9,8 +9,7 @@ from typing import IO
 
 import pytest
 
-from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
-from spark_elastic.monitoring.log_files import FileListener
+from spark_elastic.monitoring.console import FileListener, LineRateLimiter, OutputListener
 from spark_elastic.testing.fakes import FakeClock
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from spark_elastic.rendezvous.http1 import Request
+from spark_elastic.rendezvous.http1 import HttpRequest
 from spark_elastic.rendezvous.status_app import BURST, PAGE_TTL, Page, StatusApp
 from spark_elastic.testing import FakeClock
 
@@ -39,7 +39,7 @@ class StatusClient:
     def ask(
         self, path: str, query: str = "", headers: Sequence[tuple[str, str]] = (), method: str = "GET"
     ) -> Answer:
-        request = Request(method, path, query, dict(headers), 0, False)
+        request = HttpRequest(method, path, query, dict(headers), 0, False)
         if not self.status_app.handles(request):
             return Answer(499)
         response = self.status_app.answer(request)

@@ -12,10 +12,10 @@ import spark_elastic
 from spark_elastic.clusters.run.call import prepare
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Fence, HostId, Member, SlotId, WorkerId, World
-from spark_elastic.worker import torchrun
+from spark_elastic.worker import function_program
 from spark_elastic.worker.context import WorkerContext
+from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun, make_torchrun_variables
 from spark_elastic.worker.script import Script
-from spark_elastic.worker.torchrun import ResultStore, StoredResult, Torchrun, make_torchrun_variables
 
 
 def train(rows: int, rate: float = 0.1) -> bytes:
@@ -37,7 +37,7 @@ def test_the_variables_are_those_of_torchrun(
     group: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torchrun.get_process_context(), "device", device)
+    monkeypatch.setattr(function_program.get_process_context(), "device", device)
     made = make_torchrun_variables({"RANK": "2", "WORLD_SIZE": "3"}, one_node, 4)
     assert (made["LOCAL_RANK"], made["LOCAL_WORLD_SIZE"]) == local
     assert (made["GROUP_RANK"], made["GROUP_WORLD_SIZE"]) == group
@@ -52,7 +52,7 @@ def test_a_result_of_more_than_a_message_goes_through_the_store(
     context = WorkerContext(
         member.worker, World(Fence(1, 1), (member,), None, "start").view_of(member.worker)
     )
-    monkeypatch.setattr(torchrun, "get_context", lambda: context)
+    monkeypatch.setattr(function_program, "get_context", lambda: context)
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
     store = ResultStore(str(tmp_path)) if stores else None
     call = Torchrun(train, one_node=True, results=store)

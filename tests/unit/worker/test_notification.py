@@ -14,7 +14,7 @@ from spark_elastic.rendezvous.messages import WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker.context import start_call
 from spark_elastic.worker.loop import DriverWatch
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 from tests.full_process import refuse_next_thread
 
 DEADLINE = 10.0  # seconds

@@ -1,4 +1,5 @@
-"""Where the log of spark_elastic goes while a job runs: to its listener, to a stream, or to a driver's client.
+"""Where the log of spark_elastic goes while a job runs, to its listener, to a stream or to a driver's client; and what
+workers print, kept in the run's store.
 
 A thread that logs never waits for a handler: an `AsyncNotifier` delivers the records. The root logger and its level
 stay as they are.
@@ -13,10 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import IO
 
-from spark_elastic.monitoring.listener import AsyncNotifier
+from spark_elastic.clock import Clock
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 
 log = logging.getLogger("spark_elastic")
 
@@ -219,3 +223,120 @@ def _attach(handler: logging.Handler, name: str) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+PART_BYTES = 1 << 20
+WRITE_INTERVAL = 10.0  # seconds
+MAX_PENDING_PARTS = 8  # in memory while the store is slow
+CLOSE_SECONDS = 30.0  # how long closing waits for the store
+
+
+def save_status(store: Store, run_id: str, attempt: int, page: str) -> None:
+    """Keep the last status page of an attempt with its run; a store that fails costs the page and one warning."""
+    name = f"runs/{run_id}/status/{attempt:06d}.html"
+    try:
+        store.write_bytes(name, page.encode())
+    except StoreError as error:
+        log.warning("the status page is not kept with the run: %s", error)
+
+
+class StoreLog(JobListener):
+    """Keeps all output in the run's store: `runs/RUN/logs/ATTEMPT-PART.log`, with time, worker and rank in each line.
+
+    A thread of its own writes every `WRITE_INTERVAL` seconds. Since object stores cannot append, it writes the newest
+    part again while that grows. It deletes the oldest parts. A store that fails costs lines and one warning.
+    All workers share the files, so that the number of objects does not grow with the number of workers.
+
+    Args:
+        max_bytes: of this attempt's files together; one part more may exist for a moment.
+    """
+
+    def __init__(self, store: Store, run_id: str, attempt: int, max_bytes: int, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._prefix = f"runs/{run_id}/logs/{attempt:06d}"
+        self._max_bytes = max_bytes
+        self._part_bytes = min(PART_BYTES, max(1, max_bytes // 4))
+        self._lock = threading.Lock()  # guards the next two
+        self._parts: list[bytearray] = [bytearray()]  # incomplete or not written yet; the last one grows
+        self._dropped = 0  # lines
+        # Only the writing thread uses the following.
+        self._number = 1  # of the first of `_parts`
+        self._complete: list[
+            tuple[str, int]
+        ] = []  # names and bytes of complete parts in the store, oldest first
+        self._written = 0  # bytes of the first of `_parts` that are in the store
+        self._failed = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-store-log", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        """Never blocks."""
+        when = self._format_time()
+        text = f"{when} {worker or '-'} [{'-' if rank is None else rank}] {line}\n"
+        with self._lock:
+            if len(self._parts) > MAX_PENDING_PARTS:
+                self._dropped += 1
+                return
+            self._note_dropped(when)
+            part = self._parts[-1]
+            part += text.encode("utf-8", "replace")
+            if len(part) >= self._part_bytes:
+                self._parts.append(bytearray())
+
+    def close(self) -> None:
+        """Writes the rest; waits for the store for `CLOSE_SECONDS` at most."""
+        with self._lock:
+            self._note_dropped(self._format_time())
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _format_time(self) -> str:
+        return datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
+
+    def _note_dropped(self, when: str) -> None:
+        """Tell of dropped lines, once; under the lock."""
+        if self._dropped:
+            text = f"{when} - [-] {self._dropped} lines are missing: the store was too slow\n"
+            self._parts[-1] += text.encode()
+            self._dropped = 0
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            last = self._closing.wait(WRITE_INTERVAL)
+            try:
+                self._write()
+            except Exception as error:  # of the store, or a lack of memory: the next time may succeed
+                if not self._failed:
+                    log.warning("the output of workers cannot be kept in the store: %s", error)
+                self._failed = True
+
+    def _write(self) -> None:
+        """Write everything that is new.
+
+        Raises:
+            StoreError: the store failed; the next call tries again.
+        """
+        while True:
+            with self._lock:
+                data, complete = bytes(self._parts[0]), len(self._parts) > 1
+            name = f"{self._prefix}-{self._number:06d}.log"
+            if len(data) > self._written:
+                self._store.write_bytes(name, data)
+                self._written = len(data)
+            if not complete:
+                return
+            with self._lock:
+                del self._parts[0]
+            self._complete.append((name, len(data)))
+            self._number, self._written = self._number + 1, 0
+            self._delete_oldest()
+
+    def _delete_oldest(self) -> None:
+        while self._complete and sum(size for _, size in self._complete) + self._part_bytes > self._max_bytes:
+            self._store.delete(self._complete[0][0])
+            del self._complete[0]
