@@ -31,10 +31,10 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
+from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers, save_status
 from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
-from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested

@@ -166,11 +166,7 @@ def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | 
 
 
 def load_certificate(certificate: str, key: str) -> Certificate:
-    """A certificate from PEM files; after it, `certificate` may hold the chain that signed it.
-
-    Raises:
-        InvalidInput: they cannot be read, or do not belong together.
-    """
+    """A certificate from PEM files; after it, `certificate` may hold the chain that signed it."""
     try:
         with open(certificate, encoding="ascii") as file:
             return _load_certificate(file.read(), certificate, key)
@@ -182,11 +178,7 @@ def load_certificate(certificate: str, key: str) -> Certificate:
 
 
 def create_certificate() -> Certificate:
-    """A new certificate, signed by itself.
-
-    Raises:
-        InvalidInput: there is no openssl.
-    """
+    """A new certificate, signed by itself."""
     openssl = shutil.which("openssl")
     if openssl is None:
         raise InvalidInput(
@@ -211,11 +203,7 @@ def create_certificate() -> Certificate:
 
 def create_pinned_context(public: str) -> ssl.SSLContext:
     """A context for clients that refuses every certificate but this one. Requests stay signed inside it: TLS only adds
-    that no other process can read them.
-
-    Raises:
-        InvalidInput: it is no certificate.
-    """
+    that no other process can read them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME

@@ -62,16 +62,11 @@ class Connection:
         self._is_last = False  # the driver closes it
 
     def send_hello(self, seconds: float) -> None:
-        """Prove the key, and have the driver prove it; raises as `post` does."""
+        """Prove the key, and have the driver prove it."""
         self.session = str(self.post(auth.HELLO, b"", seconds)["session"])
 
     def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer, proven to be its own. seconds: how long it may be silent.
-
-        Raises:
-            OSError, TransportError: there was none.
-            Unauthorized: one side does not prove the job's key.
-        """
+        """The driver's answer, proven to be its own. seconds: how long it may be silent."""
         credentials = auth.sign_request(self._key, path, self.session, self._count, body)
         self._count += 1
         self.socket.settimeout(seconds)
@@ -131,11 +126,7 @@ class RendezvousClient:
         timeout: float = 30.0,
         certificate: str | None = None,
     ) -> None:
-        """
-        Args:
-            address: "host:port".
-            certificate: the only one to accept, PEM; None: plain HTTP.
-        """
+        """address: "host:port". certificate: the only one to accept, PEM; None: plain HTTP."""
         self._address = address
         self._key = key
         self._attempt = attempt

@@ -44,11 +44,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`.
-
-    Raises:
-        MalformedMessage: it is no JSON object.
-    """
+    """The JSON object in `body`; raises `MalformedMessage`."""
     try:
         value = _DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
@@ -73,11 +69,7 @@ def compress(text: bytes) -> bytes:
 
 
 def decompress(body: bytes) -> bytes:
-    """What was `compress`. Only for bodies that are proven genuine: little can become much.
-
-    Raises:
-        MalformedMessage: it was not.
-    """
+    """What was `compress`ed. Only for bodies that are proven genuine: little can become much."""
     if body[:1] == b"{":
         return body
     try:
@@ -123,11 +115,7 @@ def read(cls: type[T], value: object) -> T:
 
 
 def read_as(hint: Any, value: object, where: str) -> object:
-    """`value` (JSON types) as what a type hint says; `where` is its name in errors.
-
-    Raises:
-        MalformedMessage: it is of another type.
-    """
+    """`value` (JSON types) as what a type hint says; `where` is its name in errors."""
     return _build_reader(hint)(value, where)
 
 

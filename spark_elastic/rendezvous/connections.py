@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import resource
 import socket
 import ssl
@@ -150,8 +149,6 @@ class Connection(asyncio.Protocol):
         self._is_in_head = True  # the deadline is that of a head
         self._is_last = False  # it closes behind the next response
         self._timer: asyncio.TimerHandle | None = None
-        # When it expires; the timer may be earlier, and then waits on: most deadlines move before they come.
-        self._deadline = math.inf
 
     # ---- called by the event loop
 
@@ -172,7 +169,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
-        self._start_timer()  # ends it
         if self._transport is not None:
             self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
         self._connections.forget(self)
@@ -223,7 +219,6 @@ class Connection(asyncio.Protocol):
                 self._take(answer(body))
 
     def _read_head(self) -> bool:
-        """Whether there was one."""
         end = self._received.find(http1.END_OF_HEAD, 0, http1.MAX_HEAD_BYTES)
         if end < 0 and len(self._received) < http1.MAX_HEAD_BYTES:
             if self._received and not self._is_in_head:
@@ -234,8 +229,7 @@ class Connection(asyncio.Protocol):
             self._request = http1.parse_request(bytes(self._received[: max(0, end)]))
         except http1.MalformedHead as error:
             self._connections.note_refused(str(error))
-            self._request.is_last = True
-            self._send(Response(400))
+            self._send(Response(400, is_last=True))
             return False
         del self._received[: end + len(http1.END_OF_HEAD)]
         self._is_in_head = False
@@ -275,20 +269,12 @@ class Connection(asyncio.Protocol):
 
     def _set_deadline(self, seconds: float | None) -> None:
         """seconds: from now; None: there is no deadline."""
-        self._deadline = math.inf if seconds is None else self._loop.time() + seconds
-        if self._timer is None or self._deadline < self._timer.when():
-            self._start_timer()
-
-    def _start_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if self._deadline == math.inf else self._loop.call_at(self._deadline, self._expire)
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        if self._loop.time() < self._deadline:
-            self._timer = None
-            self._start_timer()
-        elif self._answer_body is None:
+        if self._answer_body is None:
             self.abort()
         else:
             self._send(Response(408, is_last=True))
@@ -323,11 +309,7 @@ class Connections:
         return len(self._all)
 
     def accept(self, listener: socket.socket) -> None:
-        """Take what waits at `listener`.
-
-        Raises:
-            OSError: nothing can be accepted: no file can be opened, or it listens no longer.
-        """
+        """Take what waits at `listener`; an OSError: no file can be opened, or it listens no longer."""
         for _ in range(ACCEPT_BATCH):
             try:
                 accepted, _ = listener.accept()
@@ -356,7 +338,6 @@ class Connections:
         self.forget(connection)  # no `connection_lost` follows
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
         self.unauthenticated.pop(connection, None)
         self._all.discard(connection)
         if not self._all:
@@ -390,11 +371,10 @@ class Connections:
 
 
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def enable_keepalive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -40,8 +40,6 @@ class HttpRequest:
 
 @dataclass(slots=True)
 class Response:
-    """An answer."""
-
     status: int
     body: bytes = b""
     fields: tuple[tuple[str, str], ...] = ()
@@ -67,11 +65,7 @@ def encode_request(path: str, host: str, fields: Iterable[tuple[str, str]], body
 
 
 def parse_request(head: bytes) -> HttpRequest:
-    """The request whose head is `head`, without the empty line.
-
-    Raises:
-        MalformedHead: it is none.
-    """
+    """The request whose head is `head`, without the empty line; raises `MalformedHead`."""
     line, *lines = head.decode("latin-1").split("\r\n")
     parts = _REQUEST_LINE.fullmatch(line)
     if parts is None:
@@ -86,11 +80,7 @@ def parse_request(head: bytes) -> HttpRequest:
 
 
 def parse_response(head: bytes) -> tuple[int, Fields, int]:
-    """Status, fields and number of bytes of the body.
-
-    Raises:
-        MalformedHead: it is no answer.
-    """
+    """Status, fields and number of bytes of the body; raises `MalformedHead`."""
     line, *lines = head.decode("latin-1").split("\r\n")
     parts = _STATUS_LINE.fullmatch(line)
     if parts is None:

@@ -43,11 +43,7 @@ class Bind:
 
 
 def listen(bind: Bind) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        InvalidInput: the address is not one of this machine, or the port is taken.
-    """
+    """A listening socket; `InvalidInput`: the address is not one of this machine, or the port is taken."""
     try:
         host, passive = bind.host.strip("[]"), socket.AI_PASSIVE
         answers = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=passive)
@@ -70,10 +66,7 @@ def listen(bind: Bind) -> socket.socket:
 
 
 def listen_on_loopback(listener: socket.socket) -> socket.socket | None:
-    """Listen on the same port of localhost, where proxies of notebooks connect.
-
-    None if `listener` covers localhost already, or if another process listens on that port.
-    """
+    """On the same port of localhost, where proxies of notebooks connect; None if it is taken, as by `listener`."""
     try:
         return listen(Bind(LOOPBACK, listener.getsockname()[1]))
     except InvalidInput:
@@ -119,11 +112,7 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="spark-elastic-rendezvous", daemon=True)
 
     def start(self) -> None:
-        """Returns when requests are answered.
-
-        Raises:
-            RuntimeError: the event loop did not come up.
-        """
+        """Returns when requests are answered."""
         self._thread.start()
         if not self._started.wait(CLOSE_TIMEOUT):
             self.close()

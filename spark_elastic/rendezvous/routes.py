@@ -93,7 +93,7 @@ class ConnectionTracker:
             self._post(events.ConnectionLost(self._clock.now(), *peer, reset=reset))
 
     def _count(self, peer: Peer, change: int) -> int:
-        """Change how many long polls the peer has open; returns the new number."""
+        """Returns how many long polls the peer has open now."""
         before = self._open[peer]
         now = self._open[peer] = before + change
         if not now:
@@ -147,7 +147,6 @@ class Routes:
     # ---- messages for the driver machine
 
     def _acknowledge(self, message: DriverMessage) -> Acknowledged:
-        """Posts the message and answers at once."""
         if isinstance(message, messages.WorldFormed):
             self._refuse_stale(message.fence)
         self._receive(message)
@@ -157,14 +156,14 @@ class Routes:
         unfit = message.unfit or self._callbacks.admit(message.facts) or ""
         self._receive(dataclasses.replace(message, unfit=unfit))
         refusal = self._state.ended or unfit
-        return messages.Admission(
-            not refusal, refusal, self._callbacks.heartbeat_interval(self._connections.slot_count)
-        )
+        return messages.Admission(not refusal, refusal, self._compute_interval())
 
     def _heartbeat(self, message: messages.Heartbeat) -> messages.HeartbeatReply:
         self._receive(message)
-        interval = self._callbacks.heartbeat_interval(self._connections.slot_count)
-        return messages.HeartbeatReply(interval, self._state.ended)
+        return messages.HeartbeatReply(self._compute_interval(), self._state.ended)
+
+    def _compute_interval(self) -> float:
+        return self._callbacks.heartbeat_interval(self._connections.slot_count)
 
     def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
@@ -197,7 +196,6 @@ class Routes:
         self._callbacks.post(events.Received(self._clock.now(), message))
 
     def _stop_reason(self, message: SlotRequest[Any] | WorkerRequest[Any]) -> str | None:
-        """Why the sender must end."""
         if isinstance(message, WorkerRequest):
             return self._state.get_stop_reason(message.worker)
         return self._state.ended
@@ -224,16 +222,12 @@ class Routes:
         self._connections.mark_connected(_sender(message))
 
         def find_update() -> WorkerUpdate | None:
-            now = self._state.get_update(message.worker)
-            is_known = (
-                now.version == message.version and now.ended_fence == message.ended_fence and now.stop is None
-            )
-            return None if is_known else now
+            now = get_update()
+            known = message.version, message.ended_fence, None
+            return None if (now.version, now.ended_fence, now.stop) == known else now
 
-        topic = Subject.UPDATE, message.worker
-        return self._poll(
-            _sender(message), topic, find_update, partial(self._state.get_update, message.worker)
-        )
+        get_update = partial(self._state.get_update, message.worker)
+        return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update, get_update)
 
     def _report(self, message: Report) -> Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
@@ -274,12 +268,12 @@ class Routes:
 
     def _get(self, message: GetValues) -> object:
 
-        def find_values() -> Values | None:
-            values = self._state.values.get(message.scope, message.keys)
-            return None if message.wait and None in values else Values(values)
-
         def get_values() -> Values:
             return Values(self._state.values.get(message.scope, message.keys))
+
+        def find_values() -> Values | None:
+            now = get_values()
+            return None if message.wait and None in now.values else now
 
         return self._poll(None, (Subject.VALUES, message.scope), find_values, get_values)
 
@@ -309,11 +303,11 @@ class Routes:
         reply = find_reply()
         if reply is not None:
             return reply
-        if peer is None:
-            return LongPoll(self._state.waiters, topic, find_reply, get_last_reply)
-        self._connections.open_poll(peer)
-        on_ended = partial(self._connections.close_poll, peer)
-        return LongPoll(self._state.waiters, topic, find_reply, get_last_reply, on_ended)
+        poll = LongPoll(self._state.waiters, topic, find_reply, get_last_reply)
+        if peer is not None:
+            self._connections.open_poll(peer)
+            poll.on_ended = partial(self._connections.close_poll, peer)
+        return poll
 
 
 def _sender(message: SlotRequest[Any] | WorkerRequest[Any]) -> Peer:
@@ -328,7 +322,6 @@ class Dispatcher:
         self._attempt = attempt
         self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
         self._sessions = auth.Sessions()
-        self._last_replies: dict[type, tuple[object, bytes]] = {}  # the newest reply of each kind
 
     def __call__(self, request: HttpRequest) -> Response | AnswerBody:
         """Looks at the head."""
@@ -366,10 +359,12 @@ class Dispatcher:
         if path not in self._handlers:
             raise codec.MalformedMessage("the driver knows no such request")
         cls, handler = self._handlers[path]
-        hold = _read_hold(envelope)
+        hold = envelope.get("hold", MAX_POLL_SECONDS)
+        if type(hold) not in (int, float):
+            raise codec.MalformedMessage("hold must be a number of seconds")
         reply = handler(codec.read(cls, envelope.get("message")))
         if isinstance(reply, LongPoll):
-            reply.hold = hold
+            reply.hold = min(MAX_POLL_SECONDS, max(0.0, float(hold)))
         return reply
 
     def _respond(
@@ -381,7 +376,7 @@ class Dispatcher:
             reply = compute()
             if reply is None or isinstance(reply, LongPoll):
                 return reply
-            status, text = 200, self._encode(reply)
+            status, text = 200, codec.compress(_encode_text("reply", reply))
         except StaleGeneration as error:
             status, text = 200, _encode_text("stale", str(error))
         except (codec.MalformedMessage, InvalidInput) as error:
@@ -397,14 +392,6 @@ class Dispatcher:
         signature = auth.sign_reply(self._key, credentials, status, text)
         return Response(status, text, ((auth.REPLY_HEADER, signature),), is_authenticated)
 
-    def _encode(self, reply: object) -> bytes:
-        """The same reply to many (the end of a world, say) is put into words once."""
-        last, text = self._last_replies.get(type(reply), (None, b""))
-        if reply != last:
-            text = codec.compress(_encode_text("reply", reply))
-            self._last_replies[type(reply)] = reply, text
-        return text
-
     def _check_envelope(self, envelope: dict[str, Any]) -> None:
         version, attempt = envelope.get("v"), envelope.get("attempt")
         if version != VERSION:
@@ -417,13 +404,6 @@ class Dispatcher:
             raise StaleGeneration(
                 f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
             )
-
-
-def _read_hold(envelope: dict[str, Any]) -> float:
-    hold = envelope.get("hold", MAX_POLL_SECONDS)
-    if type(hold) not in (int, float):
-        raise codec.MalformedMessage("hold must be a number of seconds")
-    return min(MAX_POLL_SECONDS, max(0.0, float(hold)))
 
 
 def _encode_text(kind: str, value: object) -> bytes:

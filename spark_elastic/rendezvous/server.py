@@ -127,11 +127,7 @@ class RendezvousServer:
         self.address = ""  # what clients dial: "host:port", or "[host]:port" for IPv6
 
     def start(self) -> None:
-        """Bind and serve.
-
-        Raises:
-            InvalidInput: the address cannot be bound.
-        """
+        """Bind and serve; `InvalidInput`: the address cannot be bound."""
         listener = listen(self._bind)
         self.address = format_address(self._bind, listener)
         certificate = self._bind.certificate
@@ -162,7 +158,7 @@ class RendezvousServer:
 
     @property
     def url(self) -> str:
-        """The server's url, without a path."""
+        """Without a path."""
         return f"{'https' if self._bind.certificate else 'http'}://{self.address}"
 
     def publish(self, world: World) -> None:

@@ -66,21 +66,17 @@ class KeyValueStore:
         self._bytes -= sum(map(len, self._scopes.pop(scope, {}).values()))
         self._comparisons.pop(scope, None)
 
-    def close_generations(self) -> list[str]:
-        """Close every generation's scope; their names."""
-        names = [name for name in self._scopes if name.startswith(GENERATION)]
-        for name in names:
+    def close_generations(self) -> None:
+        for name in [name for name in self._scopes if name.startswith(GENERATION)]:
             self.close(name)
-        return names
 
     def set(self, scope: str, key: str, value: bytes) -> None:
         entries = self._scope(scope, create=True)
         grown = self._bytes + len(value) - len(entries.get(key, b""))
         bounds = self._bounds
         if len(value) > bounds.value_bytes or len(key) > bounds.key_bytes:
-            raise InvalidInput(
-                f"The value of {key[:80]!r} has {len(value)} bytes; {bounds.value_bytes} is the most."
-            )
+            most = bounds.value_bytes
+            raise InvalidInput(f"The value of {key[:80]!r} has {len(value)} bytes; {most} is the most.")
         if grown > bounds.total_bytes or (key not in entries and len(entries) >= bounds.keys):
             raise InvalidInput(f"The key-value store is full; scope {scope[:80]!r} cannot take {key[:80]!r}.")
         entries[key] = value
@@ -112,16 +108,14 @@ class KeyValueStore:
         return Comparison(changed, entries.get(request.key))
 
     def _scope(self, name: str, create: bool = False) -> dict[str, bytes]:
-        entries = self._scopes.get(name)
-        if entries is None:
+        if name not in self._scopes:
             if name.startswith(GENERATION):
                 raise StaleGeneration(f"{name} is not open.")
-            entries = {}
-            if create:
-                if len(self._scopes) >= self._bounds.scopes:
-                    raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
-                self._scopes[name] = entries
-        return entries
+            if not create:
+                return {}
+            if len(self._scopes) >= self._bounds.scopes:
+                raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
+        return self._scopes.setdefault(name, {})
 
 
 class ServerState:

@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import IO
 
 import cloudpickle
@@ -46,11 +47,8 @@ _FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 
 class Child:
-    """A running training process.
-
-    Daemon threads write its input, read its output and its status pipe, and wait for its end. The last of these also
-    waits for a fork server, if there is one.
-    """
+    """A running training process. Daemon threads write its input, read its output and its status pipe, and wait for its
+    end; the last of these also waits for a fork server, if there is one."""
 
     def __init__(
         self,
@@ -75,10 +73,8 @@ class Child:
             "lines": partial(self._read_lines, on_line),
             "exit": partial(self._await_exit, on_exit),
         }
-        self._threads = [
-            threading.Thread(target=target, name=f"spark-elastic-child-{name}", daemon=True)
-            for name, target in targets.items()
-        ]
+        name = "spark-elastic-child-"
+        self._threads = [Thread(target=call, name=name + part, daemon=True) for part, call in targets.items()]
 
     @classmethod
     def start(
@@ -207,10 +203,10 @@ def _build_environment(threads: int | None) -> dict[str, str]:
 
 
 def read_lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
-    """The lines of a process, until the end of the pipe, which is then closed.
+    """The lines of a process, until the end of the pipe, which is then closed; one that is too long in parts.
 
     A line that ends with a carriage return is a state of a progress bar, which the next line overwrites. Only some of
-    them are yielded, the last one included. A line that is too long is yielded in parts.
+    them are yielded, the last one included.
     """
     next_state_at, cut = float("-inf"), False  # cut: the line before was not complete
     skipped = ""  # the newest state of a progress bar, if it was not yielded
@@ -260,7 +256,6 @@ class CrashLocation:
                 self._complete.set()
 
     def close(self) -> None:
-        """The process has written its last line."""
         self._complete.set()
 
     def wait(self, within: float) -> str:
@@ -336,7 +331,7 @@ class LoadingProgram:
 
 
 def find_load_error(payload: bytes) -> str | None:
-    """Load the object in this process. Returns the error, or None."""
+    """Load the object in this process."""
     try:
         cloudpickle.loads(payload)
     except Exception as error:  # whatever user classes raise while they are unpickled
@@ -345,36 +340,29 @@ def find_load_error(payload: bytes) -> str | None:
 
 
 def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
-    """Load the object in a process that this one's fork server forks. Main thread only; blocks for its imports.
-
-    Args:
-        spec: of the slots to come.
+    """Load the object in a process that is forked as a worker is, so that the slow imports are not made in this one, and
+    its fork server is ready once a slot starts here. Main thread only. spec: of the slots to come.
 
     Raises:
         TimeoutError: it was still loading after `LOAD_SECONDS`.
     """
     lines: list[str] = []
-    codes: list[int] = []  # the exit code, if it ended before it was warm
-    ready = threading.Event()
-
-    def record_exit(child: Child, code: int) -> None:
-        codes.append(code)
-        ready.set()
-
+    ends: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the exit code; None: it is warm
     child = Child.start(
         spec,
         SlotIdentity(slot=SlotId.build(0, 0)),
         pickle.dumps(LoadingProgram(payload)),
         lambda child, line: lines.append(line),
-        lambda child: ready.set(),
-        record_exit,
+        lambda child: ends.put(None),
+        lambda child, code: ends.put(code),
     )
-    in_time = ready.wait(LOAD_SECONDS)
-    ended = list(codes)  # before it is killed
-    child.close()  # its last lines are here afterwards
-    if not in_time:
-        raise TimeoutError
-    if not ended:
+    try:
+        code = ends.get(timeout=LOAD_SECONDS)
+    except queue.Empty:
+        raise TimeoutError from None
+    finally:
+        child.close()  # its last lines are here afterwards
+    if code is None:
         return None
     said = (line.removeprefix(FAILED_TO_LOAD) for line in reversed(lines) if line.startswith(FAILED_TO_LOAD))
-    return next(said, f"the process that loads it ended: {describe_exit(ended[0])}")
+    return next(said, f"the process that loads it ended: {describe_exit(code)}")

@@ -73,10 +73,8 @@ class CollectiveThread:
         return future
 
     def run_pending_until_done(self, future: Future[Any]) -> None:
-        """Run submitted work in the calling thread until the future is done, unless the thread is running some.
-
-        For who waits for the future anyway: it saves two changes of threads.
-        """
+        """For who waits for the future anyway: run submitted work in the calling thread until it is done, unless the
+        thread is running some. It saves two changes of threads."""
         while not future.done() and self._run_next(wait=False):
             pass
 
@@ -109,10 +107,7 @@ class CollectiveThread:
                 self._run_next(wait=True)
 
     def _run_next(self, *, wait: bool) -> bool:
-        """Run the next piece of work. Returns False if there is none, or if another thread runs one.
-
-        wait: until no other thread runs one.
-        """
+        """Returns False if there is no work, or if another thread runs a piece. wait: until no other thread does."""
         if self._runner == threading.get_ident():  # a callback of a future waits for later work
             if not self._work:
                 return False
@@ -238,11 +233,7 @@ class WorkerContext:
     wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)
 
     def require_group(self) -> Group:
-        """The current world's group.
-
-        Raises:
-            CollectiveError: the worker is between two worlds and has none.
-        """
+        """The current world's group; raises `CollectiveError` between two worlds."""
         if self.group is None:
             raise CollectiveError((), "this worker is between two worlds")
         return self.group
@@ -254,9 +245,7 @@ class ProcessContext(Scope):
     def __init__(self) -> None:
         super().__init__()
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
-        self.files = (
-            ""  # folder of the files that Spark's user added; "": Spark did not start this process's slot
-        )
+        self.files = ""  # folder of the files that Spark's user added; "": Spark did not start the slot
         # Keeps this process's commits on its host; None: the job has no run, or keeps none.
         self.commit_keeper: CommitKeeper | None = None
         self.worker: WorkerContext | None = None  # None: this process is no worker
@@ -271,12 +260,10 @@ _process = ProcessContext()
 
 
 def get_process_context() -> ProcessContext:
-    """What lives as long as this process."""
     return _process
 
 
 def get_call_context() -> Scope:
-    """What the current call of the user's function shares."""
     return _process.call
 
 
@@ -286,12 +273,11 @@ def start_call() -> None:
 
 
 def get_context() -> WorkerContext | None:
-    """The worker that this process is; None if it is no worker."""
     return _process.worker
 
 
 def set_context(worker: WorkerContext | None) -> None:
-    """Set the current worker. Only for the worker's loop."""
+    """Only for the worker's loop."""
     _process.worker = worker
 
 

@@ -79,7 +79,7 @@ class Activation:
 
     worker: WorkerId  # its id from now on
     left: Fence | None = None  # as in `WorkerIdentity`
-    position: Position | None = None  # as in `WorkerIdentity`
+    position: Position | None = None  # likewise
 
 
 def main(fds: ChildFds | None = None) -> int:
@@ -145,10 +145,8 @@ def end_forks_with_process() -> None:
 
 
 def stop_ignoring_interrupts() -> None:
-    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not.
-
-    The program may want to interrupt them. A handler, unlike SIG_IGN, does not survive an exec.
-    """
+    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not: it may want to
+    interrupt them. A handler, unlike SIG_IGN, does not survive an exec."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
@@ -223,11 +221,9 @@ def find_tls_problem() -> str | None:
 
 
 def _detach_stdin() -> int:
-    """Returns a descriptor of the pipe from the slot; standard input is empty from now on.
-
-    A process that `multiprocessing` forks, such as a DataLoader's worker, first closes `sys.stdin`. It would wait for
-    ever for the lock of a thread that reads from there.
-    """
+    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. A process that
+    `multiprocessing` forks first closes `sys.stdin`, and would wait for ever for the lock of a thread that reads from
+    there."""
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -101,10 +101,8 @@ class _Imported:
 
 
 def _import(slot: socket.socket, descriptor: int, left_out: list[str]) -> _Imported:
-    """Make the imports of a file, without the packages that are left out: each is `package=why`.
-
-    The garbage collector never visits their objects again, so the forked processes keep sharing that memory.
-    """
+    """Make the imports of a file, without the packages that are left out: each is `package=why`. The garbage collector
+    never visits their objects again, so the forked processes keep sharing that memory."""
     imports: list[str] = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     why = dict(package.split("=", 1) for package in left_out)
     imported = _Imported(_find_obstacle())
@@ -209,7 +207,7 @@ def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
 
 
 def _find_threads() -> list[str]:
-    """The names of threads that a fork would lose."""
+    """Those that a fork would lose."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
@@ -226,13 +224,8 @@ def _fork() -> int:
 
 
 def _fork_for(request: _Request, notes: list[str]) -> int:
-    """Fork the process of a request. Returns its pidfd once the slot has adopted it; 0 if the slot does not want it.
-
-    An intermediate process forks it: when the intermediate process is killed, the slot's process inherits its child.
-
-    Raises:
-        _InForkedProcess: in the new process.
-    """
+    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0 if the slot
+    does not want it. An intermediate process forks it: when that is killed, the slot's process inherits its child."""
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()

@@ -68,18 +68,13 @@ class FunctionProgram:
         self._checkpointer: Checkpointer | None = None
         self._ran = False
         self.needs_new_process = False
-        self._call = dumps((fn, tuple(args), dict(kwargs or {})))
+        self.pickled_call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
         self.imports = imports
 
-    @property
-    def pickled_call(self) -> bytes:
-        """The function with its arguments."""
-        return self._call
-
     def prepare(self) -> None:
         """Import what loading the function imports."""
-        cloudpickle.loads(self._call)
+        cloudpickle.loads(self.pickled_call)
 
     def position(self) -> Position | None:
         """None: an elastic function reports its position through the handle."""
@@ -114,7 +109,7 @@ class FunctionProgram:
                 handle.process_values[DIST_ENV] = env
                 env = exchange_dist_env(*handle.go_alone(), worker.address, worker.ports)
             env.apply()
-            fn, args, kwargs = cloudpickle.loads(self._call)
+            fn, args, kwargs = cloudpickle.loads(self.pickled_call)
             value: object = None
             with accept_exit_zero(), exit_forks():
                 value = fn(*args, **kwargs)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, MismatchError, RequestTimeout, connect
@@ -88,22 +89,18 @@ class GroupConnector:
         return self._endpoint.address
 
     def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
-        """The group of that world, with its collectives recorded as waits.
-
-        Args:
-            addresses: of all members; none: the driver is asked for each that a collective needs.
-        """
+        """The group of that world, with its collectives recorded as waits. addresses: of all members; none: the driver is
+        asked for each that a collective needs."""
 
         def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
             deadline = driver.now() + self._timeout
-            found: tuple[str, ...] = ("",)
-            with suppress(
-                StaleGeneration, DriverUnreachable, ConnectionClosed
-            ):  # the world is over, or this worker
-                while not all(found) and driver.now() < deadline:
-                    found = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
-            return found if all(found) else ()
+            known: tuple[str, ...] = ("",)
+            # The world is over, or this worker.
+            with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):
+                while not all(known) and driver.now() < deadline:
+                    known = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
+            return known if all(known) else ()
 
         group = connect(
             self._endpoint,
@@ -162,9 +159,7 @@ class WorkerLoop:
             self._report_position,
             reporter.report,
             self._next_world,
-            report_straggler=lambda reason: driver.ask(
-                messages.WorkerStraggles(identity.worker, self._fence(), reason)
-            ),
+            report_straggler=self._report_straggler,
             report_checkpoint=self._report_checkpoint,
             go_alone=self._go_alone,
             join_others=self._join_others,
@@ -180,11 +175,7 @@ class WorkerLoop:
         )
 
     def run(self) -> int:
-        """Run until the machine says exit. Returns the process's exit code.
-
-        Raises:
-            BeginAgain: the program cannot run in the next world in this process.
-        """
+        """Run until the machine says exit; returns the exit code. Raises `BeginAgain`."""
         try:
             command = self._begin()
             while not isinstance(command, do.Exit):
@@ -236,6 +227,9 @@ class WorkerLoop:
             (alone, _), self._alone = self._alone, None
             alone.require_group().close()
             alone.group_context.close()
+
+    def _report_straggler(self, reason: str) -> None:
+        self._driver.ask(messages.WorkerStraggles(self._identity.worker, self._fence(), reason))
 
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
         worker = self._identity.worker
@@ -315,10 +309,8 @@ class WorkerLoop:
                 self._driver.ask(messages.WorkerFailed(self._identity.worker, *failure))
             case do.ReportDone(_, fence, position, result):
                 self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-                done = messages.WorkerDone(
-                    self._identity.worker, fence, position, result, self._get_address()
-                )
-                return self._poll(done)
+                what = fence, position, result, self._get_address()
+                return self._poll(messages.WorkerDone(self._identity.worker, *what))
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for `_execute`
         return None
@@ -440,11 +432,8 @@ class WorkerLoop:
 
 
 class DriverWatch:
-    """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop.
-
-    It never touches the program. When the driver was silent for `driver_timeout`, it ends the worker:
-    R12 (driver silence).
-    """
+    """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop. It
+    never touches the program. R12 (driver silence): it ends the worker after `driver_timeout`."""
 
     def __init__(
         self,
@@ -470,9 +459,8 @@ class DriverWatch:
 
     def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
-        threading.Thread(
-            target=self._watch, args=(handle_event,), name="spark-elastic-watch", daemon=True
-        ).start()
+        watching = partial(self._watch, handle_event)
+        threading.Thread(target=watching, name="spark-elastic-watch", daemon=True).start()
 
     def close(self) -> None:
         self._closing.set()

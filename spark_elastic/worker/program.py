@@ -167,10 +167,8 @@ def pickle_for_workers(value: object) -> bytes:
 
 
 def compute_fingerprint(error: BaseException) -> str:
-    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts.
-
-    What a process draws by chance and messages contain, addresses of objects and names of temporary files, is left out.
-    """
+    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts, so
+    without addresses of objects and names of temporary files."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
     message = re.sub(r"\b0x[0-9a-fA-F]+|\btmp\w{8}\b", "", _format_message(error))
@@ -179,10 +177,8 @@ def compute_fingerprint(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry.
-
-    Without frames where none is the user's and the error's sentence says all: what is wrong is no line of a program.
-    """
+    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry. Without
+    frames where none is the user's and the error's sentence says all: what is wrong is no line of a program."""
     trace = _skip_callers(error.__traceback__)
     if trace is None and not isinstance(error, ElasticError | FloatingPointError):
         trace = error.__traceback__
@@ -222,13 +218,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def encode_result(value: object, rank: int) -> str:
-    """A function's return value as JSON text. rank: of the worker, for the error message.
-
-    Any object that cloudpickle can pickle. Only text from messages that prove the job's key is decoded again.
-
-    Raises:
-        InvalidInput: the value cannot be pickled, or is too large.
-    """
+    """A function's return value, any that cloudpickle can pickle, as JSON text. Only text from messages that prove the
+    job's key is decoded again. rank: of the worker, for the error message."""
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:  # objects may raise anything while they are pickled
@@ -245,10 +236,7 @@ def encode_result(value: object, rank: int) -> str:
 
 
 def check_result_size(text: str) -> None:
-    """
-    Raises:
-        InvalidInput: a program's result, as JSON text, is too large for a message.
-    """
+    """Refuse a program's result, as JSON text, that is too large for a message."""
     size = len(codec.dumps({"result": text}))
     if size > MAX_BODY_BYTES - ENVELOPE:
         raise InvalidInput(
@@ -258,11 +246,7 @@ def check_result_size(text: str) -> None:
 
 
 def decode_result(text: str, rank: int) -> Any:
-    """The value; None for `null`, which stands for a worker that ended without a result.
-
-    Raises:
-        InvalidInput: the value cannot be unpickled here.
-    """
+    """The value; None for `null`, which stands for a worker that ended without a result."""
     encoded = json.loads(text)
     if encoded is None:
         return None
@@ -295,10 +279,8 @@ def describe_exit(code: int) -> str:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`.
-
-    Threads of user code or of a framework do not keep a finished worker alive.
-    """
+    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`. Threads of user code or of a
+    framework do not keep a finished worker alive."""
     late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
     late.daemon = True
     late.start()
@@ -312,10 +294,7 @@ def exit_process(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_forks() -> Iterator[None]:
-    """Processes that the block's code forks (`os.fork`) end with the block, as they would with a script.
-
-    Such a process is no worker and must not use the connections of the one that forked it.
-    """
+    """Processes that the block's code forks (`os.fork`) end with the block, as they would with a script."""
     own = os.getpid()
     code = 0
     try:

@@ -34,11 +34,7 @@ RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers t
 
 
 def get_group() -> Group | None:
-    """The current world's group; None in a process that is not a worker.
-
-    Raises:
-        CollectiveError: the worker is between two worlds.
-    """
+    """The current world's group; None in a process that is not a worker. Raises `CollectiveError` between two worlds."""
     worker = get_context()
     return None if worker is None else worker.require_group()
 
@@ -68,8 +64,9 @@ def report(**numbers: Any) -> None:
                 value = value.detach()
             metrics[name] = value if is_whole else float(value)
         except (TypeError, ValueError) as error:
+            kind = type(value).__name__
             raise InvalidInput(
-                f"report() takes numbers; {name} is a {type(value).__name__} and no number: {error}."
+                f"report() takes numbers; {name} is a {kind} and no number: {error}."
             ) from error
     if not -math.inf < metrics.get("epoch", 0) < math.inf:
         raise InvalidInput(f"report() takes a finite epoch, not {metrics['epoch']}.")
@@ -80,11 +77,8 @@ def report(**numbers: Any) -> None:
 
 
 def update_metrics(handle: WorkerHandle, numbers: dict[str, Any]) -> None:
-    """Report numbers in addition to those reported before.
-
-    They are stored where they outlive one call of the user's function: a count of commits alone does not take the loss
-    off the status page.
-    """
+    """Report numbers in addition to those reported before. They outlive one call of the user's function: a count of
+    commits alone does not take the loss off the status page."""
     metrics: dict[str, Any] = handle.process_values.setdefault(METRICS, {})
     metrics.update(numbers)
     handle.report_metrics(dict(metrics))

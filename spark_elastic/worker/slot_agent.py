@@ -11,8 +11,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
+from threading import Thread
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
@@ -105,11 +107,11 @@ class SlotAgent:
         self._registered_at = clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
-        self._line_sender = threading.Thread(target=self._send_lines, name="spark-elastic-logs", daemon=True)
-        self._threads = [
-            threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
-            for name, target in (("watch", self._watch), ("heartbeat", self._send_heartbeats))
-        ]
+        targets = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
+        self._threads = {
+            name: Thread(target=call, name=f"spark-elastic-{name}", daemon=True)
+            for name, call in targets.items()
+        }
 
     def run(self) -> str:
         """Serve until released; returns why the slot ended.
@@ -122,19 +124,15 @@ class SlotAgent:
             address = find_interface_address(self._spec.network_interface)
             self._identity = replace(self._identity, address=address)
         me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
-        node = str(self._facts.get("host", ""))
+        found = str(self._facts.get("host", "")), me.device_problem, self._facts, self._find_kept()
         try:
-            answer = self._client.ask(
-                RegisterSlot(
-                    me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts, self._find_kept()
-                )
-            )
+            answer = self._client.ask(RegisterSlot(me.slot, me.host, me.slot.launch, *found))
         except BaseException:
             self._gpu_claims.close()  # Spark uses this process again, for another slot
             raise
         self._heartbeat_every = answer.heartbeat_interval
         self._registered_at = self._clock.now()
-        for thread in (self._line_sender, *self._threads):
+        for thread in self._threads.values():
             thread.start()
         try:
             if me.device_problem:
@@ -155,9 +153,8 @@ class SlotAgent:
     # ---- main thread
 
     def _start_child(self) -> Child:
-        return Child.start(
-            self._spec, self._identity, self._payload, self._on_line, self._on_warm, self._on_exit
-        )
+        hooks = self._on_line, self._on_warm, self._on_exit
+        return Child.start(self._spec, self._identity, self._payload, *hooks)
 
     def _promote(self, activation: Activation | None = None) -> None:
         """Make the spare the slot's worker, or start a worker if there is no spare. None: a worker of a new name."""
@@ -178,16 +175,13 @@ class SlotAgent:
         elif child is self._active:
             assert child.worker is not None
             try:
-                out_of_memory = self._oom_kills.is_oom_kill(code)
+                killed = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
-                reason = _describe_exit(code, out_of_memory)
+                reason = "out of memory: killed by the kernel" if killed else describe_exit(code)
                 successor = child.read_successor()
                 if successor is None:
-                    self._ask(
-                        WorkerExited(
-                            self._identity.slot, child.worker, code, reason, out_of_memory, crashed_at
-                        )
-                    )
+                    end = code, reason, killed, crashed_at
+                    self._ask(WorkerExited(self._identity.slot, child.worker, *end))
                 self._promote(successor)
             finally:
                 child.close()
@@ -226,9 +220,8 @@ class SlotAgent:
             try:
                 self._spare = self._start_child()
             except Exception as error:  # as when descriptors run out; the worker trains on without a spare
-                self._on_line(
-                    child, f"{SLOT_LINE_PREFIX}no spare was started: {type(error).__name__}: {error}"
-                )
+                why = f"{type(error).__name__}: {error}"
+                self._on_line(child, f"{SLOT_LINE_PREFIX}no spare was started: {why}")
                 self._call_later(SPARE_RETRY, lambda: self._prepare_spare(child))
         return None
 
@@ -268,17 +261,14 @@ class SlotAgent:
         # R23 (kept commits): a slot that is given back in mid-job may be where the newest state is, and the next driver
         # goes on with what is left by a job that has lost its run or Spark.
         why = self._released
-        if (
-            self._kept is not None
-            and why.startswith(JOB_OVER)
-            and not (TAKEN_OVER in why or SPARK_STOPPED in why)
-        ):
+        is_done = why.startswith(JOB_OVER) and TAKEN_OVER not in why and SPARK_STOPPED not in why
+        if self._kept is not None and is_done:
             self._kept.drop(self._spec.attempt)
         self._gpu_claims.close()
         self._lines_complete.set()
-        self._line_sender.join(LAST_LINES_WAIT)
+        self._threads["logs"].join(LAST_LINES_WAIT)
         self._client.close()
-        for thread in (self._line_sender, *self._threads):
+        for thread in self._threads.values():
             thread.join(THREAD_END_WAIT)
 
     # ---- any thread
@@ -359,10 +349,8 @@ class SlotAgent:
     def _send_waiting_lines(self) -> None:
         while batch := self._take_lines():
             for worker, lines in batch.items():
-                try:
+                with suppress(Exception):  # losing lines, which are for people, must not hurt training
                     self._ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
-                except Exception:
-                    continue  # losing lines, which are for people, must not hurt training
 
     def _take_lines(self) -> dict[WorkerId | None, list[str]]:
         """Waiting lines by worker, as many as one message holds."""
@@ -373,9 +361,3 @@ class SlotAgent:
             batch.setdefault(worker, []).append(line)
             count, characters = count + 1, characters + len(line)
         return batch
-
-
-def _describe_exit(code: int, out_of_memory: bool) -> str:
-    if out_of_memory:
-        return "out of memory: killed by the kernel"
-    return describe_exit(code)

@@ -246,10 +246,8 @@ class StackReader:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """True once for each sample that was stale at two readings in a row.
-
-        At the first of them the child may just have been continued and about to take a sample.
-        """
+        """True once for each sample that was stale at two readings in a row: at the first of them the child may just have
+        been continued and about to take a sample."""
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False
@@ -268,14 +266,12 @@ class StackReader:
 
 
 def parse_newest_stack(text: str) -> str:
-    """The main thread's newest stack in one line; "" if there is none.
-
-    text: a line with the newest sample, then the stacks that `faulthandler` has written since upon signals.
-    """
+    """The main thread's newest stack in one line; "" if there is none. text: a line with the newest sample, then the
+    stacks that `faulthandler` has written since upon signals."""
     sample, _, dumps = text.partition("\n")
     for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
         lines = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be incomplete
-        found = [match.groups() for line in lines if (match := _NATIVE_FRAME.match(line))]
-        if found:
-            return " < ".join(_format_frame(*place) for place in found[:FRAMES_AT_MOST])
+        places = [match.groups() for line in lines if (match := _NATIVE_FRAME.match(line))]
+        if places:
+            return " < ".join(_format_frame(*place) for place in places[:FRAMES_AT_MOST])
     return sample

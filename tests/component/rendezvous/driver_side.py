@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import build_status_pages
+from spark_elastic.monitoring.job_history import JobHistory, build_status_pages
 from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Fence, Member, Position, World

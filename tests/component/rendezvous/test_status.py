@@ -16,8 +16,7 @@ from urllib.parse import urljoin
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import build_status_pages
+from spark_elastic.monitoring.job_history import JobHistory, build_status_pages
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.report import save_page
-from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.routes import ServerCallbacks

@@ -15,8 +15,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
-from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import build_status_pages
+from spark_elastic.monitoring.job_history import JobHistory, build_status_pages
 from spark_elastic.protocol import events
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited

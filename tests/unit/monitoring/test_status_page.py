@@ -14,9 +14,15 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.monitoring.job_history import LOST_SECONDS, JobHistory
+from spark_elastic.monitoring.job_history import (
+    LOST_SECONDS,
+    MAX_SLOTS,
+    JobHistory,
+    build_status,
+    build_status_pages,
+    format_prometheus,
+)
 from spark_elastic.monitoring.report import MAX_TEXT, JobReport, encode_json, read_page, save_page
-from spark_elastic.monitoring.status import MAX_SLOTS, build_status, build_status_pages, format_prometheus
 from spark_elastic.protocol import events as on
 from spark_elastic.testing.fakes import FakeClock
 from tests.unit.monitoring.played_job import SimulatedJob

@@ -89,7 +89,7 @@ def test_a_generation_takes_values_only_while_it_is_open() -> None:
     store.open(scope)
     store.set(scope, "k", b"1")
     store.set("tuning", "k", b"2")
-    assert store.close_generations() == [scope]
+    store.close_generations()
     with pytest.raises(StaleGeneration):
         store.get(scope, ["k"])
     assert store.get("tuning", ["k"]) == (b"2",)
