@@ -340,8 +340,8 @@ def find_load_error(payload: bytes) -> str | None:
 
 
 def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
-    """Load the object in a process that is forked as a worker is, so that the slow imports are not made in this one, and
-    its fork server is ready once a slot starts here. Main thread only. spec: of the slots to come.
+    """Load the object in a process that is forked as a worker is, so that the slow imports are not made in this one,
+    and its fork server is ready once a slot starts here. Main thread only. spec: of the slots to come.
 
     Raises:
         TimeoutError: it was still loading after `LOAD_SECONDS`.

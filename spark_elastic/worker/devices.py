@@ -141,8 +141,9 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
 
 
 def find_gpu(address: str, environment: Mapping[str, str]) -> str:
-    """What CUDA calls a GPU that Spark calls `address`, a number among the host's GPUs or an id. Where a resource manager
-    shows a container only its own, numbers count these; `InvalidInput`: the environment does not show that GPU."""
+    """What CUDA calls a GPU that Spark calls `address`, a number among the host's GPUs or an id. Where a resource
+    manager shows a container only its own, numbers count these; `InvalidInput`: the environment does not show that
+    GPU."""
     if VISIBLE not in environment:
         return address
     visible = list_visible_gpus(environment)

@@ -145,8 +145,8 @@ def end_forks_with_process() -> None:
 
 
 def stop_ignoring_interrupts() -> None:
-    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not: it may want to
-    interrupt them. A handler, unlike SIG_IGN, does not survive an exec."""
+    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not: it may want
+    to interrupt them. A handler, unlike SIG_IGN, does not survive an exec."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 

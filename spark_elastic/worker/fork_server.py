@@ -224,8 +224,9 @@ def _fork() -> int:
 
 
 def _fork_for(request: _Request, notes: list[str]) -> int:
-    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0 if the slot
-    does not want it. An intermediate process forks it: when that is killed, the slot's process inherits its child."""
+    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0 if the
+    slot does not want it. An intermediate process forks it: when that is killed, the slot's process inherits its
+    child."""
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()

@@ -89,8 +89,8 @@ class GroupConnector:
         return self._endpoint.address
 
     def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
-        """The group of that world, with its collectives recorded as waits. addresses: of all members; none: the driver is
-        asked for each that a collective needs."""
+        """The group of that world, with its collectives recorded as waits. addresses: of all members; none: the driver
+        is asked for each that a collective needs."""
 
         def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
@@ -432,8 +432,8 @@ class WorkerLoop:
 
 
 class DriverWatch:
-    """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop. It
-    never touches the program. R12 (driver silence): it ends the worker after `driver_timeout`."""
+    """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop.
+    It never touches the program. R12 (driver silence): it ends the worker after `driver_timeout`."""
 
     def __init__(
         self,

@@ -177,8 +177,8 @@ def compute_fingerprint(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry. Without
-    frames where none is the user's and the error's sentence says all: what is wrong is no line of a program."""
+    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry.
+    Without frames where none is the user's and the error's sentence says all: what is wrong is no line of a program."""
     trace = _skip_callers(error.__traceback__)
     if trace is None and not isinstance(error, ElasticError | FloatingPointError):
         trace = error.__traceback__

@@ -162,8 +162,8 @@ def exchange_dist_env(
     *,
     in_loop: bool = False,
 ) -> DistEnv:
-    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes. Collective, in each
-    new world, before anything else. The master is rank 0; the port was free there.
+    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes. Collective, in
+    each new world, before anything else. The master is rank 0; the port was free there.
 
     Args:
         address: of this worker.

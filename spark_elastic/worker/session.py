@@ -34,7 +34,8 @@ RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers t
 
 
 def get_group() -> Group | None:
-    """The current world's group; None in a process that is not a worker. Raises `CollectiveError` between two worlds."""
+    """The current world's group; None in a process that is not a worker. Raises `CollectiveError` between two
+    worlds."""
     worker = get_context()
     return None if worker is None else worker.require_group()
 

@@ -246,8 +246,8 @@ class StackReader:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """True once for each sample that was stale at two readings in a row: at the first of them the child may just have
-        been continued and about to take a sample."""
+        """True once for each sample that was stale at two readings in a row: at the first of them the child may just
+        have been continued and about to take a sample."""
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 from hypothesis import given
@@ -89,10 +88,3 @@ def test_a_server_with_too_many_sessions_forgets_all_and_takes_no_replay() -> No
     assert [_use(sessions, session, 1) for session in (a, b, c)] == [True, True, False]
     assert not any(_use(sessions, session, count) for session in (a, b, c) for count in (1, 2))
     assert _use(sessions, sessions.open(auth.create_id()), 1)
-
-
-def test_ids_are_not_repeated() -> None:
-    random.seed(0)  # whatever the seed
-    first = auth.create_id()
-    random.seed(0)
-    assert auth.create_id() != first
