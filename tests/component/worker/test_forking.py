@@ -23,7 +23,7 @@ from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import forking
-from spark_elastic.worker.child import Child
+from spark_elastic.worker.child import Child, find_load_error, find_load_error_in_fork
 from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
 from tests.patience import until
 
@@ -172,13 +172,6 @@ def test_the_slot_gets_the_exit_code_of_a_forked_process() -> None:
         life.await_warm()
         life.child.kill()
         assert life.end() == -signal.SIGKILL
-
-
-def test_a_forked_process_ends_with_its_standard_input() -> None:
-    with ForkedChild(FORKED, lambda: None) as life:
-        life.await_warm()
-        life.child._input.put(None)
-        assert life.end() == 0
 
 
 def test_one_fork_server_serves_several_processes() -> None:
@@ -464,3 +457,36 @@ def test_forked_processes_train_with_torch_and_have_different_seeds() -> None:
         (result, one), (_, other) = first.read_message(), second.read_message()
     assert result == [True, 28.0, 2]
     assert not set(one) & set(other)
+
+
+LOADING = SlotSpec(address="", key=b"", attempt=0, imports=("json",), cpus_per_worker=2)
+
+
+class Loading:
+    """Unpickling it calls a function."""
+
+    def __init__(self, call: Callable[..., Any], *arguments: object) -> None:
+        self._call = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_what_loads_leaves_a_fork_server_for_the_slots_to_come() -> None:
+    payload = cloudpickle.dumps({"rows": [1, 2]})
+    assert find_load_error_in_fork(payload, LOADING) is None
+    server = fork_server_cache.pid
+    assert server is not None
+    assert find_load_error_in_fork(payload, LOADING) is None
+    assert fork_server_cache.pid == server
+
+
+def test_what_does_not_load_is_named_by_its_error_wherever_it_is_tried() -> None:
+    payload = cloudpickle.dumps(Loading(__import__, "no_such_module"))
+    expected = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert find_load_error_in_fork(payload, LOADING) == find_load_error(payload) == expected
+
+
+def test_a_process_that_ends_while_it_loads_is_named_by_its_exit_code() -> None:
+    payload = cloudpickle.dumps(Loading(os._exit, 3))
+    assert find_load_error_in_fork(payload, LOADING) == "the process that loads it ended: exit code 3"

@@ -15,14 +15,6 @@ from spark_elastic.monitoring.console import ProgressListener
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener, close_within_deadline
 
 
-def test_notifications_come_in_order_and_closing_delivers_the_rest() -> None:
-    calls: list[int] = []
-    with AsyncNotifier() as notifier:
-        for number in range(100):
-            notifier.submit(partial(calls.append, number))
-    assert calls == list(range(100))
-
-
 def test_only_the_newest_progress_report_waits() -> None:
     calls: list[object] = []
     taken, free = threading.Event(), threading.Event()
