@@ -280,9 +280,8 @@ class ProgressListener(OutputListener):
         # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
         kind, own = importlib.import_module("tqdm").tqdm, {"monitor_interval": 0}
         if not is_in_notebook():
-            bar = type("Bar", (kind,), own)(
-                total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True
-            )
+            form = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
+            bar = type("Bar", (kind,), own)(total=total, file=self._stream, **form)
             if (bar.ncols or 0) < 1:  # a terminal that nobody told its size
                 bar.dynamic_ncols, bar.ncols, bar.nrows = False, BAR_COLUMNS, None
             return bar
@@ -292,12 +291,8 @@ class ProgressListener(OutputListener):
     def _write_plain_line(self, metrics: Metrics) -> None:
         now, epoch = self._clock.now(), int(metrics.get("epoch", 0))
         epoch_finished = int(metrics["step"]) == int(metrics["steps"])
-        if (
-            self._last_line is not None
-            and not epoch_finished
-            and self._last_line[1] == epoch
-            and now - self._last_line[0] < PROGRESS_INTERVAL
-        ):
+        at, last_epoch = self._last_line or (float("-inf"), -1)
+        if not epoch_finished and last_epoch == epoch and now - at < PROGRESS_INTERVAL:
             return
         self._last_line = (now, epoch)
         position = f"epoch {epoch + 1}/{self._epochs} step {metrics['step']}/{metrics['steps']}"
@@ -323,10 +318,7 @@ def _make_notebook_display() -> Callable[..., None]:
 
 def format_metrics(metrics: Metrics, throughput: Throughput, width: int | None = None) -> str:
     """Loss, throughput, world size, time left, and other floats that the program reports, as far as they are known.
-
-    Args:
-        width: leaves out what does not fit into so many characters, from the end.
-    """
+    width: leaves out what does not fit into so many characters, from the end."""
     loss, world, seconds_left = metrics.get("loss"), metrics.get("world"), throughput.seconds_left
     parts = [
         f"loss {float(loss):.4f}" if loss is not None else "",

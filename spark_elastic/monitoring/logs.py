@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -59,38 +59,26 @@ def announce_phase(text: str) -> None:
 
 @contextmanager
 def log_to_listener(on_message: Callable[[str], None], enabled: bool = True) -> Iterator[None]:
-    """Pass what "spark_elastic" and loggers below it log, from INFO on, to a listener.
-
-    Args:
-        on_message: runs on a thread of its own.
-        enabled: False passes what `announce_phase` says, and nothing else.
-    """
-    token = _on_phase.set(on_message)
-    try:
-        with _pass_records(on_message) if enabled else nullcontext():
-            yield
-    finally:
-        _on_phase.reset(token)
-
-
-@contextmanager
-def _pass_records(on_message: Callable[[str], None]) -> Iterator[None]:
+    """Pass what "spark_elastic" and loggers below it log, from INFO on, to a listener, on a thread of its own. enabled:
+    False passes what `announce_phase` says, and nothing else."""
 
     def deliver(record: logging.LogRecord) -> None:
         if not getattr(record, "announced", False):
             on_message(f"{record.levelname.lower()}: {record.getMessage()}")
 
-    with _start_handler(deliver) as handler, _info_level, _attach(handler, "spark_elastic"):
+    token = _on_phase.set(on_message)
+    with ExitStack() as ends:
+        ends.callback(_on_phase.reset, token)
+        if enabled:
+            handler = ends.enter_context(_start_handler(deliver))
+            ends.enter_context(_info_level)
+            ends.enter_context(_attach(handler, "spark_elastic"))
         yield
 
 
 @contextmanager
 def log_to_stream(stream: IO[str], announced: bool = True) -> Iterator[None]:
-    """Write the records of all loggers to `stream`.
-
-    Args:
-        announced: also those that the job's listener gets as messages.
-    """
+    """Write the records of all loggers to `stream`. announced: also those that the job's listener gets as messages."""
     writer = logging.StreamHandler(stream)
     writer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     if not announced:
@@ -101,11 +89,8 @@ def log_to_stream(stream: IO[str], announced: bool = True) -> Iterator[None]:
 
 @contextmanager
 def forward_log(post: Callable[[LogEntry], None]) -> Iterator[None]:
-    """Post what "spark_elastic" and loggers below it log, from INFO on, for `emit_forwarded` in another process.
-
-    Args:
-        post: must not block; runs on the thread that logs.
-    """
+    """Post what "spark_elastic" and loggers below it log, from INFO on, for `emit_forwarded` in another process. post:
+    must not block; runs on the thread that logs."""
 
     class Poster(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -124,11 +109,9 @@ def emit_forwarded(entry: LogEntry) -> None:
 
 @contextmanager
 def isolate_log_handlers() -> Iterator[None]:
-    """Let a separate thread call the handlers of everything that a job's threads log.
-
-    So a handler that blocks or fails holds up neither the driver nor its server. Where nobody has configured logging,
-    warnings go to standard error in the form of Spark's log, which then is around them.
-    """
+    """Let a separate thread call the handlers of everything that a job's threads log: one that blocks or fails holds up
+    neither the driver nor its server. Where nobody has configured logging, warnings go to standard error in the form of
+    Spark's log, which then is around them."""
     with _start_handler(_call_handlers) as handler:
 
         def divert(record: logging.LogRecord) -> bool:
@@ -159,11 +142,8 @@ def _call_handlers(record: logging.LogRecord) -> None:
 
 
 class _AsyncHandler(logging.Handler):
-    """Lets a notifier's thread deliver the records.
-
-    Args:
-        deliver: what it raises is reported like a failing handler, never logged, since that would come here again.
-    """
+    """Lets a notifier's thread deliver the records. What `deliver` raises is reported like a failing handler, never
+    logged, since that would come here again."""
 
     def __init__(self, deliver: Callable[[logging.LogRecord], object], notifier: AsyncNotifier) -> None:
         super().__init__()
@@ -261,9 +241,7 @@ class StoreLog(JobListener):
         self._dropped = 0  # lines
         # Only the writing thread uses the following.
         self._number = 1  # of the first of `_parts`
-        self._complete: list[
-            tuple[str, int]
-        ] = []  # names and bytes of complete parts in the store, oldest first
+        self._complete: list[tuple[str, int]] = []  # names and bytes of parts in the store, oldest first
         self._written = 0  # bytes of the first of `_parts` that are in the store
         self._failed = False
         self._closing = threading.Event()
@@ -316,11 +294,7 @@ class StoreLog(JobListener):
                 self._failed = True
 
     def _write(self) -> None:
-        """Write everything that is new.
-
-        Raises:
-            StoreError: the store failed; the next call tries again.
-        """
+        """Write everything that is new; if the store fails, the next call tries again."""
         while True:
             with self._lock:
                 data, complete = bytes(self._parts[0]), len(self._parts) > 1

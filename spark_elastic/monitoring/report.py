@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.resources import files
@@ -162,9 +162,7 @@ class WorldChange:
     reason: str  # in words
     seconds: float | None = None  # downtime until every member had built this world; None: it was never built
     steps_lost: int | None = 0  # applied steps that have to be repeated; None: the program counts no steps
-    bulk_seconds: float | None = (
-        None  # from its beginning until NCCL summed its gradients; None: it never did
-    )
+    bulk_seconds: float | None = None  # until NCCL summed its gradients; None: it never did
 
     def __str__(self) -> str:
         """One line: what happened and what it cost."""
@@ -199,6 +197,8 @@ class EpochRows:
     figures: Mapping[str, float] = field(default_factory=dict)  # losses, metrics and learning rate at its end
 
 
+# Numbers that a status has as they are.
+DESCRIBED = ("goodput", "steps_lost", "checkpoints", "checkpoint_seconds", "reserved_hours", "useful_hours")
 GOODPUT_SECONDS = 60.0  # a report of a shorter job prints no goodput
 MAX_SHOWN_CHANGES = 200  # world changes that a status page has
 FRAME_HEIGHT = 720  # of a notebook's output, in pixels
@@ -273,22 +273,18 @@ class JobReport:
         sizes += [(max(self.seconds, at), size) for at, size in sizes[-1:]]
         losses = [(point.at, point.loss) for point in self.curve if point.loss is not None]
         rates = [(point.at, point.rows_per_second) for point in self.curve]
-        curves: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
-            ("loss", "tab:blue", losses),
-            ("rows/s", "tab:green", rates),
-            ("workers", "tab:orange", sizes),
-        ]
+        colors = {"loss": "tab:blue", "rows/s": "tab:green", "workers": "tab:orange"}
         with_epochs = any("loss" in rows.figures for rows in self.epochs)
-        figure: Figure = require_package("matplotlib.figure", "plot()", "matplotlib").Figure(
-            figsize=(8, 8 if with_epochs else 6), layout="constrained"
-        )
+        matplotlib = require_package("matplotlib.figure", "plot()", "matplotlib")
+        figure: Figure = matplotlib.Figure(figsize=(8, 8 if with_epochs else 6), layout="constrained")
         over_time = figure.subplots(3 + with_epochs, 1)
         if with_epochs:
             *over_time, by_epoch = over_time
             self._plot_epochs(by_epoch)
-        for axes, (label, color, points) in zip(over_time, curves, strict=True):
+        for axes, label, points in zip(over_time, colors, (losses, rates, sizes), strict=True):
+            ats, values = [at for at, _ in points], [value for _, value in points]
             style = "steps-post" if label == "workers" else "default"
-            axes.plot([at for at, _ in points], [value for _, value in points], color=color, drawstyle=style)
+            axes.plot(ats, values, color=colors[label], drawstyle=style)
             axes.set_ylabel(label)
             axes.sharex(over_time[-1])
             axes.tick_params(labelbottom=axes is over_time[-1])
@@ -324,16 +320,10 @@ class JobReport:
             metrics |= {"epoch": self.epochs[-1].epoch, **self.epochs[-1].figures}
             metrics["rows missing"] = sum(rows.missing for rows in self.epochs)
             metrics["rows twice"] = sum(rows.duplicated for rows in self.epochs)
-        return save_page(
-            {
-                "name": name, "stage": "finished", "size": size, "limits": [size, size, size],
-                "metrics": metrics,
-                "rows_per_second": None if last is None else last.rows_per_second, "seconds_left": None,
-                "slots": [], "lost_slots": [], "more_slots": 0, "stalled": [],
-                "events": self.list_events(),
-                **self.describe(),
-            }
-        )  # fmt: skip
+        status: dict[str, Any] = {"name": name, "stage": "finished", "size": size, "limits": [size] * 3}
+        status |= {"metrics": metrics, "seconds_left": None, "slots": [], "lost_slots": [], "more_slots": 0}
+        status |= {"rows_per_second": None if last is None else last.rows_per_second, "stalled": []}
+        return save_page({**status, "events": self.list_events(), **self.describe()})
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own."""
@@ -346,27 +336,22 @@ class JobReport:
         return {
             "seconds": round(self.seconds, 3),
             "report": {
-                "goodput": self.goodput,
+                **{name: getattr(self, name) for name in DESCRIBED},
                 "phases": dict(self.phases),
                 "recoveries": len(self.recoveries),
                 "recovery_p50": self.recovery_seconds(50),
                 "recovery_p99": self.recovery_seconds(99),
                 "recovery_total": sum(change.seconds or 0.0 for change in self.recoveries),
-                "steps_lost": self.steps_lost,
-                "checkpoints": self.checkpoints,
-                "checkpoint_seconds": self.checkpoint_seconds,
-                "reserved_hours": self.reserved_hours,
-                "useful_hours": self.useful_hours,
             },
             "world_changes": [
                 {
-                    "at": change.at,
-                    "epoch": self._find_epoch(change.at),
-                    "kind": change.kind.value,
-                    "size": change.size,
-                    "seconds": change.seconds,
+                    "at": c.at,
+                    "epoch": self._find_epoch(c.at),
+                    "kind": c.kind.value,
+                    "size": c.size,
+                    "seconds": c.seconds,
                 }
-                for change in self.world_changes[-MAX_SHOWN_CHANGES:]
+                for c in self.world_changes[-MAX_SHOWN_CHANGES:]
             ],
             "epochs": [{"epoch": rows.epoch + 1, **rows.figures} for rows in self.epochs[-MAX_POINTS:]],
             "curve": {
@@ -392,10 +377,8 @@ class JobReport:
     @classmethod
     def from_json(cls, text: str) -> JobReport:
         values = json.loads(text)
-        changes = [
-            WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])})
-            for change in values.pop("world_changes")
-        ]
+        changes = values.pop("world_changes")
+        changes = [WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])}) for change in changes]
         curve = tuple(MetricPoint(**point) for point in values.pop("curve"))
         epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
         return cls(world_changes=tuple(changes), curve=curve, epochs=epochs, **values)

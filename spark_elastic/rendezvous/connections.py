@@ -280,9 +280,8 @@ class Connection(asyncio.Protocol):
             self._send(Response(408, is_last=True))
 
 
-ACCEPT_BATCH = (
-    64  # connections; a whole queue at once could use up the files before the first ones are closed
-)
+# Connections; a whole queue at once could use up the files before the first ones are closed.
+ACCEPT_BATCH = 64
 UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
 
 

@@ -67,7 +67,6 @@ class StatusApp:
         return f"{server}{ROOT}?token={self.token}"
 
     def handles(self, request: HttpRequest) -> bool:
-        """Whether a request is for the status page."""
         is_page = request.path in (METRICS, ROOT.rstrip("/")) or request.path.startswith(ROOT)
         return is_page and request.method in ("GET", "HEAD") and not request.length
 
@@ -82,7 +81,6 @@ class StatusApp:
         return Response(status, body, fields + ALWAYS, is_authenticated=True)
 
     def _answer_visitor(self, request: HttpRequest, by_address: bool) -> tuple[int, bytes, Fields]:
-        """Status, body and fields for a holder of the token."""
         if not self._within_rate():
             return 429, b"Too many requests.\n", (*TEXT, ("retry-after", "1"))
         page = self._pages.get(request.path)
@@ -110,10 +108,8 @@ class StatusApp:
             cookies = http.cookies.SimpleCookie(fields.get("cookie", ""))
         except http.cookies.CookieError:
             return False
-        morsel = cookies.get(self._cookie)
-        return morsel is not None and hmac.compare_digest(
-            morsel.value.encode(), self._visitor_cookie.encode()
-        )
+        value = cookies[self._cookie].value if self._cookie in cookies else ""
+        return hmac.compare_digest(value.encode(), self._visitor_cookie.encode())
 
     def _within_rate(self) -> bool:
         """Takes one from a token bucket that only holders of the token use."""

@@ -18,7 +18,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,34 +44,19 @@ AS_HOROVOD = f"{PACKAGE}.as_horovod"  # in workers where it is in the process th
 INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
-class _FollowingLoader(Loader):
-    """The loader of a framework, which imports the follower at the end."""
-
-    def __init__(self, loader: Loader, follower: str) -> None:
-        self._loader = loader
-        self._follower = follower
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None:
-            spec.loader = self._loader  # what looks for the module's resources finds its own loader
-            module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _follow(module, self._follower)
-
-
 class _FollowingFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in FOLLOWERS:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
+        spec = PathFinder.find_spec(name, path, target) if name in FOLLOWERS else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _FollowingLoader(spec.loader, FOLLOWERS[name])
+            execute = spec.loader.exec_module
+
+            def execute_and_follow(module: ModuleType) -> None:
+                execute(module)
+                _follow(module, FOLLOWERS[name])
+
+            spec.loader.exec_module = execute_and_follow  # type: ignore[method-assign]
         return spec
 
 

@@ -10,8 +10,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -139,12 +140,21 @@ def start_driver(
     return Driver(server, events, logs, reports)
 
 
-def start_driver_with_pages() -> Driver:
-    """With a status page, and a first world of one worker."""
+def make_status_app(history: JobHistory | None = None, name: str = "job") -> StatusApp:
     clock = SystemClock()
-    made = start_driver(status_app=StatusApp(build_status_pages(JobHistory(clock), "job"), clock))
-    made.server.publish(world(1, "0-0.1"))
-    return made
+    return StatusApp(build_status_pages(history or JobHistory(clock), name), clock)
+
+
+@contextmanager
+def serve_pages(
+    history: JobHistory | None = None, bind: Bind | None = None, pages: bool = True
+) -> Iterator[tuple[RendezvousServer, StatusApp]]:
+    """A server without a driver. pages: it shows the status page."""
+    status_app = make_status_app(history)
+    callbacks = ServerCallbacks(lambda event: None, lambda lines: None)
+    shown = status_app if pages else None
+    with RendezvousServer(KEY, ATTEMPT, callbacks, SystemClock(), bind, shown) as server:
+        yield server, status_app
 
 
 @dataclass(frozen=True)

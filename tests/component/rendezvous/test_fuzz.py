@@ -17,14 +17,22 @@ import pytest
 from spark_elastic.protocol.messages import Heartbeat, Request
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.messages import REQUESTS, path_of
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, RawClient, start_driver_with_pages
+from tests.component.rendezvous.driver_side import (
+    PATIENCE,
+    Driver,
+    RawClient,
+    make_status_app,
+    start_driver,
+    world,
+)
 from tests.component.rendezvous.generated_requests import ask_without_key, for_pages, of_noise, with_key
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
     """With the status page; one server for all, since each test asks whether it still serves."""
-    made = start_driver_with_pages()
+    made = start_driver(status_app=make_status_app())
+    made.server.publish(world(1, "0-0.1"))
     yield made
     made.close()
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
-from spark_elastic.monitoring.job_history import JobHistory, build_status_pages
 from spark_elastic.protocol import events
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited
@@ -24,7 +22,14 @@ from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.status_app import StatusApp
 from tests.component.rendezvous.cut_connections import CuttableNetwork
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, Visitor, read_all, start_driver
+from tests.component.rendezvous.driver_side import (
+    PATIENCE,
+    Driver,
+    Visitor,
+    make_status_app,
+    read_all,
+    start_driver,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +39,7 @@ def certificate() -> auth.Certificate:
 
 @pytest.fixture
 def status_app() -> StatusApp:
-    clock = SystemClock()
-    return StatusApp(build_status_pages(JobHistory(clock), "job"), clock)
+    return make_status_app()
 
 
 @pytest.fixture

@@ -59,13 +59,8 @@ def test_a_line_too_long_for_a_message_is_passed_on_in_parts(more: int) -> None:
 def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
     clock = FakeClock()
     states = [f"\r{number}/6".encode() for number in range(7)]
-    assert list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock)) == [
-        "0/6",
-        "2/6",
-        "4/6",
-        "6/6",
-        "done",
-    ]
+    told = list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock))
+    assert told == ["0/6", "2/6", "4/6", "6/6", "done"]
 
 
 @pytest.mark.parametrize(

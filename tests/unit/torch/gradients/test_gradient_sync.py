@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.M
                 assert until(lambda: window.read(CLOCK.now()).is_waiting)
             finally:
                 seen.set()
-            assert [each.result() for each in sums] == [2.0, 2.0]
+            assert [total.result() for total in sums] == [2.0, 2.0]
         assert not window.read(CLOCK.now()).is_waiting
     finally:
         sampler.close()
@@ -111,10 +112,6 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
     """Rank 0 lacks a gradient: what the first one has sent by then differs."""
     use_context_per_thread(monkeypatch)
 
-    def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        groups = [[parameter] for parameter in model.parameters()]
-        return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=Sum, groups=groups)
-
     def work(group: Group) -> list[float]:
         enter_group(group)
         model, later, x = layers(), layers(), torch.ones(1, 4)
@@ -139,6 +136,12 @@ def layers() -> torch.nn.ModuleList:
     return torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
 
 
+def make_optimizer(model: torch.nn.Module, op: Any = Sum) -> Any:
+    """A bucket for each parameter, except for Adasum."""
+    groups: Any = 0 if op is Adasum else [[parameter] for parameter in model.parameters()]
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=op, groups=groups)
+
+
 @pytest.mark.parametrize("adasum", [False, True], ids=["sums", "one by Adasum"])
 def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.MonkeyPatch, adasum: bool) -> None:
     """One rank has no gradient for the first bucket of one of them, so that the other's are complete before it."""
@@ -147,14 +150,7 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
     def work(group: Group) -> list[float]:
         enter_group(group)
         first, second = layers(), layers()
-        optimizers = [
-            DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=1.0),
-                op=op,
-                groups=0 if op is Adasum else [[p] for p in model.parameters()],
-            )
-            for model, op in ((first, Sum), (second, Adasum if adasum else Sum))
-        ]
+        optimizers = [make_optimizer(first), make_optimizer(second, Adasum if adasum else Sum)]
         parameters = [*first.parameters(), *second.parameters()]
         before = [parameter.detach().clone() for parameter in parameters]
         used = [layer for layer in first if group.rank == 1 or layer is not first[2]]
@@ -163,9 +159,8 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
         for optimizer in reversed(optimizers):
             optimizer.step()
         close_engine()
-        return [
-            round(float((was - now.detach()).mean()), 3) for was, now in zip(before, parameters, strict=True)
-        ]
+        pairs = zip(before, parameters, strict=True)
+        return [round(float((was - now.detach()).mean()), 3) for was, now in pairs]
 
     of_second = 100.0 if adasum else 200.0  # equal steps count once
     assert run_in_world(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
@@ -177,10 +172,7 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
     def work(group: Group) -> list[bool]:
         enter_group(group)
         model, other = layers(), layers()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters()), groups=[[p] for p in model.parameters()]
-        )
-        found = []
+        optimizer, found = make_optimizer(model), []
         for together in (False, True, False):
             second = DistributedOptimizer(torch.optim.SGD(other.parameters())) if together else None
             sum(layer(torch.ones(1, 4)).sum() for layer in model).backward()  # type: ignore[union-attr]
