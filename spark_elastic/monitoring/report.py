@@ -273,7 +273,8 @@ class JobReport:
         sizes += [(max(self.seconds, at), size) for at, size in sizes[-1:]]
         losses = [(point.at, point.loss) for point in self.curve if point.loss is not None]
         rates = [(point.at, point.rows_per_second) for point in self.curve]
-        colors = {"loss": "tab:blue", "rows/s": "tab:green", "workers": "tab:orange"}
+        colors = "tab:blue", "tab:green", "tab:orange"
+        curves: dict[str, Sequence[tuple[float, float]]] = {"loss": losses, "rows/s": rates, "workers": sizes}
         with_epochs = any("loss" in rows.figures for rows in self.epochs)
         matplotlib = require_package("matplotlib.figure", "plot()", "matplotlib")
         figure: Figure = matplotlib.Figure(figsize=(8, 8 if with_epochs else 6), layout="constrained")
@@ -281,10 +282,10 @@ class JobReport:
         if with_epochs:
             *over_time, by_epoch = over_time
             self._plot_epochs(by_epoch)
-        for axes, label, points in zip(over_time, colors, (losses, rates, sizes), strict=True):
+        for axes, (label, points), color in zip(over_time, curves.items(), colors, strict=True):
             ats, values = [at for at, _ in points], [value for _, value in points]
             style = "steps-post" if label == "workers" else "default"
-            axes.plot(ats, values, color=colors[label], drawstyle=style)
+            axes.plot(ats, values, color=color, drawstyle=style)
             axes.set_ylabel(label)
             axes.sharex(over_time[-1])
             axes.tick_params(labelbottom=axes is over_time[-1])

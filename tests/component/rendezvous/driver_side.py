@@ -7,7 +7,6 @@ import queue
 import socket
 import ssl
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
+from tests.patience import until
 
 KEY = b"0123456789abcdef0123456789abcdef"
 ATTEMPT = 7
@@ -78,16 +78,10 @@ class Driver:
                 return heard
 
     def client(self, **options: Any) -> RendezvousClient:
-        made = RendezvousClient(
-            options.pop("address", self.server.address),
-            options.pop("key", KEY),
-            options.pop("attempt", ATTEMPT),
-            SystemClock(),
-            certificate=options.pop("certificate", self.server.certificate),
-            **options,
-        )
-        self._clients.append(made)
-        return made
+        contact = {"address": self.server.address, "key": KEY, "attempt": ATTEMPT}
+        options = {**contact, "certificate": self.server.certificate, **options}
+        self._clients.append(RendezvousClient(clock=SystemClock(), **options))
+        return self._clients[-1]
 
     def call_in_thread(self, call: Callable[[], R]) -> Future[R]:
         """`call` in a thread of its own."""
@@ -113,10 +107,7 @@ class Driver:
     def until_polls(self, number: int) -> None:
         """Returns when the server holds that many long polls open."""
         waiters = self.server._state.waiters
-        deadline = time.monotonic() + PATIENCE
-        while (held := self.call_in_loop(lambda: len(waiters))) != number:
-            assert time.monotonic() < deadline, f"{held} long polls are open, not {number}"
-            time.sleep(0.002)
+        until(lambda: self.call_in_loop(lambda: len(waiters)) == number)
 
     def close(self) -> None:
         for client in self._clients:

@@ -103,11 +103,6 @@ class ForkedChild:
         return self._ends.get(timeout=60.0)
 
 
-def run_and_read(imports: tuple[str, ...] | None, tell: Callable[[], object]) -> Any:
-    with ForkedChild(imports, tell) as life:
-        return life.read_message()
-
-
 def describe_process() -> dict[str, object]:
     """All properties by which processes can be distinguished."""
     import faulthandler
@@ -149,7 +144,8 @@ def describe_process() -> dict[str, object]:
 
 
 def test_a_forked_process_looks_like_a_spawned_one() -> None:
-    forked, spawned = (run_and_read(imports, describe_process) for imports in (FORKED, SPAWNED))
+    with ForkedChild(FORKED, describe_process) as one, ForkedChild(SPAWNED, describe_process) as other:
+        forked, spawned = one.read_message(), other.read_message()
     assert fork_server_cache.pid is not None
     assert forked["parent"] == os.getpid()
     assert forked == spawned
@@ -158,8 +154,6 @@ def test_a_forked_process_looks_like_a_spawned_one() -> None:
 def test_the_slot_gets_the_exit_code_of_a_forked_process() -> None:
     with ForkedChild(FORKED, lambda: sys.exit(3)) as life:
         assert life.end() == 3
-    with ForkedChild(FORKED, lambda: os.kill(os.getpid(), signal.SIGKILL)) as life:
-        assert life.end() == -signal.SIGKILL
     with ForkedChild(FORKED, lambda: None) as life:
         life.await_warm()
         life.child.kill()
@@ -373,6 +367,8 @@ def train() -> object:
     """Train with a DataLoader's processes, as user programs do."""
     imported = "torch._dynamo" in sys.modules
     import torch
+
+    gpus = os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     from torch.utils.data import DataLoader, TensorDataset
 
     net = torch.nn.Linear(1, 1)
@@ -384,13 +380,7 @@ def train() -> object:
         net(batch).sum().backward()
         step.step()
         seen += float(batch.sum())
-    return [[imported, seen, torch.get_num_threads()], random_numbers()]
-
-
-def tell_gpus() -> list[object]:
-    import torch
-
-    return [os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
+    return [[imported, seen, torch.get_num_threads(), *gpus], random_numbers()]
 
 
 # What workers of estimators, functions and Trainers of Hugging Face and Lightning use: imported before the fork.
@@ -430,21 +420,14 @@ def test_workers_of_every_kind_of_program_are_forked() -> None:
 
 @pytest.mark.native
 @pytest.mark.timeout(180)
-def test_forked_processes_see_the_gpus_of_their_slots() -> None:
+def test_forked_processes_train_with_torch_on_their_gpus_and_have_different_seeds() -> None:
     """torch is imported before the fork, and has not asked CUDA for anything."""
     with (
-        ForkedChild(TORCH, tell_gpus, gpus=("1",)) as first,
-        ForkedChild(TORCH, tell_gpus, gpus=("2",)) as second,
+        ForkedChild(TORCH, train, 2, gpus=("1",)) as first,
+        ForkedChild(TORCH, train, 2, gpus=("2",)) as second,
     ):
-        assert [child.read_message() for child in (first, second)] == [["1", False], ["2", False]]
-
-
-@pytest.mark.native
-@pytest.mark.timeout(180)
-def test_forked_processes_train_with_torch_and_have_different_seeds() -> None:
-    with ForkedChild(TORCH, train, 2) as first, ForkedChild(TORCH, train, 2) as second:
-        (result, one), (_, other) = first.read_message(), second.read_message()
-    assert result == [True, 28.0, 2]
+        (result, one), (expected, other) = first.read_message(), second.read_message()
+    assert (result, expected) == ([True, 28.0, 2, "1", False], [True, 28.0, 2, "2", False])
     assert not set(one) & set(other)
 
 

@@ -31,11 +31,7 @@ def train(rows: int, rate: float = 0.1) -> bytes:
     ],
 )
 def test_the_variables_are_those_of_torchrun(
-    one_node: bool,
-    device: str,
-    local: tuple[str, str],
-    group: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    one_node: bool, device: str, local: Any, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(function_program.get_process_context(), "device", device)
     made = make_torchrun_variables({"RANK": "2", "WORLD_SIZE": "3"}, one_node, 4)
@@ -89,7 +85,7 @@ def test_a_function_and_a_script_are_looked_through_for_their_name_arguments_and
         (lambda: distributor().run("/nowhere/train.py"), "the script '/nowhere/train.py' cannot be read"),
         (
             lambda: distributor().run(__file__, lr=1),
-            "takes its arguments by position, as on a command line; got lr",
+            "its arguments by position, as on a command line; got lr",
         ),
         (lambda: distributor().run(3), "takes a function or the path of a script; got a int"),
         (lambda: distributor().run(train), "missing a required argument: 'rows'"),
