@@ -8,6 +8,7 @@ the server's thread builds the pages when a browser asks.
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +137,8 @@ class JobHistory(JobListener):
             if state is not None and self._ended_at is None:
                 completed = self._follow(at, commands, state)
             for command in commands:
-                self._add_entry(at, _split_words(type(command).__name__), command.reason)
+                words = re.findall("[A-Z][a-z]*", type(command).__name__)
+                self._add_entry(at, " ".join(words).lower(), command.reason)
             if isinstance(event, on.WorkerStalled):
                 self._add_entry(at, "stall", event.text)
         if completed is not None:
@@ -291,11 +293,6 @@ def _count_steps_before(position: Position | None, steps: int) -> int:
     if position is None:
         return 0
     return position.epoch * steps + (position.step if position.phase is Phase.TRAIN else steps)
-
-
-def _split_words(name: str) -> str:
-    """LaunchSlot -> launch slot."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()
 
 
 # ---- the status

@@ -184,9 +184,12 @@ class RendezvousClient:
                 continue
             with self._lock:
                 self._broken -= broken
-            reply = _read_reply(request, answer)
+            if "stale" in answer:
+                raise StaleGeneration(str(answer["stale"]))
+            if "error" in answer:
+                raise InvalidInput(str(answer["error"]))
             self._last_answered = max(self._last_answered, sent)
-            return reply
+            return codec.read(reply_of(type(request)), answer.get("reply"))
 
     def close(self) -> None:
         """Free every waiting thread at once; later requests raise `ConnectionClosed`. Any thread, repeatedly."""
@@ -301,11 +304,3 @@ class RendezvousClient:
 
 def _closed() -> ConnectionClosed:
     return ConnectionClosed("The connection to the driver was closed on this side.")
-
-
-def _read_reply(request: Request[R], answer: dict[str, Any]) -> R:
-    if "stale" in answer:
-        raise StaleGeneration(str(answer["stale"]))
-    if "error" in answer:
-        raise InvalidInput(str(answer["error"]))
-    return codec.read(reply_of(type(request)), answer.get("reply"))

@@ -22,15 +22,6 @@ from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol import events, messages
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.messages import (
-    ANOTHER_RELEASE,
-    Acknowledged,
-    DriverMessage,
-    NextWorld,
-    Request,
-    SlotRequest,
-    WorkerRequest,
-)
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.connections import AnswerBody, LongPoll, Subject, Topic
@@ -62,6 +53,7 @@ from spark_elastic.rendezvous.server_state import ServerState, name_generation_s
 log = logging.getLogger("spark_elastic.rendezvous")
 
 Handler = Callable[[Any], object]  # given a message: the reply, or the long poll that waits for it
+Handlers = Mapping[type[messages.Request[Any]], Handler]
 Peer = tuple[SlotId, WorkerId | None]
 
 
@@ -126,8 +118,8 @@ class Routes:
         self._clock = clock
         self._connections = ConnectionTracker(callbacks.post, clock)
 
-    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        own: dict[type[Request[Any]], Handler] = {
+    def handlers(self) -> Handlers:
+        own: Handlers = {
             messages.RegisterSlot: self._register,
             messages.Heartbeat: self._heartbeat,
             messages.RequestNextWorld: self._next_world,
@@ -146,11 +138,11 @@ class Routes:
 
     # ---- messages for the driver machine
 
-    def _acknowledge(self, message: DriverMessage) -> Acknowledged:
+    def _acknowledge(self, message: messages.DriverMessage) -> messages.Acknowledged:
         if isinstance(message, messages.WorldFormed):
             self._refuse_stale(message.fence)
         self._receive(message)
-        return Acknowledged(self._stop_reason(message))
+        return messages.Acknowledged(self._stop_reason(message))
 
     def _register(self, message: messages.RegisterSlot) -> messages.Admission:
         unfit = message.unfit or self._callbacks.admit(message.facts) or ""
@@ -168,10 +160,10 @@ class Routes:
     def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
 
-        def find_answer() -> NextWorld | None:
+        def find_answer() -> messages.NextWorld | None:
             stop = self._state.get_stop_reason(message.worker)
             if stop is not None:
-                return NextWorld(stop=stop)
+                return messages.NextWorld(stop=stop)
             return self._state.find_next_world(message.worker, message.fence)
 
         self._connections.mark_connected(_sender(message))
@@ -182,7 +174,7 @@ class Routes:
         if isinstance(message, messages.RequestNextWorld):
             message = self._name_suspects(message)
         self._receive(message)
-        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer, NextWorld)
+        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer, messages.NextWorld)
 
     def _name_suspects(self, message: messages.RequestNextWorld) -> messages.RequestNextWorld:
         world = self._state.find_world(message.fence) if message.suspected_ranks and message.fence else None
@@ -191,20 +183,20 @@ class Routes:
         suspects = tuple(members[rank].worker for rank in ranks)
         return dataclasses.replace(message, suspects=(*message.suspects, *suspects)) if suspects else message
 
-    def _receive(self, message: DriverMessage) -> None:
+    def _receive(self, message: messages.DriverMessage) -> None:
         self._connections.mark_connected(_sender(message))
         self._callbacks.post(events.Received(self._clock.now(), message))
 
-    def _stop_reason(self, message: SlotRequest[Any] | WorkerRequest[Any]) -> str | None:
-        if isinstance(message, WorkerRequest):
+    def _stop_reason(self, message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) -> str | None:
+        if isinstance(message, messages.WorkerRequest):
             return self._state.get_stop_reason(message.worker)
         return self._state.ended
 
     # ---- messages that the server answers by itself
 
-    def _logs(self, message: LogLines) -> Acknowledged:
+    def _logs(self, message: LogLines) -> messages.Acknowledged:
         self._callbacks.on_logs(message)
-        return Acknowledged(self._state.ended)
+        return messages.Acknowledged(self._state.ended)
 
     def _watch_slot(self, message: WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
@@ -229,9 +221,9 @@ class Routes:
         get_update = partial(self._state.get_update, message.worker)
         return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update, get_update)
 
-    def _report(self, message: Report) -> Acknowledged:
+    def _report(self, message: Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
-        return Acknowledged(self._stop_reason(message))
+        return messages.Acknowledged(self._stop_reason(message))
 
     def _find_addresses(self, message: FindAddresses) -> object:
         self._connections.mark_connected(_sender(message))
@@ -310,14 +302,14 @@ class Routes:
         return poll
 
 
-def _sender(message: SlotRequest[Any] | WorkerRequest[Any]) -> Peer:
-    return message.slot, message.worker if isinstance(message, WorkerRequest) else None
+def _sender(message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) -> Peer:
+    return message.slot, message.worker if isinstance(message, messages.WorkerRequest) else None
 
 
 class Dispatcher:
     """The application of the rendezvous server."""
 
-    def __init__(self, key: bytes, attempt: int, handlers: Mapping[type[Request[Any]], Handler]) -> None:
+    def __init__(self, key: bytes, attempt: int, handlers: Handlers) -> None:
         self._key = key
         self._attempt = attempt
         self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
@@ -395,9 +387,8 @@ class Dispatcher:
     def _check_envelope(self, envelope: dict[str, Any]) -> None:
         version, attempt = envelope.get("v"), envelope.get("attempt")
         if version != VERSION:
-            raise codec.MalformedMessage(
-                f"it speaks version {version!r} and the driver speaks {VERSION}: {ANOTHER_RELEASE} on all hosts"
-            )
+            both = f"it speaks version {version!r} and the driver speaks {VERSION}"
+            raise codec.MalformedMessage(f"{both}: {messages.ANOTHER_RELEASE} on all hosts")
         if type(attempt) is not int:
             raise codec.MalformedMessage("attempt must be int")
         if attempt != self._attempt:

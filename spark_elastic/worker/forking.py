@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import IO
 
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
@@ -47,13 +48,10 @@ class InheritedSettings:
         limits = tuple(map(resource.getrlimit, kinds))
         mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         processors = frozenset(os.sched_getaffinity(0))
-        others = sys.executable, os.getcwd(), _read_umask(), limits, mask, processors, os.nice(0)
+        status = Path("/proc/self/status").read_text(errors="replace").splitlines()
+        umask = [line for line in status if line.startswith("Umask:")]
+        others = sys.executable, os.getcwd(), *umask, limits, mask, processors, os.nice(0)
         return cls(imports, environment, others)
-
-
-def _read_umask() -> str:
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next((line for line in file if line.startswith("Umask:")), "")
 
 
 class ForkServer:

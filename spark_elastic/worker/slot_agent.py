@@ -20,16 +20,7 @@ from typing import Any, TypeVar
 from spark_elastic.clock import Clock
 from spark_elastic.config import find_interface_address
 from spark_elastic.errors import DriverUnreachable, ElasticError
-from spark_elastic.protocol.messages import (
-    JOB_OVER,
-    SPARK_STOPPED,
-    TAKEN_OVER,
-    Heartbeat,
-    RegisterSlot,
-    Request,
-    WorkerExited,
-    WorkerStarted,
-)
+from spark_elastic.protocol import messages
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import NOT_RUNNING, Checkpoint, WorkerId
 from spark_elastic.rendezvous.client import RendezvousClient
@@ -126,7 +117,7 @@ class SlotAgent:
         me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
         found = str(self._facts.get("host", "")), me.device_problem, self._facts, self._find_kept()
         try:
-            answer = self._client.ask(RegisterSlot(me.slot, me.host, me.slot.launch, *found))
+            answer = self._client.ask(messages.RegisterSlot(me.slot, me.host, me.slot.launch, *found))
         except BaseException:
             self._gpu_claims.close()  # Spark uses this process again, for another slot
             raise
@@ -153,8 +144,14 @@ class SlotAgent:
     # ---- main thread
 
     def _start_child(self) -> Child:
-        hooks = self._on_line, self._on_warm, self._on_exit
-        return Child.start(self._spec, self._identity, self._payload, *hooks)
+        return Child.start(
+            self._spec,
+            self._identity,
+            self._payload,
+            self._on_line,
+            lambda child: self._events.put(lambda: self._handle_warm(child)),
+            lambda child, code: self._events.put(lambda: self._handle_exit(child, code)),
+        )
 
     def _promote(self, activation: Activation | None = None) -> None:
         """Make the spare the slot's worker, or start a worker if there is no spare. None: a worker of a new name."""
@@ -164,7 +161,7 @@ class SlotAgent:
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
         child.worker = activation.worker
-        self._ask(WorkerStarted(self._identity.slot, child.worker, self._find_kept()))
+        self._ask(messages.WorkerStarted(self._identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
@@ -181,7 +178,7 @@ class SlotAgent:
                 successor = child.read_successor()
                 if successor is None:
                     end = code, reason, killed, crashed_at
-                    self._ask(WorkerExited(self._identity.slot, child.worker, *end))
+                    self._ask(messages.WorkerExited(self._identity.slot, child.worker, *end))
                 self._promote(successor)
             finally:
                 child.close()
@@ -261,7 +258,8 @@ class SlotAgent:
         # R23 (kept commits): a slot that is given back in mid-job may be where the newest state is, and the next driver
         # goes on with what is left by a job that has lost its run or Spark.
         why = self._released
-        is_done = why.startswith(JOB_OVER) and TAKEN_OVER not in why and SPARK_STOPPED not in why
+        others = messages.TAKEN_OVER, messages.SPARK_STOPPED
+        is_done = why.startswith(messages.JOB_OVER) and not any(other in why for other in others)
         if self._kept is not None and is_done:
             self._kept.drop(self._spec.attempt)
         self._gpu_claims.close()
@@ -273,7 +271,7 @@ class SlotAgent:
 
     # ---- any thread
 
-    def _ask(self, request: Request[R], hold: float = 0.0) -> R:
+    def _ask(self, request: messages.Request[R], hold: float = 0.0) -> R:
         """Ask until the slot ends since the driver is silent."""
         return self._client.ask(request, hold, max(0.0, self._seconds_left()))
 
@@ -287,12 +285,6 @@ class SlotAgent:
 
     def _on_line(self, child: Child, line: str) -> None:
         self._lines.put((child.worker, line))
-
-    def _on_warm(self, child: Child) -> None:
-        self._events.put(lambda: self._handle_warm(child))
-
-    def _on_exit(self, child: Child, code: int) -> None:
-        self._events.put(lambda: self._handle_exit(child, code))
 
     def _watch(self) -> None:
         """Poll for commands. The slot ends when the driver was silent for `driver_timeout`: R12 (driver silence)."""
@@ -319,7 +311,7 @@ class SlotAgent:
         while not self._closing.wait(self._heartbeat_every):
             child = self._active
             try:
-                heartbeat = Heartbeat(self._identity.slot) if child is None else self._create_heartbeat(child)
+                heartbeat = self._create_heartbeat(child)
                 patience = HEARTBEAT_PATIENCE * self._heartbeat_every
                 self._heartbeat_every = self._client.ask(heartbeat, patience=patience).heartbeat_interval
                 if child is not None:
@@ -333,13 +325,16 @@ class SlotAgent:
                     self._lines.put((None, f"{SLOT_LINE_PREFIX}{description}"))
                 failed = description
 
-    def _create_heartbeat(self, child: Child) -> Heartbeat:
+    def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
+        slot = self._identity.slot
+        if child is None:
+            return messages.Heartbeat(slot)
         state = child.state()
         stopped = state in NOT_RUNNING
         sample = child.read_sample(self._clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
-        return Heartbeat(self._identity.slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
+        return messages.Heartbeat(slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
 
     def _send_lines(self) -> None:
         while not self._lines_complete.wait(SEND_LINES_EVERY):
