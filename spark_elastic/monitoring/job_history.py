@@ -71,8 +71,6 @@ EVENT_WORDS = {
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A decision of the driver, or a stall."""
-
     at: float  # seconds since the launch
     kind: str  # such as "launch slot"
     text: str  # the reason
@@ -81,8 +79,6 @@ class HistoryEntry:
 
 @dataclass(frozen=True)
 class LostSlot:
-    """A slot that is gone."""
-
     at: float  # seconds since the launch
     host: str  # Spark's id of the executor, or the host's name
     node: str  # name of the machine

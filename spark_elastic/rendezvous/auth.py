@@ -141,8 +141,6 @@ DAYS = "3650"
 
 @dataclass(frozen=True)
 class Certificate:
-    """A server's certificate."""
-
     public: str  # the certificate alone, in PEM; what clients need
     context: ssl.SSLContext = field(repr=False, compare=False)  # with the private key, for the server
 
@@ -178,7 +176,6 @@ def load_certificate(certificate: str, key: str) -> Certificate:
 
 
 def create_certificate() -> Certificate:
-    """A new certificate, signed by itself."""
     openssl = shutil.which("openssl")
     if openssl is None:
         raise InvalidInput(

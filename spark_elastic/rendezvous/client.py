@@ -62,7 +62,6 @@ class Connection:
         self._is_last = False  # the driver closes it
 
     def send_hello(self, seconds: float) -> None:
-        """Prove the key, and have the driver prove it."""
         self.session = str(self.post(auth.HELLO, b"", seconds)["session"])
 
     def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:

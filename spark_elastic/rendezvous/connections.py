@@ -55,7 +55,6 @@ class LongPoll:
             self._loop.call_soon(self._look)
 
     def cancel(self, reset: bool | None) -> None:
-        """The connection is over. reset: as for `on_ended`."""
         self._timer.cancel()
         self.waiters.remove(self.topic, self)
         self.on_ended(reset)
@@ -73,8 +72,6 @@ class LongPoll:
 
 
 class Subject(Enum):
-    """What a long poll waits for."""
-
     WORLD = "a worker's next world"
     UPDATE = "what a worker must know at once"
     COMMANDS = "commands to a slot"
@@ -188,7 +185,6 @@ class Connection(asyncio.Protocol):
                 self.abort()  # a client that reads nothing answers no end of TLS
 
     def abandon(self) -> None:
-        """End it on this side, answered or not."""
         if self._pending is not None:
             self._pending.cancel(None)
             self._pending = None
@@ -356,7 +352,6 @@ class Connections:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Close each behind its answer."""
         for connection in tuple(self._all):
             connection.finish()
 

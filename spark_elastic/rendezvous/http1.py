@@ -27,8 +27,6 @@ class MalformedHead(ValueError):
 
 @dataclass(slots=True)
 class HttpRequest:
-    """The head of a request."""
-
     method: str
     path: str
     query: str  # behind the question mark; "" if there is none
@@ -58,7 +56,6 @@ class Response:
 
 
 def encode_request(path: str, host: str, fields: Iterable[tuple[str, str]], body: bytes) -> bytes:
-    """A POST."""
     lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in fields]
     return "\r\n".join(lines).encode("latin-1") + END_OF_HEAD + body

@@ -34,8 +34,6 @@ BACKLOG = 2048  # connections that the kernel holds until they are accepted
 
 @dataclass(frozen=True)
 class Bind:
-    """Where a server listens."""
-
     host: str = LOOPBACK  # a name or an IPv4 or IPv6 address of this machine; brackets around it do not count
     port: int = 0  # 0: any free one
     advertise: str | None = None  # what clients dial instead of `host`
@@ -119,7 +117,6 @@ class HttpServer:
             raise RuntimeError("the rendezvous server's event loop did not come up")
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` in the loop thread; any thread, never blocks."""
         self._calls.append(call)
         self._call_in_loop(self._drain)  # a loop that is not there yet begins by draining
 

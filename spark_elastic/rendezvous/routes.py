@@ -110,8 +110,6 @@ class ServerCallbacks:
 
 
 class Routes:
-    """The handlers of all requests."""
-
     def __init__(self, state: ServerState, callbacks: ServerCallbacks, clock: Clock) -> None:
         self._state = state
         self._callbacks = callbacks
@@ -307,8 +305,6 @@ def _sender(message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) ->
 
 
 class Dispatcher:
-    """The application of the rendezvous server."""
-
     def __init__(self, key: bytes, attempt: int, handlers: Handlers) -> None:
         self._key = key
         self._attempt = attempt
@@ -316,7 +312,6 @@ class Dispatcher:
         self._sessions = auth.Sessions()
 
     def __call__(self, request: HttpRequest) -> Response | AnswerBody:
-        """Looks at the head."""
         credentials = auth.parse_credentials(request.fields.get("authorization", ""))
         if credentials is None or request.method != "POST" or request.query:
             return Response(401, is_last=True)
@@ -343,7 +338,6 @@ class Dispatcher:
         return reply
 
     def _handle(self, path: str, body: bytes) -> object:
-        """The reply to a genuine request, or the poll that waits for it."""
         envelope = codec.loads(body)
         self._check_envelope(envelope)
         broken: Any = codec.read_as(tuple[str, ...], envelope.get("broken", []), "broken")

@@ -158,7 +158,6 @@ class RendezvousServer:
 
     @property
     def url(self) -> str:
-        """Without a path."""
         return f"{'https' if self._bind.certificate else 'http'}://{self.address}"
 
     def publish(self, world: World) -> None:
@@ -174,11 +173,9 @@ class RendezvousServer:
         self._submit(lambda: self._state.announce(version))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
-        """Tell the worker and its slot that it shall end."""
         self._submit(lambda: self._state.stop_worker(worker, reason, kill))
 
     def release_slot(self, slot: SlotId, reason: str) -> None:
-        """Tell the slot to end its worker and return."""
         self._submit(lambda: self._state.release_slot(slot, reason))
 
     def end(self, reason: str) -> None:

@@ -30,8 +30,6 @@ GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 @dataclass(frozen=True)
 class KeyValueLimits:
-    """Upper bounds of the key-value store."""
-
     scopes: int = 256  # of the store; a generation's is counted, but never refused
     keys: int = 65536  # of one scope
     key_bytes: int = 512  # characters of one key
@@ -62,7 +60,6 @@ class KeyValueStore:
         self._scopes.setdefault(scope, {})
 
     def close(self, scope: str) -> None:
-        """Forget a scope and what is in it."""
         self._bytes -= sum(map(len, self._scopes.pop(scope, {}).values()))
         self._comparisons.pop(scope, None)
 
@@ -236,7 +233,6 @@ class ServerState:
         return self._update if stop is None else dataclasses.replace(self._update, stop=stop)
 
     def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
-        """The commands for a slot after the first `seen` ones."""
         commands = self._commands.get(slot, [])
         release = self._released.get(slot) or self.ended
         return SlotCommands(len(commands), tuple(commands[max(0, seen) :]), release)

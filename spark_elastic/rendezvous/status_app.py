@@ -40,8 +40,6 @@ ALWAYS: Fields = (
 
 @dataclass(frozen=True)
 class Page:
-    """One page."""
-
     kind: str  # its Content-Type
     render: Callable[[], bytes]  # called in the event loop's thread, so it must be quick
     policy: str = "default-src 'none'"  # its Content-Security-Policy

@@ -138,7 +138,6 @@ class Child:
         return sample
 
     def record_driver_seen(self, at: float) -> None:
-        """Tell the child when the driver last answered its slot, on this machine's monotonic clock."""
         self._reader.record_driver_seen(at)
 
     def kill(self) -> None:
@@ -149,7 +148,6 @@ class Child:
         return "" if code >= 0 or code in KILLED_EXIT_CODES else self._crash.wait(CRASH_LINES_WAIT)
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so many seconds for a process that has been told to end."""
         self._exited.wait(seconds)
 
     def close(self) -> None:
@@ -259,7 +257,6 @@ class CrashLocation:
         self._complete.set()
 
     def wait(self, within: float) -> str:
-        """The frames, "" if there are none. within: seconds to wait for them."""
         self._complete.wait(within)
         return "; called from ".join(self._frames or ())
 
@@ -305,7 +302,6 @@ def find_oom_counter(root: Path) -> Path | None:
 
 
 def _read_kills(file: Path) -> int | None:
-    """The counter in a file; None: it has none, or is gone."""
     with suppress(OSError):
         for line in file.read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -331,7 +327,6 @@ class LoadingProgram:
 
 
 def find_load_error(payload: bytes) -> str | None:
-    """Load the object in this process."""
     try:
         cloudpickle.loads(payload)
     except Exception as error:  # whatever user classes raise while they are unpickled

@@ -56,7 +56,6 @@ class GpuClaims:
         return replace(identity, device_problem=_explain_missing_gpu(len(visible), spec.slots_per_gpu))
 
     def close(self) -> None:
-        """Give the GPUs back."""
         for lock in self._locks:
             os.close(lock)
         self._locks = []

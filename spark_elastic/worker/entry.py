@@ -83,7 +83,6 @@ class Activation:
 
 
 def main(fds: ChildFds | None = None) -> int:
-    """Returns the exit code of the process."""
     channel = sys.stdin.buffer
     header = codec.from_line(Header, channel.readline())
     fds = fds or header.fds

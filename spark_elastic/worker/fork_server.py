@@ -94,8 +94,6 @@ def _move_up(descriptor: int) -> int:
 
 @dataclass
 class _Imported:
-    """What came of the imports."""
-
     obstacle: str = ""  # why no process can be forked, "" if one can
     notes: list[str] = field(default_factory=list)  # for the user, which the first process's slot passes on
 
@@ -148,7 +146,6 @@ def _serve_until_forked(slot: socket.socket, imported: _Imported) -> list[int]:
 
 
 def _serve(slot: socket.socket, imported: _Imported) -> None:
-    """Answer requests until the slot's process is gone or the server is idle."""
     listening = slot.fileno()
     alive: set[int] = set()  # pidfds of the forked processes
     try:
@@ -287,7 +284,6 @@ def _answer(reply: socket.socket, message: bytes) -> None:
 
 
 def _run_training_process(descriptors: list[int]) -> NoReturn:
-    """Become like a process that was spawned to run `entry`, then run it."""
     try:
         output = os.pread(1, os.fstat(1).st_size, 0)  # of the imports
         stdin, stdout, *fds = descriptors

@@ -55,8 +55,6 @@ class InheritedSettings:
 
 
 class ForkServer:
-    """The running server."""
-
     def __init__(
         self, settings: InheritedSettings, process: subprocess.Popen[bytes], requests: socket.socket
     ) -> None:
@@ -89,7 +87,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
     def request(self, descriptors: tuple[int, ...]) -> None:
@@ -110,7 +107,6 @@ class ForkServerCache:
 
     @property
     def pid(self) -> int | None:
-        """None where no server runs."""
         return None if self._server is None else self._server.pid
 
     def get(self, settings: InheritedSettings) -> ForkServer | None:

@@ -85,7 +85,6 @@ class GroupConnector:
 
     @property
     def address(self) -> str:
-        """At which peers reach this process, in all worlds."""
         return self._endpoint.address
 
     def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
@@ -222,7 +221,6 @@ class WorkerLoop:
         return self._world, context.group
 
     def _end_alone(self) -> None:
-        """Close the world of one, if there is one."""
         if self._alone is not None:
             (alone, _), self._alone = self._alone, None
             alone.require_group().close()
@@ -332,7 +330,6 @@ class WorkerLoop:
         return "" if self._has_to_begin_again else self._groups.address
 
     def _poll(self, request: messages.Request[messages.NextWorld]) -> on.WorkerEvent:
-        """Repeat a long poll until it brings a world or the end."""
         with self._groups.wait_recorder.record_wait():
             answer = self._driver.ask(request, MAX_POLL_SECONDS)
             while answer.is_undecided:
@@ -364,7 +361,6 @@ class WorkerLoop:
         return on.GroupFormed(self._clock.now(), world.fence)
 
     def _run_program(self, command: do.Sync | do.Run) -> on.WorkerEvent:
-        """Let the program sync or run in this world; exceptions become events."""
         group = self._group if self._alone is None else self._alone[0].group
         assert group is not None
         try:

@@ -53,7 +53,6 @@ class Script:
 
     @property
     def package(self) -> str:
-        """A script has no relative imports."""
         return ""
 
     def __call__(self) -> None:
@@ -142,8 +141,6 @@ def _search_first(folder: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DistEnv:
-    """What a program reads of its place in a world."""
-
     variables: dict[str, str]  # by name, of `os.environ`
     others_in_loop: bool  # whether another member is inside of its elastic loop
 

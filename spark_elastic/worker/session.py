@@ -108,7 +108,6 @@ def has_loop_begun(driver: DriverClient) -> bool:
 
 
 def make_world_alone(me: WorkerIdentity) -> WorldView:
-    """The world of this worker alone."""
     member = Member(me.worker, me.slot, me.host, 0, 0, 1, 0, 1, None)
     reason = "outside of the loop, in which the others are"
     return WorldView(ALONE, 1, member, (0,), None, None, False, False, reason)

@@ -212,7 +212,6 @@ class SlotAgent:
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
-        """Start a spare if `child` is still the slot's worker."""
         if child is self._active and self._spare is None:
             try:
                 self._spare = self._start_child()
@@ -348,7 +347,6 @@ class SlotAgent:
                     self._ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
 
     def _take_lines(self) -> dict[WorkerId | None, list[str]]:
-        """Waiting lines by worker, as many as one message holds."""
         batch: dict[WorkerId | None, list[str]] = {}
         count = characters = 0
         while count < LINES_AT_ONCE and characters < CHARACTERS_AT_ONCE and not self._lines.empty():
