@@ -71,7 +71,7 @@ def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
 def test_a_client_of_a_tls_server_refuses_a_plain_one(certificate: auth.Certificate) -> None:
     plain = start_driver()
     try:
-        client = plain.client(certificate=certificate.public, timeout=0.5)
+        client = plain.client(certificate=certificate.public, timeout=0.3)
         with pytest.raises(DriverUnreachable):
             client.ask(Heartbeat("1-0"))
         assert plain.events.empty()
@@ -80,7 +80,7 @@ def test_a_client_of_a_tls_server_refuses_a_plain_one(certificate: auth.Certific
 
 
 def test_plain_requests_to_a_tls_server_get_no_answer(driver: Driver) -> None:
-    client = driver.client(certificate=None, timeout=0.5)
+    client = driver.client(certificate=None, timeout=0.3)
     with pytest.raises(DriverUnreachable):
         client.ask(Heartbeat("1-0"))
     with socket.create_connection(("127.0.0.1", driver.port), timeout=PATIENCE) as connection:

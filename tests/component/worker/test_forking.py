@@ -321,13 +321,13 @@ def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
 def test_a_process_killed_before_its_fork_is_never_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create_module(tmp_path, monkeypatch, "import time; time.sleep(2.0)")
+    create_module(tmp_path, monkeypatch, "import time; time.sleep(1.0)")
     with ForkedChild(("written",), lambda: "started") as life:
         assert life.child.state() == ""
         begin = time.monotonic()
         life.child.kill()
         assert life.end() == -signal.SIGKILL
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 0.8
         with ForkedChild(("written",), lambda: "next") as following:
             assert following.read_message() == "next"
         assert life.lines.empty()
@@ -344,10 +344,10 @@ def test_each_forked_process_prints_what_the_imports_printed(
 
 
 def test_an_idle_fork_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.5")
+    create_module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.2")
     with ForkedChild(("written",), lambda: None) as life:
         life.await_warm()
-        time.sleep(1.0)
+        time.sleep(0.5)
         assert fork_server_cache.pid is not None, "a server with a process ended"
     until(lambda: fork_server_cache.pid is None)
 
