@@ -53,7 +53,7 @@ from spark_elastic.rendezvous.server_state import ServerState, name_generation_s
 log = logging.getLogger("spark_elastic.rendezvous")
 
 Handler = Callable[[Any], object]  # given a message: the reply, or the long poll that waits for it
-Handlers = Mapping[type[messages.Request[Any]], Handler]
+Handlers = Mapping[type[messages.DriverRequest[Any]], Handler]
 Peer = tuple[SlotId, WorkerId | None]
 
 

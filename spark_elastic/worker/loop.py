@@ -29,7 +29,6 @@ from spark_elastic.errors import (
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages, worker_machine
-from spark_elastic.protocol.slot_spec import WorkerIdentity
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
@@ -37,6 +36,7 @@ from spark_elastic.protocol.types import (
     MembershipVersion,
     Position,
     WorkerId,
+    WorkerIdentity,
     WorldView,
 )
 from spark_elastic.rendezvous import codec
@@ -304,7 +304,7 @@ class WorkerLoop:
             case do.ReportFailure():
                 sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
                 failure = command.fence, command.position, command.fingerprint, command.traceback
-                self._driver.ask(messages.WorkerFailed(self._identity.worker, *failure))
+                self._driver.ask(messages.WorkerRaised(self._identity.worker, *failure))
             case do.ReportDone(_, fence, position, result):
                 self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
                 what = fence, position, result, self._get_address()
@@ -329,7 +329,7 @@ class WorkerLoop:
     def _get_address(self) -> str:
         return "" if self._has_to_begin_again else self._groups.address
 
-    def _poll(self, request: messages.Request[messages.NextWorld]) -> on.WorkerEvent:
+    def _poll(self, request: messages.DriverRequest[messages.NextWorld]) -> on.WorkerEvent:
         with self._groups.wait_recorder.record_wait():
             answer = self._driver.ask(request, MAX_POLL_SECONDS)
             while answer.is_undecided:

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import Fence, HostUpdateResult, Member, WorldView
+from spark_elastic.protocol.types import Fence, HostUpdateResult, Member, WorkerIdentity, WorldView
 from spark_elastic.rendezvous.messages import DriverClient, GetValues, SetValues
 from spark_elastic.worker.context import CollectiveThread, get_call_context, get_context
 from spark_elastic.worker.program import WorkerHandle

@@ -227,12 +227,21 @@ class StackReader:
         with self._lock:
             if self._closed:
                 return StackSample(is_waiting=False, seconds=0.0, stack=self._newest)
-            page = os.pread(self.activity, 2 * _NUMBER.size, 0)
+            number, sampled = self._read_numbers()
             text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
             self._newest = parse_newest_stack(text) or self._newest
-            (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
             due = self._wants_dump(sampled, now, stopped)
         return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+
+    def read_wait(self, now: float) -> float:
+        """Seconds for which the child has waited for others; 0.0: it works."""
+        with self._lock:
+            number = 0.0 if self._closed else self._read_numbers()[0]
+        return max(0.0, now - number) if number > 0 else 0.0
+
+    def _read_numbers(self) -> tuple[float, float]:
+        page = os.pread(self.activity, 2 * _NUMBER.size, 0)
+        return _NUMBER.unpack_from(page)[0], _NUMBER.unpack_from(page, _SAMPLED)[0]
 
     def read_activation(self) -> bytes:
         """What the child wrote before it ended; b"": nothing."""

@@ -11,11 +11,11 @@ import pytest
 
 from spark_elastic.errors import StaleGeneration
 from spark_elastic.protocol.messages import (
+    DriverRequest,
     NextWorld,
-    Request,
     RequestNextWorld,
     WorkerDone,
-    WorkerFailed,
+    WorkerRaised,
     WorldFormed,
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
@@ -29,7 +29,7 @@ A, B, C = WorkerId("1-0.1"), WorkerId("2-0.1"), WorkerId("3-0.1")
 HERE = Position(1, Phase.VALIDATE, 5)
 
 
-def hold(driver: Driver, client: RendezvousClient, request: Request[R]) -> Future[R]:
+def hold(driver: Driver, client: RendezvousClient, request: DriverRequest[R]) -> Future[R]:
     return driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
 
 
@@ -178,8 +178,8 @@ def test_world_formed_and_worker_failed_become_events(driver: Driver) -> None:
     fence = Fence(ATTEMPT, 1)
     worker.ask(WorldFormed(A, fence))
     assert driver.await_event(WorldFormed).fence == fence
-    worker.ask(WorkerFailed(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
-    failed = driver.await_event(WorkerFailed)
+    worker.ask(WorkerRaised(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
+    failed = driver.await_event(WorkerRaised)
     assert (failed.worker, failed.fence, failed.position) == (A, fence, HERE)
     assert (failed.fingerprint, failed.traceback) == ("ValueError@loss:3", "Traceback …")
 
