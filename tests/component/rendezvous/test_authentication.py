@@ -56,6 +56,8 @@ def test_a_forged_signature_is_refused(raw_client: RawClient) -> None:
         f"Elastic {session}.5",
         f"Elastic {session}.-5.{'0' * 64}",
         f"Elastic {session}.²5.{'0' * 64}",
+        f"Elastic {session}.1e3.{'0' * 64}",
+        f"Elastic {session}.{'1' * 16}.{'0' * 64}",
         raw_client.sign("/rendezvous/WorkerExited", body, session),
         raw_client.sign(PATH, body + b" ", session),
         raw_client.sign(PATH, body, auth.create_id()),

@@ -15,7 +15,6 @@ from spark_elastic.protocol.messages import (
     NextWorld,
     RequestNextWorld,
     WorkerDone,
-    WorkerRaised,
     WorldFormed,
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
@@ -170,18 +169,6 @@ def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver)
     driver.await_event(WorkerDone)
     driver.server.stop_worker(A, "the model is safe")
     assert waiting.result(PATIENCE).stop == "the model is safe"
-
-
-def test_world_formed_and_worker_failed_become_events(driver: Driver) -> None:
-    worker = driver.client()
-    driver.server.publish(world(1, A))
-    fence = Fence(ATTEMPT, 1)
-    worker.ask(WorldFormed(A, fence))
-    assert driver.await_event(WorldFormed).fence == fence
-    worker.ask(WorkerRaised(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
-    failed = driver.await_event(WorkerRaised)
-    assert (failed.worker, failed.fence, failed.position) == (A, fence, HERE)
-    assert (failed.fingerprint, failed.traceback) == ("ValueError@loss:3", "Traceback …")
 
 
 def test_r10_another_attempt_and_an_older_generation_are_stale(driver: Driver) -> None:
