@@ -11,11 +11,11 @@ import pytest
 import spark_elastic
 from spark_elastic.clusters.run.call import prepare
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Fence, HostId, Member, SlotId, WorkerId, World
 from spark_elastic.worker import function_program
-from spark_elastic.worker.context import WorkerContext
 from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun, make_torchrun_variables
 from spark_elastic.worker.script import Script
+from tests.fake_group import FakeFabric
+from tests.unit.ops.workers import enter_group, use_context_per_thread
 
 
 def train(rows: int, rate: float = 0.1) -> bytes:
@@ -44,11 +44,8 @@ def test_the_variables_are_those_of_torchrun(
 def test_a_result_of_more_than_a_message_goes_through_the_store(
     stores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    member = Member(WorkerId("0-0.1"), SlotId("0-0"), HostId("a"), 0, 0, 1, 0, 1, None)
-    context = WorkerContext(
-        member.worker, World(Fence(1, 1), (member,), None, "start").view_of(member.worker)
-    )
-    monkeypatch.setattr(function_program, "get_context", lambda: context)
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1).group(0))
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
     store = ResultStore(str(tmp_path)) if stores else None
     call = Torchrun(train, one_node=True, results=store)

@@ -3,65 +3,40 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set
 from spark_elastic.handwritten.torch_state import OptimizerStateHandler
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use, get_training_group
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
-from spark_elastic.worker.context import get_context, set_context
-from spark_elastic.worker.stack_sampler import StackReader, StackSampler
+from spark_elastic.worker.context import WaitRecorder, get_context, set_context
 from tests.fake_group import FakeFabric
-from tests.patience import until
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 from tests.unit.torch.worlds import run_in_world
-
-CLOCK = SystemClock()
 
 
 def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
-    fabric, window = FakeFabric(3), StackReader()
-    sampler = StackSampler(window.activity, window.stacks, CLOCK)
-    sampler.start()
-    seen = threading.Event()
+    recorder, watched = WaitRecorder(), list[Group]()
+    monkeypatch.setattr(recorder, "watch_group", lambda group: watched.append(group) or group)
 
-    def reduce(rank: int) -> float:
-        enter_group(fabric.group(rank))
+    def work(group: Group) -> Group | None:
         worker = get_context()
         assert worker is not None
-        if rank == 0:
-            set_context(replace(worker, wait_recorder=sampler))
-        else:
-            assert seen.wait(45)
-        group, array = get_training_group(ProcessSet([0, 1])), np.ones(1)
-        assert group is not None
-        group.allreduce(array)
-        return float(array[0])
+        set_context(replace(worker, wait_recorder=recorder if group.rank == 0 else WaitRecorder()))
+        return get_training_group(ProcessSet([0, 1])) if group.rank < 2 else None
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            sums = [pool.submit(reduce, rank) for rank in (0, 1)]
-            try:
-                assert until(lambda: window.read(CLOCK.now()).is_waiting)
-            finally:
-                seen.set()
-            assert [total.result() for total in sums] == [2.0, 2.0]
-        assert not window.read(CLOCK.now()).is_waiting
-    finally:
-        sampler.close()
-        window.close()
+    first, *_ = run_in_fake_world(3, work)
+    assert watched == [first]
+    assert first is not None
+    assert first.size == 2
 
 
 def take_step(model: torch.nn.Module) -> None:
