@@ -92,7 +92,7 @@ class TorchDistributor:
             program = Torchrun(function, self.local_mode, results)
             named = dict(self._arguments)
             call = prepare(program, () if is_script else (args, kwargs), named, named.pop("config", None))
-            value = (_run_here(call) if self.local_mode else call.run_on_active_session())[0]
+            value = (_run_here(call) if self.local_mode else call.run_on_spark())[0]
             return results.take(value) if results is not None and isinstance(value, StoredResult) else value
 
 

@@ -67,11 +67,7 @@ class SplitPayload:
 
 
 def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
-    """A broadcast, which each executor fetches once.
-
-    Raises:
-        InvalidInput: Spark's driver has no memory for it.
-    """
+    """A broadcast, which each executor fetches once. Raises InvalidInput: Spark's driver has no memory for it."""
     from py4j.protocol import Py4JJavaError
 
     try:
@@ -136,14 +132,15 @@ class _SecretPickler(WorkerPickler):
         return len(self.secrets) - 1
 
 
+@dataclass(frozen=True)
 class _PickledParts:
     """Its pickle loads as the program."""
 
-    def __init__(self, bulk: bytes, secrets: bytes) -> None:
-        self._parts = bulk, secrets
+    bulk: bytes
+    secrets: bytes
 
     def __reduce__(self) -> tuple[Callable[[bytes, bytes], object], tuple[bytes, bytes]]:
-        return _load_parts, self._parts
+        return _load_parts, (self.bulk, self.secrets)
 
 
 class _SecretUnpickler(pickle.Unpickler):

@@ -85,7 +85,6 @@ def test_a_function_and_a_script_are_looked_through_for_their_name_arguments_and
             "its arguments by position, as on a command line; got lr",
         ),
         (lambda: distributor().run(3), "takes a function or the path of a script; got a int"),
-        (lambda: distributor().run(train), "missing a required argument: 'rows'"),
         (lambda: distributor(min_worker=1).run(train, 1), "min_worker"),
         (lambda: distributor(use_gpu=True).run(train, 1), "this host shows no GPU"),
     ],
