@@ -33,7 +33,7 @@ from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener
 from spark_elastic.monitoring.listener import close_within_deadline
-from spark_elastic.monitoring.log_forwarding import announce_phase, log_to_listener
+from spark_elastic.monitoring.logs import announce_phase, log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
