@@ -17,7 +17,7 @@ from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State
 from spark_elastic.handwritten.session import WorkerSession, get_session
 from spark_elastic.protocol.types import START, WorldView
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER, CommitKeeper
-from spark_elastic.worker.outside import ENTERED, STATE
+from spark_elastic.worker.session import ENTERED, STATE
 
 R = TypeVar("R")
 

@@ -38,8 +38,7 @@ from spark_elastic.protocol.types import START, Checkpoint
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.handlers import Registry, SamplerStateHandler, SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, PickleCodec, Snapshot, SnapshotBuilder, broadcast_snapshot
-from spark_elastic.training.torch.frozen import view_bytes
-from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
+from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler, view_bytes
 
 try:
     if torch.__version__.startswith("2.6."):

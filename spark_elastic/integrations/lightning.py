@@ -30,8 +30,7 @@ from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import forget_gradients, mark_applied
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter, leave_frozen_out
 from spark_elastic.runs.snapshot import Kept, SnapshotBuilder, pickle_value
-from spark_elastic.training.torch.frozen import FrozenCopies
-from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
+from spark_elastic.training.torch.module_state import FrozenCopies, ModelStateHandler, OptimizerStateHandler
 from spark_elastic.worker.context import get_context
 
 

@@ -48,10 +48,7 @@ def digest(thing: Any) -> str:
 
 def to_text(thing: Any, inside: tuple[int, ...] = ()) -> str:
     """A text that is equal for objects with the same behaviour, as far as that can be compared.
-
-    Args:
-        inside: ids of the objects that contain this one: a function may be in its own closure.
-    """
+    inside: ids of the objects that contain this one: a function may be in its own closure."""
     if isinstance(thing, PLAIN):
         return repr(thing)
     if id(thing) in inside:
@@ -119,13 +116,11 @@ def _find_used_members(kind: type) -> dict[str, Any]:
 
 
 def _unwrap(member: Any) -> Any:
-    """The function of a method, a property and the like."""
     names = ("__func__", "fget", "func")
     return next((f for name in names if (f := getattr(member, name, None)) is not None), member)
 
 
 def _list_names(code: Any) -> Iterator[str]:
-    """All names that a code uses, if it is one."""
     if isinstance(code, CodeType):
         yield from code.co_names
         for inner in code.co_consts:
@@ -138,10 +133,7 @@ def _is_of_framework(thing: Any) -> bool:
 
 def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
     """The value if it can be compared; of a container those entries that can; NOTHING if there are none.
-
-    Args:
-        kinds: plain types. Without str: a string of the user's may be a folder or a date.
-    """
+    kinds: plain types. Without str: a string of the user's may be a folder or a date."""
     kept: Any
     if isinstance(value, Mapping):
         picked = {name: pick_comparable(each, kinds) for name, each in value.items()}
@@ -179,10 +171,8 @@ def _list_attributes(thing: Any) -> dict[str, Any]:
 
 
 def _is_array(thing: Any) -> bool:
-    """An array of numpy or a tensor of any framework."""
-    return all(hasattr(thing, name) for name in ("dtype", "shape", "__array__")) and not isinstance(
-        thing, type
-    )
+    has_values = all(hasattr(thing, name) for name in ("dtype", "shape", "__array__"))
+    return has_values and not isinstance(thing, type)
 
 
 def _describe_array(thing: Any) -> str:

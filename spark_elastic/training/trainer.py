@@ -35,28 +35,21 @@ class TrainingState(Protocol):
     @property
     def codec(self) -> Codec:
         """Encodes what `capture` returns."""
-        ...
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         """Add all arrays to the builder, and return the rest as a tree of values that shares nothing with the state."""
-        ...
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot with its position."""
-        ...
 
     def digest(self) -> str:
         """A checksum of all weights and optimizer values, equal on every replica (P4)."""
-        ...
 
 
 def sync_state(state: TrainingState, group: Group, source: int, receives: bool) -> Position:
     """Hand the state of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
-
-    Raises:
-        CollectiveError: the group broke; the state is as it was.
-        StoreError: what arrived differs from what was sent; the state is as it was.
-    """
+    Raises CollectiveError: the group broke; the state is as it was.
+    Raises StoreError: what arrived differs from what was sent; the state is as it was."""
     mine = build_snapshot(state.position, state.capture) if group.rank == source else None
     arrived = broadcast_snapshot(group, source, mine, state.codec, receives)
     if arrived is not None:
@@ -124,102 +117,95 @@ class WorkClock:
             self._exchange = read_thread_seconds() - self._thread_began
 
 
-class CallbackList(Protocol):
+class CallbackList(ABC):
     """Calls the user's callbacks at the right moments."""
 
-    def on_fit_begin(self, group: Group) -> None:
+    def on_fit_begin(self, group: Group) -> None:  # noqa: B027 - a framework may have nothing to do there
         """Called once, in the first world, before a state is taken over, which replaces what callbacks set here."""
-        ...
 
+    @abstractmethod
     def on_world_begin(self, group: Group) -> None: ...
 
+    @abstractmethod
     def on_epoch_begin(self, epoch: int) -> None:
         """Called in each world that takes a step of the epoch; the callbacks' hook is called once in each epoch."""
-        ...
 
+    @abstractmethod
     def on_step_begin(self, epoch: int, step: int) -> None: ...
 
-    def on_step_applied(self) -> None:
+    def on_step_applied(self) -> None:  # noqa: B027
         """A step is being applied; called inside its apply section."""
-        ...
 
+    @abstractmethod
     def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
-        """A step is finalized (R1, finalized steps).
+        """A step is finalized (R1, finalized steps). logs: epoch, step, loss and rows of the step."""
 
-        Args:
-            logs: epoch, step, loss and rows of the step.
-        """
-        ...
-
+    @abstractmethod
     def wants_stop(self) -> bool:
         """Whether a callback wants training to end after the step under way."""
-        ...
 
+    @abstractmethod
     def on_epoch_end(self, group: Group, logs: dict[str, Any]) -> str | None:
-        """Why training is to end, or None.
+        """Why training is to end, or None. Raises CollectiveError: the group broke; the callbacks are as they were."""
 
-        Raises:
-            CollectiveError: the group broke; the callbacks are as they were.
-        """
-        ...
-
+    @abstractmethod
     def on_fit_end(self, history: list[dict[str, Any]]) -> None: ...
 
 
-class ModelTrainer(Protocol):
+class ModelTrainer(ABC):
     """A model in training. Made by the user's process, prepared in a worker; main thread only.
 
     A step of training or validation either is applied, or leaves everything as it was and raises.
     """
 
-    @property
-    def state(self) -> TrainingState: ...
-
-    @property
-    def callbacks(self) -> CallbackList: ...
+    state: TrainingState
+    callbacks: CallbackList
+    _train_step: ModelStep[Any]
 
     @property
     def work(self) -> WorkClock:
         """Measures the training steps."""
-        ...
+        return self._train_step.work
 
     @property
     def bulk_seconds(self) -> float | None:
         """From the beginning of NCCL's communicator until it was in use; None: it is not, or not yet."""
-        ...
+        return None
 
+    @abstractmethod
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         """Build the state, with `progress` in it. A spare does so long before it becomes a worker."""
-        ...
 
-    def move_to_device(self) -> None:
+    def move_to_device(self) -> None:  # noqa: B027 - Keras places variables when it makes them
         """This process is a worker: move the model to the device that it trains on. May be called again."""
-        ...
 
+    @abstractmethod
     def train_step(self, rows: StepRows, call: StepCall) -> StepDecision: ...
 
+    @abstractmethod
     def validation_mode(self) -> AbstractContextManager[None]:
         """A context around the validation steps of one epoch."""
-        ...
 
+    @abstractmethod
     def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision: ...
 
+    @abstractmethod
     def epoch_metrics(self) -> dict[str, Any]:
         """Metrics and learning rate of the epoch that is over."""
-        ...
 
+    @abstractmethod
     def reset_metrics(self) -> None:
         """Begin the next epoch's metrics."""
-        ...
 
+    @abstractmethod
     def describe_world_dependence(self) -> str | None:
         """A sentence that names what makes the weights depend on the number of workers (R9, scope of P2), or None."""
-        ...
 
+    @abstractmethod
     def export_weights(self) -> bytes:
         """The final model's weights, in the form in which the store keeps them."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -258,19 +244,20 @@ class ModelStep(ABC, Generic[R]):
         self._config, self._ledger, self.work = config, ledger, WorkClock()
 
     def run(self, batch: LocalBatch[R], call: StepCall, *, wants_stop: bool = False) -> StepDecision:
-        """Take one step.
-
-        Args:
-            wants_stop: a callback wants training to end after this step.
-
-        Raises:
-            CollectiveError: the exchange broke; the state is as before the step.
-            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
-        """
+        """Take one step. wants_stop: a callback wants training to end after this step.
+        Raises CollectiveError: the exchange broke; the state is as before the step.
+        Raises FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step."""
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
-            summarize = partial(_summarize, batch, position, call.version, wants_stop=wants_stop)
+            summarize = partial(
+                StepSummary,
+                position,
+                call.version,
+                rows=len(batch),
+                has_weight=batch.has_weight,
+                wants_stop=wants_stop,
+            )
             summary = self._exchange_sums(group, batch, summarize)
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
@@ -301,10 +288,7 @@ class ModelStep(ABC, Generic[R]):
         self, group: Group, batch: LocalBatch[R], summarize: Callable[..., StepSummary]
     ) -> StepSummary:
         """Compute gradients, and exchange all that the step needs but its summary.
-
-        Args:
-            summarize: makes that of the fields that only this knows: layout, loss and so on.
-        """
+        summarize: makes that of the fields that only this knows: layout, loss and so on."""
 
     def _finalize(self, previous: Callable[[], None]) -> None:
         """Call the function, which shows the model to the user's callbacks."""
@@ -315,12 +299,6 @@ class ModelStep(ABC, Generic[R]):
         """The optimizer's step. planned: rows of the step."""
 
 
-def _summarize(
-    batch: LocalBatch[Any], position: Position, version: MembershipVersion, **more: Any
-) -> StepSummary:
-    return StepSummary(position, version, rows=len(batch), has_weight=batch.has_weight, **more)
-
-
 def take_validation_step(
     state: TrainingState,
     batch: LocalBatch[Any],
@@ -329,16 +307,19 @@ def take_validation_step(
     compute: Callable[[], tuple[float, float]],
 ) -> StepDecision:
     """Take one step of validation.
-
-    Args:
-        compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics.
-    """
+    compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics."""
     try:
         loss, denominator = compute()
         metrics.gather(call.group)
-        present = np.zeros(0, np.bool_)
-        summary = _summarize(
-            batch, state.position, call.version, layout=0, loss=loss, denominator=denominator, present=present
+        summary = StepSummary(
+            state.position,
+            call.version,
+            layout=0,
+            loss=loss,
+            denominator=denominator,
+            rows=len(batch),
+            present=np.zeros(0, np.bool_),
+            has_weight=batch.has_weight,
         )
         decision = exchange_summaries(call.group, summary)
     except BaseException:
@@ -354,10 +335,7 @@ MOST_NAMED = 3  # layers that the warning names; it counts the others
 
 def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | None:
     """The warning about layers that make a step depend on how its rows are split (R9, scope of P2); None: no layers.
-
-    Args:
-        dependent: the name of each such layer, and why.
-    """
+    dependent: the name of each such layer, and why."""
     layers = [f"{name} ({why})" for name, why in dependent]
     if not layers:
         return None

@@ -1,4 +1,5 @@
-"""The user's `transformation_fn`: its signature, its call, the checks of what it returns, and its random numbers.
+"""What goes into a model and comes out of it; above all the user's `transformation_fn`: its signature, its call, the
+checks of what it returns, and its random numbers.
 
 Training and predictions share these rules. Knows no framework, no engine and no processes. Any thread.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.checks import FUNCTION
+from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 
 # A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
@@ -61,23 +62,19 @@ def transform_columns(
     rng: RowRandom | None = None,
 ) -> dict[str, Any]:
     """The wanted columns (None: all) of what the transformation makes of `rows` rows.
-
-    Raises:
-        InvalidInput: it returned no columns, not such a one, or another number of rows.
-    """
+    Raises InvalidInput: it returned no columns, not such a one, or another number of rows."""
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
     keeps_ragged = wanted is None  # of a loop
-    wanted = list(results) if wanted is None else wanted
-    for name in wanted:
+    for name in results if wanted is None else wanted:
         if name not in results or len(results[name]) != rows:
             found = len(results[name]) if name in results else "no"
             raise InvalidInput(
                 f"transformation_fn was given {rows} rows and returned {found} of column {name!r}: return an "
                 "array of as many rows for each feature, label and weight column."
             )
-    kept = {name: results[name] for name in wanted}
+    kept = {name: results[name] for name in (results if wanted is None else wanted)}
     return {n: v if keeps_ragged and isinstance(v, Ragged) else _stack_rows(n, v) for n, v in kept.items()}
 
 
@@ -92,7 +89,7 @@ def _stack_rows(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _check_results(results: Any) -> None:
-    """Raise InvalidInput if they have no columns by name. A table of another library may be no Mapping."""
+    """A table of another library may be no Mapping."""
     if not hasattr(results, "__contains__") or isinstance(results, str | list | tuple | np.ndarray):
         raise InvalidInput(
             f"transformation_fn returned {'None' if results is None else type(results).__name__}: return a dict with "
@@ -104,10 +101,7 @@ def transform_inputs(
     inputs: Sequence[Any], names: Sequence[str], transformation: Transformation | None
 ) -> list[Any]:
     """The model's inputs for a prediction. Raises InvalidInput as `transform_columns`.
-
-    Args:
-        names: of the feature columns, in the order of `inputs`.
-    """
+    names: of the feature columns, in the order of `inputs`."""
     if transformation is None:
         return list(inputs)
     given = dict(zip(names, inputs, strict=True))
@@ -174,16 +168,12 @@ class BatchTransformation:
             return {name: np.zeros(0, np.float32) for name in self.wanted}
         if not batch.cuts:
             return self._apply_to_part(batch, batch.columns, batch.row_ids)
-        parts = [
-            # A copy: the alignment of the rows in memory must not depend on the worker's other rows.
-            self._apply_to_part(
-                batch,
-                {name: _copy_rows(c[low:high]) for name, c in batch.columns.items()},
-                batch.row_ids[low:high],
-            )
-            for low, high in pairwise(batch.cuts)
-            if low < high
-        ]
+        parts = []
+        for low, high in pairwise(batch.cuts):
+            if low < high:
+                # A copy: the alignment of the rows in memory must not depend on the worker's other rows.
+                columns = {name: _copy_rows(c[low:high]) for name, c in batch.columns.items()}
+                parts.append(self._apply_to_part(batch, columns, batch.row_ids[low:high]))
         return {name: np.concatenate([part[name] for part in parts]) for name in self.wanted}
 
     def _apply_to_part(self, batch: RowBatch, columns: Mapping[str, Any], row_ids: Int64s) -> dict[str, Any]:
@@ -201,6 +191,9 @@ def _copy_rows(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # ---- random numbers of single rows
 
 _AUGMENTATION = 0x6175676D  # keeps these numbers apart from those of RowDropout and of the order of the rows
+
+
+Size = int | tuple[int, ...]
 
 
 class RowRandom:
@@ -222,13 +215,11 @@ class RowRandom:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def uniform(
-        self, low: float = 0.0, high: float = 1.0, size: int | tuple[int, ...] = ()
-    ) -> npt.NDArray[np.float64]:
+    def uniform(self, low: float = 0.0, high: float = 1.0, size: Size = ()) -> npt.NDArray[np.float64]:
         """Numbers of at least `low` and below `high`."""
         return low + (high - low) * self._draw(size)
 
-    def integers(self, low: int, high: int, size: int | tuple[int, ...] = ()) -> Int64s:
+    def integers(self, low: int, high: int, size: Size = ()) -> Int64s:
         """Whole numbers of at least `low` and below `high`."""
         if not low < high:
             raise InvalidInput(
@@ -237,9 +228,7 @@ class RowRandom:
         numbers: Int64s = np.floor(low + (high - low) * self._draw(size)).astype(np.int64)
         return numbers
 
-    def normal(
-        self, loc: float = 0.0, scale: float = 1.0, size: int | tuple[int, ...] = ()
-    ) -> npt.NDArray[np.float64]:
+    def normal(self, loc: float = 0.0, scale: float = 1.0, size: Size = ()) -> npt.NDArray[np.float64]:
         """Numbers of the normal distribution (Box and Muller)."""
         radius = np.sqrt(-2.0 * np.log1p(-self._draw(size)))
         numbers: npt.NDArray[np.float64] = loc + scale * radius * np.cos(2.0 * math.pi * self._draw(size))
@@ -249,8 +238,49 @@ class RowRandom:
         """A seed for each row, of at least 0 and below 2**53, for what takes a seed or a generator of its own."""
         return (self._draw(()) * 2.0**53).astype(np.int64)
 
-    def _draw(self, size: int | tuple[int, ...]) -> npt.NDArray[Any]:
+    def _draw(self, size: Size) -> npt.NDArray[Any]:
         self._calls += 1
         shape = (size,) if isinstance(size, int) else size
         numbers = draw_uniform(self._rows, math.prod(shape), *self._words, self._calls)
         return numbers.reshape(len(self._rows), *shape)
+
+
+# ---- what goes into a model and comes out of it
+
+
+def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, whose whole numbers become int64. Raises InvalidInput for those that would become others."""
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidInput(
+            f"a column of uint64 has {array.max()}, and the model's whole numbers are int64: give numbers below 2**63, "
+            "or cast the column to double."
+        )
+    return array
+
+
+def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
+    """Raise InvalidInput for a column of which a transformation has not made numbers.
+
+    name: of the column.
+    """
+    if array.dtype.kind in "OSUMm":
+        first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
+        raise InvalidInput(
+            f"transformation_fn returned column {name!r} as {first}, of which no tensor can be made: return numbers "
+            "for it, as many in each row (StringIndexer numbers the classes of a label)."
+        )
+
+
+def find_input_dtype(parameters: Iterable[Any], default: Any) -> Any:
+    """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one
+    may have fewer bits. default: for models without floating point parameters."""
+    floats = [parameter for parameter in parameters if parameter.is_floating_point()]
+    trained = [parameter for parameter in floats if parameter.requires_grad]
+    return next((parameter.dtype for parameter in trained or floats), default)
+
+
+def list_output_parts(output: Any) -> tuple[Any, ...]:
+    """A model's outputs in order: each member of a tuple, list or dict (as transformers' models return)."""
+    if isinstance(output, Mapping):
+        return tuple(output.values())
+    return tuple(output) if isinstance(output, tuple | list) else (output,)

@@ -26,7 +26,91 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, SnapshotCopy
 from spark_elastic.runs.handlers import SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, Extent, Kept, SnapshotBuilder
-from spark_elastic.training.torch.frozen import FrozenCopies, view_bytes
+
+_SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
+
+
+class FrozenCopies:
+    """The copies, until their parameters change.
+
+    A possible change is seen by the parameter's version and memory, and, since writing through `.data` leaves no such
+    trace, by some of its elements. A parameter that has changed once, as that of a moving average, is copied each time.
+    """
+
+    def __init__(self) -> None:
+        # By the parameter's id: itself, its memory and version, elements of it, and the copy.
+        self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, Kept]] = {}
+        self._moving: set[int] = set()
+        # Whether nothing was trained yet: what is frozen then, the program makes in each process.
+        self._is_first = True
+
+    def take(self, frozen: Mapping[str, torch.Tensor]) -> dict[int, Kept]:
+        """The copies of these parameters, by id; without those that change."""
+        held = {name: p for name, p in frozen.items() if id(p) not in self._moving and p.numel()}
+        former, self._kept = self._kept, {}
+        for (name, tensor), sample in zip(held.items(), _sample(held.values()), strict=True):
+            place, known = (tensor.data_ptr(), tensor._version), former.get(id(tensor))
+            if known is None or known[0] is not tensor:
+                known = tensor, place, sample, _copy(name, tensor, self._is_first)
+            elif known[1] != place or not torch.equal(known[2], sample):
+                if _make_key(name, view_bytes(tensor)[0]) != known[3].key:
+                    self._moving.add(id(tensor))
+                    continue
+                known = tensor, place, sample, known[3]  # it has gone to another device
+            self._kept[id(tensor)] = known
+        self._is_first = False
+        return {key: known[3] for key, known in self._kept.items()}
+
+    def list_copies(self) -> dict[tuple[str, int, int], Kept]:
+        """The copies by what they contain."""
+        return {kept.key: kept for *_, kept in self._kept.values()}
+
+    def holds(self, tensor: torch.Tensor, kept: Kept) -> bool:
+        """Whether the parameter still has that content."""
+        known = self._kept.get(id(tensor))
+        if known is None or known[3].key != kept.key or known[1] != (tensor.data_ptr(), tensor._version):
+            return False
+        (sample,) = _sample([tensor])
+        return torch.equal(known[2], sample)
+
+    def put(self, tensor: torch.Tensor, kept: Kept) -> None:
+        """The parameter has got that content."""
+        (sample,) = _sample([tensor])
+        self._kept[id(tensor)] = tensor, (tensor.data_ptr(), tensor._version), sample, kept
+
+
+def _copy(name: str, tensor: torch.Tensor, is_made: bool) -> Kept:
+    memory, shared = view_bytes(tensor)
+    return Kept(_make_key(name, memory), memory.copy() if shared else memory, is_made)
+
+
+def _make_key(name: str, memory: Bytes) -> tuple[str, int, int]:
+    return name, memory.nbytes, zlib.crc32(memory.data)
+
+
+def _sample(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    taken = [
+        each.detach().as_strided((min(each.numel(), _SAMPLES),), (max(each.numel() // _SAMPLES, 1),)).double()
+        for each in tensors
+    ]
+    if not taken:
+        return ()
+    sizes = [len(each) for each in taken]
+    return torch.split(torch.cat(taken).cpu().view(torch.int64), sizes)
+
+
+def view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
+    """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
+    if hasattr(tensor, "to_local"):  # a DTensor
+        raise InvalidInput(
+            "a DTensor has a part of its values on each worker, and TorchState holds whole models: divide the model by "
+            "fully_shard and use FSDPState."
+        )
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if not dense.numel():
+        return np.empty(0, np.uint8), False
+    return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
+
 
 PLAIN = {bool, int, float, str, type(None)}  # types of the attributes that are part of the state
 _FEW = 64  # most entries of a list, tuple or dict of them; looking through more before each commit would take long
@@ -93,8 +177,7 @@ class Views:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             if tensor.device != CPU and not hasattr(tensor, "to_local"):
-                # This thread waits once, for the copies of all tensors.
-                copied = SnapshotCopy(tensor.device)
+                copied = SnapshotCopy(tensor.device)  # this thread waits once, for the copies of all tensors
                 builder.allocate, builder.wait_remote = copied.allocate, copied.wait
                 return builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
             memory, shared = view_bytes(tensor)
@@ -122,12 +205,18 @@ class ModelStateHandler(SnapshotHandler):
         self._begin_with_model()
 
     def _begin_with_model(self) -> None:
-        self._extra = self._with_extra()
+        # Parameters do not tell: use_orig_params=True shows them as they were.
+        if any(is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
+            raise InvalidInput(
+                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
+                "models: divide it by fully_shard and use FSDPState."
+            )
+        parts, plain = list(self.value.named_modules()), torch.nn.Module.get_extra_state
+        self._extra = [(name, part) for name, part in parts if type(part).get_extra_state is not plain]
         self._first_buffers = frozenset(list_buffers(self.value))  # those registered later are the training's
-        self._first_attributes = copy.deepcopy(list_attributes(self.value.named_modules()))
-        self._first_parts = _name_parts(self.value.named_modules(), self.value.named_parameters())
+        self._first_attributes = copy.deepcopy(list_attributes(parts))
+        self._first_parts = _name_parts(parts, self.value.named_parameters())
         self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
-        self._check_whole()
 
     def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """The parameters that each rank has whole, by name."""
@@ -154,11 +243,8 @@ class ModelStateHandler(SnapshotHandler):
         kept = {} if self.frozen is None else self.frozen.take(frozen)
 
         def put(tensor: torch.Tensor) -> TensorRef:
-            extent = kept.get(id(tensor))
-            if extent is None:
-                return TensorRef.of(
-                    tensor, self._views.put(builder, tensor, deferred=id(tensor) in self.trained)
-                )
+            key = id(tensor)
+            extent = kept.get(key) or self._views.put(builder, tensor, deferred=key in self.trained)
             return TensorRef.of(tensor, extent)
 
         return self._collect(put)
@@ -168,7 +254,6 @@ class ModelStateHandler(SnapshotHandler):
         return self._collect(lambda tensor: tensor.detach())
 
     def _check_parts(self, now: dict[str, type | None]) -> None:
-        """Raise InvalidInput if layers or parameters are not those that it began with."""
         before = self._first_parts
         # A layer without parameters that forward makes when it is first called is made by all.
         odd = {name for name in before if name not in now or now[name] is not before[name]}
@@ -241,28 +326,12 @@ class ModelStateHandler(SnapshotHandler):
             delattr(live[name].owner, live[name].name)
         for name, ref in saved.items():
             buffer = live[name].tensor if name in live else None
-            kept = (
-                ref is not None
-                and buffer is not None
-                and (buffer.shape, buffer.dtype) == (ref.shape, ref.dtype)
-            )
-            if buffer is None or not kept or 0 in buffer.stride():  # expanded
+            fits = buffer is not None and ref is not None and _are_alike(buffer, ref)
+            if buffer is None or not fits or 0 in buffer.stride():  # expanded
                 value = None if ref is None else load_value(ref, None, memory, device)
                 put_buffer(self.value, name, value, is_saved=name not in unsaved)
             else:
                 buffer.copy_(view_tensor(ref, memory))
-
-    def _check_whole(self) -> None:
-        # Parameters do not tell: use_orig_params=True shows them as they were.
-        if any(is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
-            raise InvalidInput(
-                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
-                "models: divide it by fully_shard and use FSDPState."
-            )
-
-    def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
-        plain = torch.nn.Module.get_extra_state
-        return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
 
 
 def _name_parts(parts: Parts, parameters: Iterable[tuple[str, Any]]) -> dict[str, type | None]:
@@ -319,12 +388,9 @@ class OptimizerStateHandler(SnapshotHandler):
         names = self._name_groups()
         if self.has_own_format:
             return names, self._add_tensors(self.value.state_dict(), builder, deferred=False)
-        groups = self.value.param_groups
-        settings = [
-            {k: self._add_tensors(v, builder, deferred=False) for k, v in g.items() if k != "params"}
-            for g in groups
-        ]
-        state = self.value.state
+        groups, state = self.value.param_groups, self.value.state
+        plain = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        settings = self._add_tensors(plain, builder, deferred=False)
         others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         return (
             names,
@@ -430,6 +496,14 @@ def find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
+def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
+    """Multiply every group's learning rate, and the first rate that a scheduler made before has noted."""
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * times
+
+
 def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where they are that are not on the host."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
@@ -437,13 +511,10 @@ def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
     """Return the value that was saved, in the live tensor if shape and dtype fit.
-
-    Args:
-        device: for tensors that were not on the host.
-    """
+    device: for tensors that were not on the host."""
     if isinstance(saved, TensorRef | torch.Tensor):
         arrived = view_tensor(saved, memory)
-        if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
+        if isinstance(live, torch.Tensor) and _are_alike(live, arrived):
             with torch.no_grad():
                 return live.copy_(arrived)
         on_host = isinstance(saved, torch.Tensor) or saved.on_host
@@ -454,6 +525,10 @@ def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> An
     if type(saved) in (list, tuple):
         return type(saved)(load_value(item, None, memory, device) for item in saved)
     return copy.deepcopy(saved)
+
+
+def _are_alike(tensor: torch.Tensor, ref: TensorRef | torch.Tensor) -> bool:
+    return (tuple(tensor.shape), tensor.dtype) == (tuple(ref.shape), ref.dtype)
 
 
 def view_tensor(ref: TensorRef | torch.Tensor, memory: Bytes) -> torch.Tensor:
@@ -479,16 +554,12 @@ def _check_same(mine: dict[str, torch.nn.Parameter], theirs: Mapping[str, Any]) 
             f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
         )
     for name, ref in theirs.items():
-        here, there = (mine[name].dtype, tuple(mine[name].shape)), (ref.dtype, tuple(ref.shape))
-        if here != there:
+        if not _are_alike(mine[name], ref):
+            here, there = (f"{each.dtype} {list(each.shape)}" for each in (mine[name], ref))
             raise InvalidInput(
-                f"parameter {name!r} is {_describe(*here)} here and {_describe(*there)} in the state that was saved: "
-                "build the same model on each worker, and use another run_id for another model."
+                f"parameter {name!r} is {here} here and {there} in the state that was saved: build the same model on "
+                "each worker, and use another run_id for another model."
             )
-
-
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {list(shape)}"
 
 
 # ---- what ranks hold alike
@@ -499,10 +570,9 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
 
     Statistics of normalization layers are not compared: each rank may keep those of its own rows. Collective.
 
-    Args:
-        counts: this rank's state is one that others should have; False: it takes part without one.
-
     Returns a sentence on the first object that differs; None: nothing does. The same on all ranks.
+
+    counts: this rank's state is one that others should have; False: it takes part without one.
     """
     own = dict(_describe_parts(model)) if counts else None
     described = json.dumps(own).encode()
@@ -515,24 +585,20 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
     for name in dict.fromkeys(name for rank in holders for name in found[rank]):
         odd = [rank for rank in holders if found[rank].get(name) != found[first].get(name)]
         if odd:
-            values = [found[rank].get(name, ["", "missing"]) for rank in (first, odd[0])]
-            here, there = (
-                (each[1] for each in values) if values[0][1] != values[1][1] else ("one value", "another one")
-            )
+            here, there = (found[rank].get(name, ["", "missing"])[1] for rank in (first, odd[0]))
+            if here == there:
+                here, there = "one value", "another one"
             ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
             return f"{name} is {here} on rank {first} and {there} on {ranks}"
     return None
 
 
 def _describe_parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, str]]]:
-    """A checksum and a description of each part, by what it is called."""
     for name, parameter in model.named_parameters():
         yield f"parameter {name!r}", (0, "trained" if parameter.requires_grad else "frozen")
     for name, part in model.named_modules():
-        yield (
-            f"layer {name!r}" if name else "the model",
-            (0, f"in {'training' if part.training else 'evaluation'} mode"),
-        )
+        mode = f"in {'training' if part.training else 'evaluation'} mode"
+        yield f"layer {name!r}" if name else "the model", (0, mode)
     for name, buffer in list_buffers(model).items():
         if buffer.tensor is not None and not isinstance(buffer.owner, _NormBase):
             bits = 0 if hasattr(buffer.tensor, "to_local") else zlib.crc32(view_bytes(buffer.tensor)[0].data)

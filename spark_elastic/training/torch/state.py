@@ -21,15 +21,14 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
-from spark_elastic.training.callback_states import name_classes, pair_states
-from spark_elastic.training.progress import TrainingProgress
-from spark_elastic.training.torch.forward import rng_state, set_rng_state
-from spark_elastic.training.torch.frozen import view_bytes
+from spark_elastic.training.progress import TrainingProgress, name_classes, pair_states
+from spark_elastic.training.torch.buffers import rng_state, set_rng_state
 from spark_elastic.training.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
     TensorRef,
     Views,
+    view_bytes,
     view_tensor,
 )
 
@@ -62,10 +61,7 @@ class TorchTrainingState:
         schedulers: Sequence[Any] = (),
         progress: TrainingProgress | None = None,
     ) -> None:
-        """
-        Args:
-            schedulers: anything with `state_dict` and `load_state_dict`.
-        """
+        """schedulers: anything with `state_dict` and `load_state_dict`."""
         self.model = model
         self.optimizer = optimizer
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
@@ -100,19 +96,14 @@ class TorchTrainingState:
             return TensorRef.of(tensor, views.put(builder, tensor, deferred=False))
 
         # The copy of what is no tensor; of dicts, lists and tuples these are copies already.
-        return copy.deepcopy(_replace(values, lambda v: isinstance(v, torch.Tensor), add))
+        return copy.deepcopy(_replace(values, torch.is_tensor, add))
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot; parameters keep their identity."""
-        memory = snapshot.memory
-        self.module.load(snapshot.values["model"], memory)
-        self._optimizer.load(snapshot.values["optimizer"], memory)
-        values = {
-            name: snapshot.values[name] for name in ("schedulers", "classes", "progress", "rng", "merges")
-        }
-        values = _replace(
-            values, lambda v: isinstance(v, TensorRef), lambda ref: view_tensor(ref, memory).clone()
-        )
+        memory, others = snapshot.memory, dict(snapshot.values)
+        self.module.load(others.pop("model"), memory)
+        self._optimizer.load(others.pop("optimizer"), memory)
+        values = _replace(others, _is_ref, lambda ref: view_tensor(ref, memory).clone())
         for scheduler, state in pair_states(self.schedulers, values["classes"], values["schedulers"]):
             scheduler.load_state_dict(state)
         self.progress = TrainingProgress.from_values(values["progress"])
@@ -129,6 +120,10 @@ class TorchTrainingState:
             hasher.update(name.encode())
             hasher.update(view_bytes(tensor)[0].data)
         return hasher.hexdigest()
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, TensorRef)
 
 
 def _replace(value: Any, matches: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
@@ -160,7 +155,7 @@ class TorchCodec:
     """Values in torch's own format."""
 
     def dumps(self, values: Any) -> bytes:
-        return dump_values(_replace(values, lambda v: isinstance(v, TensorRef), _write_ref))
+        return dump_values(_replace(values, _is_ref, _write_ref))
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
         values = _restore_arrays(_load(data, weights_only=not trusted))
@@ -179,8 +174,7 @@ def _read_ref(written: dict[str, Any]) -> TensorRef:
 
 def dump_values(values: Mapping[str, Any]) -> bytes:
     """Encode tensors and plain values, such as a module's state dict with what `get_extra_state` returned."""
-    on_host = _replace(values, lambda v: isinstance(v, torch.Tensor), lambda tensor: tensor.cpu())
-    return _save(_simplify(on_host, "the state"))
+    return _save(_simplify(_replace(values, torch.is_tensor, torch.Tensor.cpu), "the state"))
 
 
 def load_values(data: bytes) -> dict[str, Any]:
@@ -191,19 +185,13 @@ def load_values(data: bytes) -> dict[str, Any]:
 
 def check_storable(value: Any, name: str) -> None:
     """Raises InvalidInput if a checkpoint that holds the value could not be read.
-
-    Args:
-        name: what the value belongs to, for the message.
-    """
+    name: what the value belongs to, for the message."""
     _simplify(value, name, check=True)
 
 
 def _simplify(value: Any, name: str, check: bool = False) -> Any:
     """The value as torch saves and reads it, with numpy's numbers as Python's.
-
-    Args:
-        check: raise for what could be written but not read.
-    """
+    check: raise for what could be written but not read."""
     if isinstance(value, dict):
         mapped = copy.copy(value)  # keeps OrderedDict and its metadata
         for key in value:

@@ -29,8 +29,7 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits, Phase
+from spark_elastic.protocol.types import Limits, Phase, SlotSpec
 from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
@@ -200,14 +199,8 @@ def train_elastic(
     """The final weights and what the launch returned."""
     config = ElasticConfig(keep_commits=keep_commits)
     launcher = launcher_for(job.task(store, manifest, ledger))
-    limits = Limits(
-        job.workers,
-        1,
-        job.workers,
-        gather_timeout=60.0,
-        lease=lease,
-        max_global_batch=job.batch_size * job.workers,
-    )
+    batch = job.batch_size * job.workers
+    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=lease, max_global_batch=batch)
     watch = discovery or CombinedDiscovery()
     with keep_journal(config) as (config, _):
         result = supervise(launcher, watch, DriverOptions(run=run), limits, config, "test", follower)
