@@ -22,8 +22,8 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import Array, WaitObserver
-from elastic_collectives.operands import validate_members
+from elastic_collectives.group import WaitObserver
+from elastic_collectives.operands import Array, validate_members
 from tests.gathering import GatheringGroup
 
 TICK = 0.05  # seconds between two checks for missing ranks

@@ -1,6 +1,6 @@
 """All collectives of a `Group` built on a single one: each rank passes an array in and receives those of all ranks.
 
-`arithmetic.py` computes the reductions. State and threads belong to the subclass.
+`tests/reductions.py` computes the reductions. State and threads belong to the subclass.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from elastic_collectives.arithmetic import apply_scale, narrow, widen
 from elastic_collectives.errors import MismatchError
-from elastic_collectives.group import Array
+from elastic_collectives.group import Group
 from elastic_collectives.operands import (
+    Array,
     Reduction,
+    apply_scale,
     as_array,
     as_reduction,
     as_result,
     as_rows,
     divide_evenly,
+    narrow,
     split,
     validate_root,
     validate_splits,
+    widen,
 )
-from elastic_collectives.reducing import ReducingGroup
 from tests.reductions import reduce_parts
 
 
-class GatheringGroup(ReducingGroup):
+class GatheringGroup(Group):
     """The methods of a `Group` that build on `_exchange_parts`."""
 
     @abstractmethod

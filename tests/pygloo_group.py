@@ -22,8 +22,8 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import Array, WaitObserver
-from elastic_collectives.operands import Reduction, signature
+from elastic_collectives.group import WaitObserver
+from elastic_collectives.operands import Array, Reduction, signature
 from tests.gathering import GatheringGroup
 from tests.reductions import scale_and_divide
 

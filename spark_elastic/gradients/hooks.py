@@ -1,9 +1,11 @@
-"""Hooks that say when a backward pass has added a parameter's gradient. They run in autograd's thread of its device."""
+"""Where torch calls us: hooks that say when a backward pass has added a gradient, which run in autograd's thread of its
+device, and functions that a compiled caller calls between two graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 from weakref import finalize, ref
 
 import torch
@@ -41,3 +43,22 @@ def hook_gradients(
     remove = finalize(on_gradient.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
     remove.atexit = False
     return remove
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def disable_compile(function: F) -> F:
+    """As `torch.compiler.disable`, for code with sockets and threads: a compiled caller calls it between two graphs.
+
+    The compiler is imported at the first call, since the import takes seconds.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call_disabled(*arguments: Any, **named: Any) -> Any:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*arguments, **named)
+
+    return cast("F", call_disabled)

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_collectives import Group
-from elastic_collectives.group import Array
-from elastic_collectives.operands import DTYPES
+from elastic_collectives.operands import DTYPES, Array
 from spark_elastic.errors import InvalidInput
 
 log = logging.getLogger(__name__)

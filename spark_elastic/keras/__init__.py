@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 _SHARED = "spark_elastic.horovod.ops.horovod_names"
 # Public name -> the module that defines it.
 _EXPORTS = {
-    "Compression": "spark_elastic.horovod.keras.compression",
+    "Compression": "spark_elastic.horovod.ops.compression",
     "DistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
     "PartialDistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
     "allgather": "spark_elastic.horovod.keras.values",
@@ -29,7 +29,6 @@ _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
     from spark_elastic.horovod.keras import callbacks, elastic
-    from spark_elastic.horovod.keras.compression import Compression
     from spark_elastic.horovod.keras.optimizer import (
         DistributedOptimizer,
         PartialDistributedOptimizer,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
         reducescatter,
     )
     from spark_elastic.horovod.ops import horovod_names
+    from spark_elastic.horovod.ops.compression import Compression
     from spark_elastic.horovod.ops.horovod_names import *
     from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
 

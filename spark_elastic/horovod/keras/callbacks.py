@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, rank, size
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.horovod.keras.values import broadcast_variables
 from spark_elastic.horovod.ops.operations import allreduce_arrays

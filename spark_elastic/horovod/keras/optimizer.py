@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientOptions,
     OptimizerExchange,
@@ -61,8 +61,6 @@ def _import_exchange() -> type[OptimizerExchange[Any]]:
 
         return TensorFlowExchange
     if backend == "torch":
-        from spark_elastic.horovod.keras.torch_optimizer import TorchExchange
-
         return TorchExchange
     raise InvalidInput(
         f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
@@ -93,3 +91,46 @@ def load_model(
     if model.optimizer is not None and not isinstance(model.optimizer, WrappedOptimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+class TorchExchange(OptimizerExchange[Any]):
+    """Of the torch backend: one operation per dtype."""
+
+    kind = WrappedOptimizer
+
+    def __init__(self, options: GradientOptions, passes: int, average: bool) -> None:
+        from spark_elastic.horovod.torch.allreduce import start
+
+        if options.reduce.op is Adasum:
+            raise InvalidInput(f"on the torch backend of Keras op must be Average or Sum; got {Adasum!r}.")
+        super().__init__(options, passes, average)
+        self._start = start
+
+    @staticmethod
+    def copy(gradients: Sequence[Any]) -> list[Any]:
+        return [gradient.clone() for gradient in gradients]
+
+    def exchange(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        results, reduce = list(gradients), self.options.reduce
+        if is_single_process(reduce.process_set):
+            return results
+        local = {id(variable) for variable in self.local}
+        by_dtype: dict[Any, list[int]] = {}
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if id(variable) not in local:
+                by_dtype.setdefault(gradient.dtype, []).append(i)
+            elif self.options.scale_local:
+                results[i] = gradient / reduce.process_set.size()
+        for indices in by_dtype.values():
+            dense = [gradients[i].detach() for i in indices]
+            reduced = self._start(dense, None, reduce, in_place=False, awaited=True)()
+            for i, result in zip(indices, reduced, strict=True):
+                results[i] = result
+        return results
+
+    def add_pass(self, gradients: list[Any], step: Callable[[list[Any]], None]) -> None:
+        sums = self.accumulator.add([None if g is None else g.detach() for g in gradients])
+        if sums is not None:
+            step(sums)

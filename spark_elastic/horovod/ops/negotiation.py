@@ -12,23 +12,19 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from elastic_collectives import CollectiveError, MismatchError, RequestTimeout
 
-ALLREDUCE = "allreduce"
-ALLGATHER = "allgather"
-BROADCAST = "broadcast"
-ALLTOALL = "alltoall"
-REDUCESCATTER = "reducescatter"
-BARRIER = "barrier"
-JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part in these
+Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
+JOINABLE = ("allreduce", "barrier")  # a rank that has joined can take part in these
 
 
 @dataclass(frozen=True)
 class OperationRequest:
     """One operation on one or more arrays: everything in which the ranks must agree."""
 
-    kind: str  # ALLREDUCE or another one of the names above
+    kind: Kind
     name: str | None = None  # None: the next of this rank's unnamed operations of this kind
     dtypes: tuple[str, ...] = ()  # of each array: numpy's names, and bfloat16
     # Of each array; -1 is a first dimension that may differ between ranks.

@@ -17,20 +17,18 @@ from typing import NoReturn
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.arithmetic import narrow
-from elastic_collectives.group import Array
-from elastic_collectives.operands import as_array, as_reduction, as_rows, validate_root, validate_splits
+from elastic_collectives.operands import (
+    Array,
+    as_array,
+    as_reduction,
+    as_rows,
+    narrow,
+    validate_root,
+    validate_splits,
+)
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.horovod.ops.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    OperationRequest,
-)
+from spark_elastic.horovod.ops.negotiation import OperationRequest
 
 POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
 
@@ -172,7 +170,7 @@ def _count_bytes(request: OperationRequest) -> int:
 
 
 def _fusion_key(request: OperationRequest) -> object | None:
-    if request.kind != ALLREDUCE or request.op == "adasum" or len(set(request.dtypes)) != 1:
+    if request.kind != "allreduce" or request.op == "adasum" or len(set(request.dtypes)) != 1:
         return None
     return request.dtypes[0], request.op, request.scale, request.compression
 
@@ -186,12 +184,12 @@ def validate(operation: Operation, size: int) -> None:
     request = operation.request
     try:
         for array, name in zip(operation.arrays, request.dtypes, strict=True):
-            if request.kind in (ALLREDUCE, REDUCESCATTER):
-                view = as_array(array, writable=request.kind == ALLREDUCE)
+            if request.kind in ("allreduce", "reducescatter"):
+                view = as_array(array, writable=request.kind == "allreduce")
                 as_reduction(view, request.op, name, None, request.scale, request.compression)
-            if request.kind in (REDUCESCATTER, ALLGATHER, ALLTOALL):
+            if request.kind in ("reducescatter", "allgather", "alltoall"):
                 as_rows(array)
-        if request.kind == ALLTOALL:
+        if request.kind == "alltoall":
             validate_splits(len(operation.arrays[0]), operation.splits, size)
         validate_root(request.root, size)
     except ValueError as error:
@@ -205,11 +203,11 @@ def execute(group: Group, batch: Sequence[Task]) -> None:
         CollectiveError: the group broke; none of them is completed.
     """
     request = batch[0].request
-    if request.kind == ALLREDUCE:
+    if request.kind == "allreduce":
         _execute_allreduces(group, batch)
         return
     operation = batch[0].operation
-    if request.kind == BARRIER:
+    if request.kind == "barrier":
         group.barrier()
         outputs: tuple[Array, ...] = ()
     else:
@@ -221,16 +219,16 @@ def execute(group: Group, batch: Sequence[Task]) -> None:
 
 def _execute_single(group: Group, operation: Operation) -> tuple[Array, ...]:
     request = operation.request
-    if request.kind == BROADCAST:
+    if request.kind == "broadcast":
         for array in operation.arrays:
             group.broadcast(array, request.root)
         return operation.arrays
-    if request.kind == ALLGATHER:
+    if request.kind == "allgather":
         return tuple(np.concatenate(group.allgatherv(array)) for array in operation.arrays)
-    if request.kind == ALLTOALL:
+    if request.kind == "alltoall":
         rows, counts = group.alltoall(operation.arrays[0], operation.splits)
         return rows, np.array(counts, np.int64)
-    assert request.kind == REDUCESCATTER
+    assert request.kind == "reducescatter"
     return tuple(
         group.reducescatter(array, request.op, name, None, request.scale, request.compression)
         for array, name in zip(operation.arrays, request.dtypes, strict=True)

@@ -8,18 +8,18 @@ thread that waits for an operation runs the rounds itself, otherwise the thread 
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.stall import OperationStallCheck
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.horovod.ops.negotiation import (
     Message,
@@ -47,6 +47,8 @@ COLLECT_WAITS = 5  # how many such waits at most, as long as further requests co
 IDLE = 0.5  # seconds between rounds while no rank has a request
 BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is ready
 JOIN = OperationRequest("join")
+
+log = logging.getLogger(__name__)
 
 
 class OperationQueue:
@@ -349,3 +351,38 @@ class OperationQueue:
         operation = self._announced.pop(response.label, None)
         if operation is not None:
             operation.complete(error=response.error and response.error.to_world_ranks(self.group.members))
+
+
+class OperationStallCheck:
+    """Warns of operations that some ranks have requested and others have not. Used by one thread; time is a value."""
+
+    def __init__(self, process_set: str, warn_after: float, members: Sequence[int]) -> None:
+        """
+        Args:
+            process_set: its name in messages; "" for the whole world.
+            warn_after: seconds until the first warning of an operation, and between two of them.
+            members: rank in the world of each rank of the process set.
+        """
+        self._where = f" of {process_set}" if process_set else ""
+        self._warn_after = warn_after
+        self._members = members
+        self._pending_since: dict[str, float] = {}  # by label
+        self._warned_at: dict[str, float] = {}  # by label
+
+    def check(self, pending: Mapping[str, tuple[int, ...]], now: float) -> None:
+        """Log what has been pending for too long.
+
+        Args:
+            pending: by label of each requested operation, the ranks that have not requested it.
+        """
+        for label in self._pending_since.keys() - pending.keys():
+            del self._pending_since[label]
+            self._warned_at.pop(label, None)
+        for label, missing in pending.items():
+            since = self._pending_since.setdefault(label, now)
+            if now - self._warned_at.get(label, since) >= self._warn_after:
+                self._warned_at[label] = now
+                log.warning(
+                    "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not request it.",
+                    label, self._where, now - since, ", ".join(str(self._members[rank]) for rank in missing),
+                )  # fmt: skip

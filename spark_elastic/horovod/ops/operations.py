@@ -17,30 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import Group
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import (
     ProcessSet,
+    check_alone,
     choose_channel,
     find_root_index,
     global_process_set,
     is_added,
     world,
 )
-from spark_elastic.gradients.ranks import check_alone
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
-from spark_elastic.horovod.ops.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    OperationRequest,
-)
+from spark_elastic.horovod.ops.negotiation import Kind, OperationRequest
 from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
@@ -49,7 +41,7 @@ from spark_elastic.worker.context import get_context, get_group_context
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 AVERAGE = ReduceOptions(Average)
-RAGGED = (ALLGATHER, ALLTOALL)  # the first dimension of their arrays may differ between ranks
+RAGGED = ("allgather", "alltoall")  # the first dimension of their arrays may differ between ranks
 
 
 class OperationQueues:
@@ -101,11 +93,11 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    get_queue(process_set).submit(OperationRequest(BARRIER), awaited=True).wait()
+    get_queue(process_set).submit(OperationRequest("barrier"), awaited=True).wait()
 
 
 def submit(
-    kind: str,
+    kind: Kind,
     name: str | None,
     arrays: Sequence[Array],
     process_set: ProcessSet,
@@ -144,7 +136,7 @@ def allreduce_arrays(
 ) -> None:
     """Allreduce arrays in place, as one operation. wire: how the engine compresses them."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
-    submit(ALLREDUCE, name, arrays, options.process_set, **how).wait()
+    submit("allreduce", name, arrays, options.process_set, **how).wait()
 
 
 def broadcast_arrays(
@@ -154,14 +146,14 @@ def broadcast_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
-    submit(BROADCAST, name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
+    submit("broadcast", name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
 
 
 def allgather_arrays(
     arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
-    rows = submit(ALLGATHER, name, arrays, process_set).wait()
+    rows = submit("allgather", name, arrays, process_set).wait()
     return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
@@ -170,7 +162,7 @@ def reducescatter_arrays(
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
-    rows = submit(REDUCESCATTER, name, arrays, options.process_set, **how).wait()
+    rows = submit("reducescatter", name, arrays, options.process_set, **how).wait()
     return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
+from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays, compress_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
-from spark_elastic.horovod.tensorflow.compression import Compression
 
 
 @no_autograph

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.flat_allreduce import FlatBuffer, allocate_aligned
 from spark_elastic.worker.context import get_group_context, get_process_context

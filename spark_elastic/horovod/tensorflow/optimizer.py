@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
+from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientAccumulator,
     GradientOptions,
@@ -36,8 +37,7 @@ from spark_elastic.horovod.tensorflow.arrays import (
     no_autograph,
     view_of,
 )
-from spark_elastic.horovod.tensorflow.compression import Compression
-from spark_elastic.horovod.tensorflow.topology_ops import size_op
+from spark_elastic.horovod.tensorflow.gathering import size_op
 from spark_elastic.runs.handlers import list_trainable_weights, unwrap_variable
 
 Plain = TypeVar("Plain")

@@ -18,24 +18,23 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import divide_into_groups
-from spark_elastic.gradients.compiled_callers import disable_compile
-from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
-from spark_elastic.gradients.modes.host import make_change_error
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.ranks import check_alone
+from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.modes import make_change_error
+from spark_elastic.gradients.process_sets import ProcessSet, check_alone, global_process_set
 from spark_elastic.gradients.reduction import (
     Adasum,
     Average,
     Compressor,
+    ExchangeOptions,
     NoneCompressor,
     ReduceOp,
     ReduceOptions,
+    options_from_env,
 )
 from spark_elastic.handwritten.applied_gradients import DistributedBase
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
-from spark_elastic.horovod.torch.adasum import AdasumSync
-from spark_elastic.horovod.torch.gradient_sync import GradientSync
+from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync
 from spark_elastic.training.torch.build_optimizer import multiply_rates
 from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic
 from spark_elastic.worker.context import get_context

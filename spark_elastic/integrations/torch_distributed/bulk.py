@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from elastic_collectives import Group
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
-from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.host_memory import Reduction
+from spark_elastic.gradients.reduction import options_from_env
 
 c10d: Any = dist.distributed_c10d
 OPTIONS: dict[str, Any] = {

@@ -25,8 +25,8 @@ from spark_elastic.gradients.devices import (
     select_device,
 )
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callback_states import check_watched_names

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import Group, connect
-from elastic_collectives.arithmetic import narrow, widen
-from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, divide_evenly
+from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, divide_evenly, narrow, widen
 from tests.component.collectives.ranks import Member
 from tests.reductions import reduce_parts
 

@@ -21,8 +21,7 @@ from elastic_collectives import (
     PeerLost,
     connect,
 )
-from elastic_collectives.arithmetic import narrow, widen
-from elastic_collectives.operands import DTYPES, FLOATS, OPS
+from elastic_collectives.operands import DTYPES, FLOATS, OPS, narrow, widen
 from tests.component.collectives.calls import compute_packed_sum
 from tests.component.collectives.ranks import local_ranks
 from tests.fake_group import FakeFabric

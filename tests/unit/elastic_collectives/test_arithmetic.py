@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastic_collectives.arithmetic import apply_scale, narrow, widen
+from elastic_collectives.operands import apply_scale, narrow, widen
 from tests.reductions import reduce_parts, scale_and_divide
 
 

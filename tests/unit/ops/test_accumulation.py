@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.ops import distributed_optimizer
 from spark_elastic.horovod.ops.distributed_optimizer import GradientAccumulator, validate_backward_passes

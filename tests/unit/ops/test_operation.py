@@ -11,7 +11,7 @@ from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.gradients.process_sets import SingleProcessGroup
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
+from spark_elastic.horovod.ops.negotiation import OperationRequest
 from spark_elastic.horovod.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from tests.fake_group import FakeFabric
@@ -20,14 +20,14 @@ DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 def reduction(name: str, length: int = 1, dtype: str = "float32", op: str = "sum") -> OperationRequest:
-    return OperationRequest(ALLREDUCE, name, (dtype,), ((length,),), op)
+    return OperationRequest("allreduce", name, (dtype,), ((length,),), op)
 
 
 def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
     requests = [
         reduction("a", 10), reduction("wide", 10, "float64"), reduction("b", 10), reduction("big", 1 << 20),
         reduction("c", 10), reduction("max", 1, op="max"), reduction("s1", 1, op="adasum"),
-        reduction("s2", 1, op="adasum"), OperationRequest(BARRIER, "barrier"),
+        reduction("s2", 1, op="adasum"), OperationRequest("barrier", "barrier"),
     ]  # fmt: skip
     tasks = [Task(request.name or "", request, None) for request in requests]
     told = [[task.label for task in batch] for batch in fuse_tasks(tasks, 100)]
@@ -54,7 +54,7 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
 def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, factor: float) -> None:
     from tests.reductions import reduce_parts
 
-    request = OperationRequest(ALLREDUCE, "x", ("float32",), ((3,),), op, (factor, 1.0))
+    request = OperationRequest("allreduce", "x", ("float32",), ((3,),), op, (factor, 1.0))
     (added,) = make_neutral_arrays(request)
     own = np.array([1.0, -3.0, 0.5], np.float32) * np.float32(factor)
     assert reduce_parts([own, added * np.float32(factor)], "float32", op, 1.0).tolist() == own.tolist()
@@ -63,7 +63,7 @@ def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, f
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     kind = "uint16" if dtype == "bfloat16" else dtype
-    request = OperationRequest(ALLREDUCE, "x", (dtype,), ((2,),), "average", (2.0, 0.5))
+    request = OperationRequest("allreduce", "x", (dtype,), ((2,),), "average", (2.0, 0.5))
     results = []
     for group in (cast("Group", SingleProcessGroup()), FakeFabric(1).group(0)):
         array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)

@@ -17,12 +17,7 @@ from elastic_collectives import CollectiveError, CollectiveTimeout, Group, Misma
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.horovod.ops.negotiation import (
-    ALLREDUCE,
-    ALLTOALL,
-    BROADCAST,
-    OperationRequest,
-)
+from spark_elastic.horovod.ops.negotiation import OperationRequest
 from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from tests.fake_group import FakeFabric
@@ -34,7 +29,7 @@ PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the sta
 def submit_sum(
     queue: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
 ) -> Operation:
-    return queue.submit(OperationRequest(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
+    return queue.submit(OperationRequest("allreduce", name, (array.dtype.name,), (array.shape,), op), [array])
 
 
 def on_ranks(
@@ -227,17 +222,17 @@ def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_err
     ("request_", "array", "says"),
     [
         (
-            OperationRequest(ALLREDUCE, "x", ("float64",), ((2,),), "sum"),
+            OperationRequest("allreduce", "x", ("float64",), ((2,),), "sum"),
             np.arange(2),
             "'x': dtype 'float64'",
         ),
         (
-            OperationRequest(ALLREDUCE, "x", ("bool",), ((2,),), "average"),
+            OperationRequest("allreduce", "x", ("bool",), ((2,),), "average"),
             np.ones(2, bool),
             "neither averages",
         ),
-        (OperationRequest(ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
-        (OperationRequest(BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
+        (OperationRequest("alltoall", "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
+        (OperationRequest("broadcast", "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
     ],
 )
 def test_invalid_operations_are_refused_before_they_are_announced(

@@ -14,7 +14,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.timeline import start_timeline, stop_timeline
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
+from spark_elastic.horovod.ops.negotiation import OperationRequest
 from spark_elastic.horovod.ops.operations import get_queue
 from spark_elastic.rendezvous.server_state import KeyValueStore
 from spark_elastic.worker import context
@@ -28,9 +28,9 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
     def work(group: Group) -> None:
         start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
         for name in ("a", "b", "a"):
-            request = OperationRequest(ALLREDUCE, name, ("float64",), ((1,),), "sum")
+            request = OperationRequest("allreduce", name, ("float64",), ((1,),), "sum")
             get_queue().submit(request, [np.ones(1)]).wait()
-        get_queue().submit(OperationRequest(BARRIER)).wait()
+        get_queue().submit(OperationRequest("barrier")).wait()
         stop_timeline()
 
     run_in_fake_world(2, work)
@@ -184,7 +184,9 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         start_timeline("/dev/full", mark_cycles=True)
         array = np.ones(1)
         for _ in range(2):
-            get_queue().submit(OperationRequest(ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
+            get_queue().submit(
+                OperationRequest("allreduce", "a", ("float64",), ((1,),), "sum"), [array]
+            ).wait()
         stop_timeline()
         return float(array[0])
 

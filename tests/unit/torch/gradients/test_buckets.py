@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.gradients import host_memory
-from spark_elastic.gradients.bucket_memory import BucketMemory
 from spark_elastic.gradients.buckets import (
     ALIGN,
     FIRST_BUCKET,
@@ -20,7 +19,7 @@ from spark_elastic.gradients.buckets import (
     build_buckets,
     hash_layout,
 )
-from spark_elastic.gradients.layout import build_specs
+from spark_elastic.gradients.layout import BucketMemory, build_specs
 
 SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
 DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, _Planes
-from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.gradients.layout import ExchangedParameters
-from spark_elastic.gradients.modes.bulk import BulkMode
+from spark_elastic.gradients.modes import BulkMode
+from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.worker.context import CollectiveThread
 from tests import simulated_nccl
 from tests.devices import use_device

@@ -16,9 +16,8 @@ from torch import nn
 from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
-from spark_elastic.gradients.modes.host import HostMode
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.modes import HostMode, OneBucketMode
+from spark_elastic.gradients.reduction import ExchangeOptions
 from tests.unit.torch.worlds import run_in_world
 
 

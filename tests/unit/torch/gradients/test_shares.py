@@ -15,8 +15,8 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.data.plan import Division, compute_rank_shares
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
-from spark_elastic.gradients.share_tree import plan_shares
+from spark_elastic.gradients.reduction import ExchangeOptions
+from spark_elastic.gradients.share_mode import plan_shares
 from tests.unit.torch.worlds import run_in_world
 
 SHARES, STEPS = 7, 2  # no power of two: subtrees of several sizes

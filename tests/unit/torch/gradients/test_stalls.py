@@ -12,7 +12,7 @@ from torch import nn
 from elastic_collectives import CollectiveTimeout, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
+from spark_elastic.gradients.reduction import ExchangeOptions, options_from_env
 from tests.unit.torch.worlds import run_in_world
 
 CLOCK = SystemClock()
@@ -38,7 +38,7 @@ def test_the_stall_check_names_parameters_and_missing_ranks_as_the_worlds(
             step(group.subgroup(1, [1, 3]), ExchangeOptions(warn_after=2.5), (0.0, 3.5))
         group.barrier()
 
-    with caplog.at_level(logging.WARNING, "spark_elastic.gradients.stall"):
+    with caplog.at_level(logging.WARNING, "spark_elastic.gradients.step_reducer"):
         run_in_world(4, work)
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")

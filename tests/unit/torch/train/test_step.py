@@ -15,7 +15,7 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.modes import OneBucketMode
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
