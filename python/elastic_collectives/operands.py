@@ -57,11 +57,8 @@ def signature(*parts: object) -> int:
 
 
 def as_array(data: Any, writable: bool) -> Array:
-    """A numpy view of `data`, never a copy.
-
-    Raises:
-        ValueError: it is not C-contiguous, or read-only where it must be written.
-    """
+    """A numpy view of `data`, never a copy. Raises ValueError if it is not C-contiguous, or read-only where it must be
+    written."""
     array = data if isinstance(data, np.ndarray) else np.asarray(data)
     if not array.flags.c_contiguous:
         raise ValueError("collectives take C-contiguous arrays; use numpy.ascontiguousarray first.")
@@ -71,11 +68,8 @@ def as_array(data: Any, writable: bool) -> Array:
 
 
 def as_result(out: Array | None, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    """The array that receives a result: `out`, or a new one.
-
-    Raises:
-        ValueError: `out` has another shape or dtype, is not C-contiguous, or is read-only.
-    """
+    """The array that receives a result: `out`, or a new one. Raises ValueError if `out` has another shape or dtype, is
+    not C-contiguous, or is read-only."""
     if out is None:
         return np.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
@@ -86,11 +80,8 @@ def as_result(out: Array | None, shape: Shape, dtype: np.dtype[Any]) -> Array:
 
 
 def as_rows(data: Any) -> Array:
-    """A numpy view of an array that the collective splits along its first dimension.
-
-    Raises:
-        ValueError: it has none, or is not C-contiguous.
-    """
+    """A numpy view of an array that the collective splits along its first dimension. Raises ValueError if it has none,
+    or is not C-contiguous."""
     array = as_array(data, writable=False)
     if array.ndim == 0:
         raise ValueError("this collective cuts its array along the first dimension; a scalar has none.")
@@ -106,11 +97,7 @@ def as_reduction(
     compression: str | None,
     algorithm: str = "auto",
 ) -> Reduction:
-    """Validate the arguments of a reduction.
-
-    Raises:
-        ValueError: names the invalid argument.
-    """
+    """Validate the arguments of a reduction. Raises a ValueError that names the invalid one."""
     name = _dtype_name(array, dtype)
     if op not in OPS or algorithm not in ALGORITHMS:
         raise ValueError(
@@ -174,11 +161,8 @@ def validate_root(root: int, size: int) -> None:
 
 
 def validate_members(channel: int, ranks: Sequence[int] | None, rank: int, size: int) -> list[int]:
-    """Return the ranks of a subgroup in order; all ranks if `ranks` is None.
-
-    Raises:
-        ValueError: they do not form a group that includes `rank`, or the channel is that of the whole group.
-    """
+    """Return the ranks of a subgroup in order; all ranks if `ranks` is None. Raises ValueError if they do not form a
+    group that includes `rank`, or the channel is that of the whole group."""
     members = list(range(size)) if ranks is None else list(ranks)
     if sorted(set(members)) != members or not members or members[0] < 0 or members[-1] >= size:
         raise ValueError(f"ranks of a subgroup must be in [0, {size}), ascending; got {members}.")
@@ -190,11 +174,8 @@ def validate_members(channel: int, ranks: Sequence[int] | None, rank: int, size:
 
 
 def validate_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Return how many of `rows` go to each of `size` ranks.
-
-    Raises:
-        ValueError: `splits` do not fit, or are None and `rows` cannot be shared evenly.
-    """
+    """Return how many of `rows` go to each of `size` ranks. Raises ValueError if `splits` do not fit, or are None and
+    `rows` cannot be shared evenly."""
     if splits is None:
         if rows % size:
             raise ValueError(f"{rows} rows cannot be shared evenly by {size} ranks; pass splits.")

@@ -64,12 +64,8 @@ class BulkPlane:
     def __init__(
         self, group: Group, device: torch.device, backend: str, get_stores: Callable[[], tuple[Any, ...]]
     ) -> None:
-        """
-        Args:
-            backend: of torch.distributed.
-            get_stores: returns the store over which the ranks find each other, first of what is to live as long as the
-                plane. Called in the side thread.
-        """
+        """backend: of torch.distributed. get_stores: returns the store over which the ranks find each other, first of
+        what is to live as long as the plane. Called in the side thread."""
         self.device = device
         self.is_active = False  # all ranks have agreed to use it
         self.is_settled = False  # nothing is left to agree on
@@ -84,11 +80,12 @@ class BulkPlane:
         self._stores: tuple[Any, ...] = ()
         self._problem = ""
         self._built = threading.Event()
+        self._builder = threading.Thread(target=self._build, name="spark-elastic-bulk-build", daemon=True)
         self._aborting: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to build the communicator. Every rank of the group must call it."""
-        threading.Thread(target=self._build, name="spark-elastic-bulk-build", daemon=True).start()
+        self._builder.start()
 
     def wait_until_ready(self) -> None:
         """Wait until all ranks are ready, or one has failed. Collective over the engine, which notices a rank that is
@@ -106,11 +103,9 @@ class BulkPlane:
 
     def exchange_readiness(self, deadline: float = math.inf) -> tuple[list[int], bool]:
         """Tell all ranks how far this one is; switch if all are ready, and give the plane up if one has failed.
-
         Collective over the engine; not called again once `is_settled`. Returns the progress of all ranks, and whether
         the deadline of a rank has passed: all ranks see it in the same exchange, since one that gave up by its own
-        clock would leave the others waiting.
-        """
+        clock would leave the others waiting."""
         own = Readiness.PENDING
         if self._built.is_set():
             own = Readiness.FAILED if self._problem else Readiness.READY
@@ -211,10 +206,8 @@ class BulkSums:
         self._error: Exception | None = None
 
     def launch(self, start: Callable[[Any], Any]) -> None:
-        """Begin a collective. In the thread that completed its operands, in the same order on all ranks.
-
-        start: takes the process group of the plane, and returns the collective's `Work`.
-        """
+        """Begin a collective. In the thread that completed its operands, in the same order on all ranks. start: takes
+        the process group of the plane, and returns the collective's `Work`."""
         if self._error is None:
             try:
                 self._works.append(start(self._plane.process_group))
@@ -222,11 +215,8 @@ class BulkSums:
                 self._error = error
 
     def finish(self) -> None:
-        """Wait until every rank has all results. Collective over the engine.
-
-        Raises:
-            CollectiveError: a rank is lost, late, or its part failed; the results are void, and the plane is aborted.
-        """
+        """Wait until every rank has all results. Collective over the engine. Raises CollectiveError if a rank is lost,
+        late, or its part failed; the results are void, and the plane is aborted."""
         timeout, began = self._group.timeout, self._clock.now()
         try:
             while True:
@@ -331,11 +321,9 @@ class _Planes(list[BulkPlane]):
 
 
 def get_or_start_bulk_plane(group: Group, device: torch.device, options: ExchangeOptions) -> BulkPlane | None:
-    """Return the plane that sums the gradients of a device in this group; None: they travel through host memory.
-
-    The first call starts to build its communicator. Every rank of the group must call it at the same place among its
-    collectives.
-    """
+    """Return the plane that sums the gradients of a device in this group; None: they travel through host memory. The
+    first call starts to build its communicator. Every rank of the group must call it at the same place among its
+    collectives."""
     backend = options.bulk_backend
     if backend == "auto":
         has_nccl = device.type == "cuda" and dist.is_available() and dist.is_nccl_available()

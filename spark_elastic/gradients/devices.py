@@ -45,10 +45,8 @@ def _explain_missing_gpu() -> str:
 
 
 class SlotGpuSelection:
-    """Wraps `torch.cuda.set_device`: any number selects the GPU of a worker that sees one.
-
-    Horovod's scripts begin with `torch.cuda.set_device(hvd.local_rank())`. Created once in a process.
-    """
+    """Wraps `torch.cuda.set_device`: any number selects the GPU of a worker that sees one. Horovod's scripts begin with
+    `torch.cuda.set_device(hvd.local_rank())`. Created once in a process."""
 
     def __init__(self) -> None:
         select = torch.cuda.set_device

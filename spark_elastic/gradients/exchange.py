@@ -22,7 +22,6 @@ from spark_elastic.gradients.hooks import hook_gradients
 from spark_elastic.gradients.layout import ExchangedParameters
 from spark_elastic.gradients.modes import (
     BulkMode,
-    Flags,
     HostMode,
     LocalMode,
     OneBucketMode,
@@ -30,16 +29,15 @@ from spark_elastic.gradients.modes import (
 )
 from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.gradients.share_mode import Observe, ShareMode
+from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
 
 
 class GradientExchange:
-    """The gradients of one model's parameters, exchanged over groups that come and go.
-
-    A step: `clear_and_begin`, backward passes, `finish`; then gradients hold the sums over all ranks and may be
-    applied. Gradients that arrive outside of a step are not counted. `close` detaches the gradients from the buckets.
-    """
+    """The gradients of one model's parameters, exchanged over groups that come and go. A step: `clear_and_begin`,
+    backward passes, `finish`; then gradients hold the sums over all ranks and may be applied. Gradients that arrive
+    outside of a step are not counted. `close` detaches the gradients from the buckets."""
 
     def __init__(
         self,
@@ -175,11 +173,9 @@ class GradientExchange:
             parameter.grad = None
 
     def adopt_sparse_parameters(self, found_sparse: Flags) -> None:
-        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step.
-
-        In the first step of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that
-        takes no exchange of its own, and a rank without such a gradient is no special case.
-        """
+        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step. In the first step
+        of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that takes no exchange
+        of its own, and a rank without such a gradient is no special case."""
         if self._options.sparse == "sparse":
             numbers = np.flatnonzero(found_sparse).tolist()
             for parameter in (self.parameters[index] for index in numbers):

@@ -13,9 +13,7 @@ import torch
 
 def make_weak_method(method: Callable[..., None], *arguments: object) -> Callable[..., None]:
     """Return a function that calls a method with these arguments while its object lives, and does nothing afterwards.
-
-    The garbage collector cannot look into what autograd holds: an object that is referenced there is never freed.
-    """
+    The garbage collector cannot look into what autograd holds: an object that is referenced there is never freed."""
     owner, function = ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*_: object) -> None:
@@ -30,9 +28,7 @@ def hook_gradients(
     parameters: Sequence[torch.nn.Parameter], on_gradient: Callable[[int], None]
 ) -> Callable[[], Any]:
     """Call `on_gradient`, a method, with the number of a parameter whenever a backward pass has added its gradient.
-
-    Returns a function that removes the hooks; they are also removed when the object of the method is freed.
-    """
+    Returns a function that removes the hooks; they are also removed when the object of the method is freed."""
     handles = []
     for number, parameter in enumerate(parameters):
         is_trained = parameter.requires_grad
@@ -50,9 +46,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def disable_compile(function: F) -> F:
     """As `torch.compiler.disable`, for code with sockets and threads: a compiled caller calls it between two graphs.
-
-    The compiler is imported at the first call, since the import takes seconds.
-    """
+    The compiler is imported at the first call, since the import takes seconds."""
     disabled: list[Callable[..., Any]] = []
 
     @wraps(function)

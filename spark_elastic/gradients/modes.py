@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
@@ -18,10 +17,9 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums
 from spark_elastic.gradients.layout import BucketMemory, GradientLayout, Views, cut_views
 from spark_elastic.gradients.step_reducer import StepReducer, check_agreement, coalesce_rows, watch_collective
+from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
-
-Flags = npt.NDArray[np.bool_]
 
 
 class LocalMode:
@@ -125,12 +123,10 @@ class LocalMode:
 
 
 class HostMode(LocalMode):
-    """Of a world whose gradients are summed in buckets of the host's memory, while backward still runs.
-
-    Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks count them; complete
-    buckets go to a `StepReducer`, strictly in the order of the layout (R7, layout). A failed exchange changes no
-    parameter: only the contents of the buckets are void.
-    """
+    """Of a world whose gradients are summed in buckets of the host's memory, while backward still runs. Gradients
+    become views of flat buckets as they arrive, so that nothing is copied out. Hooks count them; complete buckets go to
+    a `StepReducer`, strictly in the order of the layout (R7, layout). A failed exchange changes no parameter: only the
+    contents of the buckets are void."""
 
     _reducer: StepReducer  # of the newest step; none in a process that trains alone
 
@@ -141,12 +137,9 @@ class HostMode(LocalMode):
         may_overlap: Callable[[], bool],
         memory: BucketMemory | None = None,
     ) -> None:
-        """
-        Args:
-            group: None: this process trains alone, and nothing is launched; for virtual shares only.
-            may_overlap: whether complete buckets are launched while backward runs, and not only in `finish`.
-            memory: None: one of its own.
-        """
+        """group: None: this process trains alone, and nothing is launched; for virtual shares only. may_overlap:
+        whether complete buckets are launched while backward runs, and not only in `finish`. memory: None: one of its
+        own."""
         super().__init__(layout)
         self._memory = BucketMemory(layout.parameters, layout.buckets, group) if memory is None else memory
         self.views = self._memory.views
@@ -330,11 +323,9 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class BulkMode(HostMode):
-    """Of a world that has a bulk plane, which sums the gradients on GPUs; those on the CPU as in `HostMode`.
-
-    While the plane's communicator is built, all of them travel through the host. The ranks agree at the end of a step,
-    and the next one begins on the plane.
-    """
+    """Of a world that has a bulk plane, which sums the gradients on GPUs; those on the CPU as in `HostMode`. While the
+    plane's communicator is built, all of them travel through the host. The ranks agree at the end of a step, and the
+    next one begins on the plane."""
 
     def __init__(
         self, layout: GradientLayout, group: Group, may_overlap: Callable[[], bool], plane: BulkPlane
@@ -344,9 +335,8 @@ class BulkMode(HostMode):
         self._before, self._after = layout.options.factors(group.size)
         self._wire = None if layout.options.wire is None else WIRES[layout.options.wire]
         self._sums: BulkSums | None = None  # of the newest step; None: all buckets travel through the host
-        self._sent: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # each bucket, and the tensor that travels for it
+        # Each bucket, and the tensor that travels for it.
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
         super().begin(passes, thread, timeline)

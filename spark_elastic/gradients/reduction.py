@@ -18,11 +18,8 @@ Scale = tuple[float, float]  # factors before and after a reduction
 
 
 class Compressor:
-    """How tensors travel in fewer bytes. Users write their own with `compress` and `decompress`.
-
-    The compressors that come with the package name a format of the engine, which sends float32 as 16 bits and
-    accumulates it as float32.
-    """
+    """How tensors travel in fewer bytes. Users write their own with `compress` and `decompress`. The compressors that
+    come with the package name a format of the engine, which sends float32 as 16 bits and accumulates it as float32."""
 
     # The engine's wire format of float32; None: only `compress` and `decompress` change what is exchanged.
     wire: str | None = None
@@ -150,9 +147,8 @@ class ExchangeOptions:
     """How gradients are exchanged; the same on all ranks."""
 
     bucket_bytes: int = BUCKET_BYTES  # about so many in each bucket: see `build_buckets`
-    groups: tuple[
-        tuple[int, ...], ...
-    ] = ()  # numbers of parameters that travel together: see `build_buckets`
+    # Numbers of parameters that travel together: see `build_buckets`.
+    groups: tuple[tuple[int, ...], ...] = ()
     average: bool = False  # divide by the size of the group
     predivide: float = 1.0  # divide by this much before the sum, and by the rest after it
     wire: str | None = None  # the engine's format of float32; None: as it is

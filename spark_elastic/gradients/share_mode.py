@@ -22,8 +22,9 @@ from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import Bucket
 from spark_elastic.gradients.layout import BucketMemory, GradientLayout, Views, cut_views
-from spark_elastic.gradients.modes import Flags, HostMode
+from spark_elastic.gradients.modes import HostMode
 from spark_elastic.gradients.step_reducer import coalesce_rows
+from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
 
@@ -38,9 +39,8 @@ class ShareTree:
     slots: tuple[int, ...]  # by entry that is left on the stack: the slot that it goes to
     depth: int  # most entries on the stack, the share that is added to the one below it left out
     slot_count: int  # slots over all ranks
-    slot_additions: tuple[
-        tuple[int, int], ...
-    ]  # of slots (into, from), in their order; the sum ends in slot 0
+    # Of slots (into, from), in their order; the sum ends in slot 0.
+    slot_additions: tuple[tuple[int, int], ...]
 
 
 def plan_shares(division: Division, rank: int) -> ShareTree:
@@ -104,11 +104,9 @@ Observe = Callable[[int, torch.Tensor | None], None]
 
 
 class ShareBuckets(BucketMemory):
-    """Buckets with several slots; the sum ends in the first one, where `views` are.
-
-    A step: `begin`, then for each share `begin_share` and one `add` for each parameter of a bucket; then `combine` once
-    the slots are summed over all ranks.
-    """
+    """Buckets with several slots; the sum ends in the first one, where `views` are. A step: `begin`, then for each
+    share `begin_share` and one `add` for each parameter of a bucket; then `combine` once the slots are summed over all
+    ranks."""
 
     def __init__(
         self,
@@ -197,12 +195,8 @@ class ShareMode(HostMode):
         self._shares.begin()
 
     def begin_share(self, passes: int | None, observe: Observe | None) -> None:
-        """Begin this rank's next virtual share.
-
-        Args:
-            passes: backward passes until `end_share`; None: as given when the step began.
-            observe: called with the number of each parameter and its gradient of the share.
-        """
+        """Begin this rank's next virtual share. passes: backward passes until `end_share`; None: as given when the step
+        began. observe: called with the number of each parameter and its gradient of the share."""
         self._shares_left -= 1
         self.in_share, self._observe = True, observe
         self._arrivals = [0] * len(self._arrivals)

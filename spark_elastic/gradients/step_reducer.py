@@ -35,10 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class StepReducer:
-    """Sums the buckets and sparse gradients of one step in the `CollectiveThread`.
-
-    The `launch_...` methods return at once; `wait` waits for all. After a failure the rest fails.
-    """
+    """Sums the buckets and sparse gradients of one step in the `CollectiveThread`. The `launch_...` methods return at
+    once; `wait` waits for all. After a failure the rest fails."""
 
     def __init__(
         self,

@@ -10,21 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _SHARED = "spark_elastic.horovod.ops.horovod_names"
-# Public name -> the module that defines it.
-_EXPORTS = {
-    "Compression": "spark_elastic.horovod.ops.compression",
-    "DistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
-    "PartialDistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
-    "allgather": "spark_elastic.horovod.keras.values",
-    "allgather_object": "spark_elastic.horovod.ops.operations",
-    "allreduce": "spark_elastic.horovod.keras.values",
-    "broadcast": "spark_elastic.horovod.keras.values",
-    "broadcast_global_variables": "spark_elastic.horovod.keras.values",
-    "broadcast_object": "spark_elastic.horovod.ops.operations",
-    "broadcast_variables": "spark_elastic.horovod.keras.values",
-    "load_model": "spark_elastic.horovod.keras.optimizer",
-    "reducescatter": "spark_elastic.horovod.keras.values",
+# Module of `spark_elastic.horovod` -> the public names that it defines.
+_DEFINED = {
+    "keras.optimizer": ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"),
+    "keras.values": (
+        *("allgather", "allreduce", "broadcast", "reducescatter"),
+        *("broadcast_global_variables", "broadcast_variables"),
+    ),
+    "ops.compression": ("Compression",),
+    "ops.operations": ("allgather_object", "broadcast_object"),
 }
+_EXPORTS = {name: f"spark_elastic.horovod.{module}" for module, names in _DEFINED.items() for name in names}
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:

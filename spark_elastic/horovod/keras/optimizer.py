@@ -49,22 +49,17 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
     reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     wanted = num_groups if groups is None else groups
     options = GradientOptions(reduce, sparse_as_dense, wanted, scale_local_gradients)
-    passes, average, kind = backward_passes_per_step, average_aggregated_gradients, _import_exchange()
-    return wrap_optimizer(optimizer, lambda: kind(options, passes, average), keras.utils)
-
-
-def _import_exchange() -> type[OptimizerExchange[Any]]:
-    """Return the exchange of Keras's backend."""
-    backend = keras.backend.backend()
+    passes, average, backend = backward_passes_per_step, average_aggregated_gradients, keras.backend.backend()
+    kind: type[OptimizerExchange[Any]] = TorchExchange
     if backend == "tensorflow":
         from spark_elastic.horovod.tensorflow.optimizer import TensorFlowExchange
 
-        return TensorFlowExchange
-    if backend == "torch":
-        return TorchExchange
-    raise InvalidInput(
-        f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
-    )
+        kind = TensorFlowExchange
+    elif backend != "torch":
+        raise InvalidInput(
+            f"Keras runs on {backend}: set KERAS_BACKEND to tensorflow or torch before importing it."
+        )
+    return wrap_optimizer(optimizer, lambda: kind(options, passes, average), keras.utils)
 
 
 def PartialDistributedOptimizer(
@@ -82,10 +77,8 @@ def load_model(
     legacy_opts: bool = False,
 ) -> Any:
     """Load a model as `keras.models.load_model` does, with its optimizer in its saved state and distributed again.
-
     custom_optimizers: classes of optimizers that Keras does not know. legacy_opts: not used. An optimizer that
-    `custom_objects` makes a distributed one stays as it is.
-    """
+    `custom_objects` makes a distributed one stays as it is."""
     known = {kind.__name__: kind for kind in custom_optimizers or []}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if model.optimizer is not None and not isinstance(model.optimizer, WrappedOptimizer):

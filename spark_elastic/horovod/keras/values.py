@@ -29,11 +29,8 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: Any = None,
 ) -> npt.NDArray[Any]:
-    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors.
-
-    Args:
-        compression: not used; values travel as they are.
-    """
+    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors. compression:
+    not used; values travel as they are."""
     mine = _copy(value)
     scale = prescale_factor, postscale_factor
     allreduce_arrays([mine], name, ReduceOptions.from_args(average, op, scale, global_process_set))

@@ -45,11 +45,9 @@ class CompletionSignal:
 
 
 class Operation:
-    """The handle of an operation.
-
-    `outputs` once it is done: for allreduce and broadcast the arrays themselves, changed in place; for allgather and
-    reducescatter a new array for each; for alltoall the rows received, and how many came from each rank.
-    """
+    """The handle of an operation. `outputs` once it is done: for allreduce and broadcast the arrays themselves, changed
+    in place; for allgather and reducescatter a new array for each; for alltoall the rows received, and how many came
+    from each rank."""
 
     def __init__(
         self,
@@ -59,11 +57,8 @@ class Operation:
         run_until_done: Callable[[Operation], None],
         splits: list[int] | None = None,
     ) -> None:
-        """
-        Args:
-            run_until_done: runs rounds until the operation is done; called by a thread that waits for it.
-            splits: of an alltoall: rows for each rank.
-        """
+        """run_until_done: runs rounds until the operation is done; called by a thread that waits for it. splits: of an
+        alltoall: rows for each rank."""
         self.request = request
         self.arrays = tuple(arrays)
         self.splits = splits
@@ -85,12 +80,8 @@ class Operation:
         return self._done
 
     def wait(self) -> tuple[Array, ...]:
-        """Run rounds until the operation is done. The deadlines of the queue bound the wait.
-
-        Raises:
-            CollectiveError: the operation failed, or the group broke.
-            Exception: this rank itself could not carry it out.
-        """
+        """Run rounds until the operation is done. The deadlines of the queue bound the wait. Raises CollectiveError if
+        the operation failed, or the group broke. Raises Exception if this rank itself could not carry it out."""
         if not self._done:
             self._has_blocked_thread = True
             self._wait_began_at = self._wait_began_at or self._signal.clock.now()
@@ -113,9 +104,8 @@ class Operation:
 
     def has_waiter(self, now: float) -> bool:
         """Whether a thread is blocked on it, or has polled it within the last POLLED_AGAIN seconds."""
-        return self._has_blocked_thread or (
-            self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
-        )
+        polls = self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
+        return self._has_blocked_thread or polls
 
     def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
         """Set the outputs or the error, unless it is done already. Called by the queue."""
@@ -163,9 +153,9 @@ def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
 
 
 def _count_bytes(request: OperationRequest) -> int:
+    kinds = zip(request.dtypes, request.shapes, strict=True)
     return sum(
-        _count_item_bytes(name) * math.prod(shape)
-        for name, shape in zip(request.dtypes, request.shapes, strict=True)
+        (2 if name == "bfloat16" else np.dtype(name).itemsize) * math.prod(shape) for name, shape in kinds
     )
 
 
@@ -176,11 +166,7 @@ def _fusion_key(request: OperationRequest) -> object | None:
 
 
 def validate(operation: Operation, size: int) -> None:
-    """Check an operation before this rank announces it.
-
-    Raises:
-        InvalidInput: its arrays or arguments are invalid.
-    """
+    """Raise InvalidInput if an operation's arrays or arguments are invalid, before this rank announces it."""
     request = operation.request
     try:
         for array, name in zip(operation.arrays, request.dtypes, strict=True):
@@ -197,11 +183,7 @@ def validate(operation: Operation, size: int) -> None:
 
 
 def execute(group: Group, batch: Sequence[Task]) -> None:
-    """Carry out a batch and complete its operations.
-
-    Raises:
-        CollectiveError: the group broke; none of them is completed.
-    """
+    """Carry out a batch and complete its operations; none of them if the group breaks."""
     request = batch[0].request
     if request.kind == "allreduce":
         _execute_allreduces(group, batch)
@@ -256,10 +238,9 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 
 def make_neutral_arrays(request: OperationRequest) -> tuple[Array, ...]:
     """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
+    op, factor = request.op, request.scale[0]
     return tuple(
-        narrow(
-            np.full(shape, _find_neutral_element(request.op, name, request.scale[0]), _numpy_name(name)), name
-        )
+        narrow(np.full(shape, _find_neutral_element(op, name, factor), _numpy_name(name)), name)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
@@ -274,16 +255,12 @@ def _find_neutral_element(op: str, name: str, factor: float) -> float:
     largest = (op == "min") == (factor > 0)
     if kind.kind == "f":
         return np.inf if largest else -np.inf
-    limits = np.iinfo(kind) if kind.kind in "iu" else None
-    if limits is None:  # bool: min is "and", max is "or"
+    if kind.kind not in "iu":  # bool: min is "and", max is "or"
         return largest
+    limits = np.iinfo(kind)
     return int(limits.max if largest else limits.min)
 
 
 def _numpy_name(name: str) -> str:
-    """Return the dtype in which numpy computes `name`, since it has no bfloat16."""
+    """The dtype in which numpy computes `name`: it has no bfloat16."""
     return "float32" if name in ("bfloat16", "float16") else name
-
-
-def _count_item_bytes(name: str) -> int:
-    return 2 if name == "bfloat16" else np.dtype(name).itemsize

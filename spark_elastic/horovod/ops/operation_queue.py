@@ -62,11 +62,8 @@ class OperationQueue:
         name: str = "",
         timeline: Timeline | None = None,
     ) -> None:
-        """
-        Args:
-            name: of the process set, for messages; "" for the whole world.
-            timeline: where to write what this rank carries out.
-        """
+        """name: of the process set, for messages; "" for the whole world. timeline: where to write what this rank
+        carries out."""
         self.group = group
         self.timeline = timeline
         self._signal = signal
@@ -108,8 +105,7 @@ class OperationQueue:
 
         Raises:
             InvalidInput: the arguments are invalid, or an operation of that name is in progress.
-            CollectiveError: the group broke.
-            Exception: what broke the queue on this rank.
+            Exception: what broke the queue on this rank, such as a CollectiveError.
         """
         operation = Operation(request, arrays, self._signal, self._run_until_done, splits)
         validate(operation, self.group.size)
@@ -129,14 +125,8 @@ class OperationQueue:
         return operation
 
     def join(self, steps: int = 0) -> Operation:
-        """Take part in allreduces and barriers without contributing, until all ranks have joined.
-
-        Args:
-            steps: optimizer steps that this rank has taken in this world; they tell which rank joined last.
-
-        Returns:
-            A handle whose output is the rank that joined last.
-        """
+        """Take part in allreduces and barriers without contributing, until all ranks have joined. The handle's output
+        is the rank that joined last. steps: of the optimizer in this world, by which ranks tell who was last."""
         operation = Operation(JOIN, (), self._signal, self._run_until_done)
         with self._condition:
             self._check_usable()
@@ -354,15 +344,12 @@ class OperationQueue:
 
 
 class OperationStallCheck:
-    """Warns of operations that some ranks have requested and others have not. Used by one thread; time is a value."""
+    """Horovod's stall check of operations that some ranks have requested and others have not. One thread; time is a
+    value."""
 
     def __init__(self, process_set: str, warn_after: float, members: Sequence[int]) -> None:
-        """
-        Args:
-            process_set: its name in messages; "" for the whole world.
-            warn_after: seconds until the first warning of an operation, and between two of them.
-            members: rank in the world of each rank of the process set.
-        """
+        """process_set: its name in messages; "" for the whole world. warn_after: seconds until the first warning of an
+        operation, and between two of them. members: rank in the world of each rank of the process set."""
         self._where = f" of {process_set}" if process_set else ""
         self._warn_after = warn_after
         self._members = members
@@ -370,11 +357,7 @@ class OperationStallCheck:
         self._warned_at: dict[str, float] = {}  # by label
 
     def check(self, pending: Mapping[str, tuple[int, ...]], now: float) -> None:
-        """Log what has been pending for too long.
-
-        Args:
-            pending: by label of each requested operation, the ranks that have not requested it.
-        """
+        """Log what has been pending for too long: by label, the ranks that have not requested it."""
         for label in self._pending_since.keys() - pending.keys():
             del self._pending_since[label]
             self._warned_at.pop(label, None)
@@ -382,7 +365,8 @@ class OperationStallCheck:
             since = self._pending_since.setdefault(label, now)
             if now - self._warned_at.get(label, since) >= self._warn_after:
                 self._warned_at[label] = now
+                ranks = ", ".join(str(self._members[rank]) for rank in missing)
                 log.warning(
                     "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not request it.",
-                    label, self._where, now - since, ", ".join(str(self._members[rank]) for rank in missing),
-                )  # fmt: skip
+                    *(label, self._where, now - since, ranks),
+                )

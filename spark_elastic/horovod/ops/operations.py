@@ -71,12 +71,8 @@ class OperationQueues:
 
 
 def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
-    """Return the queue to which operations of that set are submitted in the current world.
-
-    Raises:
-        InvalidInput: it is no set, was not added, or does not have this rank.
-        CollectiveError: the worker is between two worlds.
-    """
+    """Return the queue to which operations of that set are submitted in the current world; it must be an added set of
+    this rank."""
     if not isinstance(process_set, ProcessSet):
         raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
     if not is_added(process_set):
@@ -107,15 +103,9 @@ def submit(
     awaited: bool = True,
     **fields: Any,
 ) -> Operation:
-    """Request an operation on contiguous arrays, which belong to it until it is done.
-
-    Args:
-        name: the user's; names of different kinds are apart.
-        splits: of an alltoall; None: equal parts.
-        dtypes: None: those of the arrays.
-        awaited: the caller waits for it at once.
-        fields: further ones of the `OperationRequest`.
-    """
+    """Request an operation on contiguous arrays, which belong to it until it is done. name: the user's; names of
+    different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: those of the arrays. awaited:
+    the caller waits for it at once. fields: further ones of the `OperationRequest`."""
     request = OperationRequest(
         kind,
         None if name is None else f"{kind}.{name}",
@@ -176,15 +166,10 @@ def compress_tensors(
     compressed = [options.compression.compress(tensor) for tensor in tensors]
 
     def decompress(results: Sequence[T]) -> list[T]:
-        return [
-            options.compression.decompress(result, ctx)
-            for result, (_, ctx) in zip(results, compressed, strict=True)
-        ]
+        kind, pairs = options.compression, zip(results, compressed, strict=True)
+        return [kind.decompress(result, ctx) for result, (_, ctx) in pairs]
 
     return None, [tensor for tensor, _ in compressed], decompress
-
-
-# Objects travel pickled. They come from authenticated peers only, which have proved that they hold the key of the job.
 
 
 def broadcast_object(
@@ -218,4 +203,5 @@ def _to_bytes(obj: object) -> Bytes:
 
 
 def _from_bytes(data: Array) -> Any:
+    """An object of an authenticated peer, which has proved that it holds the job's key."""
     return pickle.loads(data.tobytes())

@@ -35,10 +35,8 @@ R = TypeVar("R")
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns.
-
-    A collective that breaks inside a tf.function, `model.fit` included, ends the world as any other does.
-    """
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns. A
+    collective that breaks inside a tf.function, `model.fit` included, ends the world as any other does."""
     return elastic(func, get_session)
 
 
@@ -47,10 +45,8 @@ class _Variables(list[Any]):
 
 
 class TensorFlowState(ObjectState):
-    """Variables and plain values by name, all in one snapshot.
-
-    variables: of TensorFlow or Keras, in the same order on all workers. session: only None.
-    """
+    """Variables and plain values by name, all in one snapshot. variables: of TensorFlow or Keras, in the same order on
+    all workers. session: only None."""
 
     registry: Registry = ((_Variables, VariablesHandler), *REGISTRY)
 

@@ -136,7 +136,7 @@ def _overwrite(
     inner = [unwrap_variable(variable) for variable in variables]
     if not inner:
         return []
-    values = broadcast_all([tf.convert_to_tensor(each) for each in inner], root_rank, name, process_set)
+    values = broadcast_all(list(map(tf.convert_to_tensor, inner)), root_rank, name, process_set)
     return [variable.assign(value) for variable, value in zip(inner, values, strict=True)]
 
 
@@ -261,15 +261,13 @@ def alltoall(
     return received if splits is None else (received, counts)
 
 
-def _alltoall(
-    tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
-) -> tuple[Tensor, Tensor]:
+def _alltoall(tensor: Tensor, splits: Any, name: str | None, ranks: ProcessSet) -> tuple[Tensor, Tensor]:
     sent = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int32)]
 
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
         splits = [int(n) for n in parts[0]] if parts else None
-        received, counts = submit("alltoall", name, [rows], process_set, splits).wait()
+        received, counts = submit("alltoall", name, [rows], ranks, splits).wait()
         return [received, counts.astype(np.int32)]
 
     shapes = [[None, *tensor.shape[1:]], [None]]

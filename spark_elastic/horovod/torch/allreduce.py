@@ -34,8 +34,8 @@ def submit(
     **how: Any,
 ) -> Operation:
     """`operations.submit` of contiguous tensors on the CPU, which belong to the operation until it is done."""
-    dtypes = tuple(get_dtype_name(each.dtype) for each in tensors)
-    arrays = [array_of(each) for each in tensors]
+    dtypes = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
+    arrays = [array_of(tensor) for tensor in tensors]
     return operations.submit(kind, name, arrays, process_set, dtypes=dtypes, awaited=awaited, **how)
 
 
@@ -43,10 +43,7 @@ class Handle:
     """An operation in progress. `synchronize` waits for it, and so does calling the handle."""
 
     def __init__(self, operation: Operation, finish: Callable[[tuple[Array, ...]], Any]) -> None:
-        """
-        Args:
-            finish: makes the result from the outputs of the operation.
-        """
+        """finish: makes the result from the outputs of the operation."""
         self.operation = operation
         self._finish = finish
         self._result: Any = None
@@ -85,16 +82,9 @@ Gradient: TypeAlias = Callable[..., Sequence[torch.Tensor]]
 
 
 @disable_compile
-def differentiable(
-    run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-    gradient: Gradient,
-    tensors: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Return what `run` makes of the tensors.
-
-    Args:
-        gradient: makes the gradients of the tensors from those of the results, differentiably itself.
-    """
+def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what `run` makes of the tensors. gradient: makes their gradients from those of the results,
+    differentiably itself."""
     return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -120,9 +110,8 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
-    options = ReduceOptions.from_args(
-        average, op, (prescale_factor, postscale_factor), process_set, compression
-    )
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     return _allreduce([tensor], name, options)[0]
 
 
@@ -179,9 +168,8 @@ def grouped_allreduce(  # noqa: PLR0913
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
-    options = ReduceOptions.from_args(
-        average, op, (prescale_factor, postscale_factor), process_set, compression
-    )
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     return _allreduce(tensors, name, options)
 
 
@@ -256,8 +244,7 @@ def start(
 def _allreduce(
     tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions
 ) -> list[torch.Tensor]:
-    return differentiable(
-        lambda given: start(given, name, options, in_place=False, awaited=True)(),
-        lambda *upstream: _allreduce(upstream, None, options),
-        tensors,
-    )
+    def run(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return start(operands, name, options, in_place=False, awaited=True)()  # type: ignore[no-any-return]
+
+    return differentiable(run, lambda *upstream: _allreduce(upstream, None, options), tensors)

@@ -31,11 +31,9 @@ def allgather(
 
 def gather_rows(tensor: torch.Tensor, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
-
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
     gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
-    that averages gradients has that of the mean of these losses, each times its loader's `loss_weight`.
-    """
+    that averages gradients has that of the mean of these losses, each times its loader's `loss_weight`."""
     return _gather_grouped([tensor], None, process_set, Sum)[0]
 
 
@@ -69,10 +67,8 @@ def _gather_grouped(
         lengths = allgather(torch.tensor([rows]), process_set=process_set)
         firsts = lengths[: process_set.rank()].sum(0).tolist()
         reduced = grouped_allreduce(upstream, op=op, process_set=process_set)
-        return [
-            whole[first : first + count].reshape(shape)
-            for whole, first, count, shape in zip(reduced, firsts, rows, shapes, strict=True)
-        ]
+        parts = zip(reduced, firsts, rows, shapes, strict=True)
+        return [whole[first : first + count].reshape(shape) for whole, first, count, shape in parts]
 
     return differentiable(run, gradient, tensors)
 
@@ -94,10 +90,7 @@ def _gather(
     hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
     operation = submit("allgather", name, rows, process_set, awaited=awaited)
-    return Handle(
-        operation,
-        lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
-    )
+    return Handle(operation, lambda outputs: list(map(tensor_of, outputs, tensors)))
 
 
 def broadcast(
@@ -163,9 +156,7 @@ def broadcast_all(
     root = find_root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
     operation = submit("broadcast", name, working, process_set, awaited=awaited, root=root)
-    return Handle(
-        operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
-    )
+    return Handle(operation, lambda _: list(map(copy_back, tensors, working)))
 
 
 def broadcast_parameters(
@@ -264,8 +255,8 @@ def alltoall(
     """
     came: list[torch.Tensor] = []  # rows received from each rank
 
-    def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        received, counts = _alltoall(given[0], splits, name, process_set)()
+    def run(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        received, counts = _alltoall(operands[0], splits, name, process_set)()
         came.append(counts)
         return [received]
 
@@ -296,10 +287,11 @@ def _alltoall(
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     sent = None if splits is None else [int(rows) for rows in splits]
     operation = submit("alltoall", name, [working], process_set, splits=sent)
-    return Handle(
-        operation,
-        lambda outputs: (tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)),
-    )
+
+    def finish(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)
+
+    return Handle(operation, finish)
 
 
 def reducescatter(
@@ -313,10 +305,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
     rows cannot be divided evenly. Differentiable for Average and Sum."""
-    options = ReduceOptions.from_reducescatter_args(
-        1, op, (prescale_factor, postscale_factor), process_set, compression
-    )
-    return _reducescatter([tensor], name, options)[0]
+    scale = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
 
 
 def reducescatter_async(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.modes import make_change_error
@@ -25,11 +26,9 @@ from spark_elastic.gradients.reduction import (
     Adasum,
     Average,
     Compressor,
-    ExchangeOptions,
     NoneCompressor,
     ReduceOp,
     ReduceOptions,
-    options_from_env,
 )
 from spark_elastic.handwritten.applied_gradients import DistributedBase
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
@@ -44,11 +43,8 @@ def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the optimizer's parameters with the user's names, in the order of `named`."""
-    mine = [
-        (f"{i}.{j}", parameter)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-    ]
+    groups = [group["params"] for group in optimizer.param_groups]
+    mine = [(f"{i}.{j}", parameter) for i, group in enumerate(groups) for j, parameter in enumerate(group)]
     if named is None:
         return mine
     pairs: list[Any] = list(named)
@@ -153,9 +149,9 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     check_alone("DistributedOptimizer", "use torch's DistributedDataParallel")
     reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     passes = validate_backward_passes(backward_passes_per_step)
-    given = None if named_parameters is None else list(named_parameters)
-    named = name_parameters(optimizer, given)
-    options = options_from_env(
+    by_user = None if named_parameters is None else list(named_parameters)
+    named = name_parameters(optimizer, by_user)
+    options = reduction.options_from_env(
         groups=_find_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,
@@ -164,11 +160,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         sparse="dense" if sparse_as_dense else "sparse",
     )
     if loader is not None and loader.virtual_shares:
-        if (
-            op is Adasum
-            or process_set is not global_process_set
-            or options != _strip_gradient_changes(options)
-        ):
+        plain = replace(options, predivide=1.0, wire=None, compressor=None)
+        if op is Adasum or process_set is not global_process_set or options != plain:
             raise InvalidInput(
                 "a loader with determinism='bitwise' adds gradients as they are, over all workers: leave op, "
                 "compression, gradient_predivide_factor and process_set out."
@@ -185,7 +178,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     if op is Adasum:
         distributed._adasum = AdasumSync(named, process_set)
     else:
-        distributed._sync, distributed._named = GradientSync(named, options, passes, process_set), given
+        distributed._sync, distributed._named = GradientSync(named, options, passes, process_set), by_user
         distributed._followed = len(optimizer.param_groups)
         if loader is not None:
             loader.attach_sync(distributed._sync)
@@ -197,11 +190,6 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     _rebind_step(distributed)
     wrapped: Plain = distributed
     return wrapped
-
-
-def _strip_gradient_changes(options: ExchangeOptions) -> ExchangeOptions:
-    """Return the options without what changes gradients on their way."""
-    return replace(options, predivide=1.0, wire=None, compressor=None)
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
-from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, _Planes
+from spark_elastic.gradients import bulk_plane
+from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
 from spark_elastic.gradients.layout import ExchangedParameters
 from spark_elastic.gradients.modes import BulkMode
 from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
-from spark_elastic.worker.context import CollectiveThread
+from spark_elastic.worker.context import CollectiveThread, WorkerContext
 from tests import simulated_nccl
 from tests.devices import use_device
 from tests.fake_group import FakeFabric
@@ -133,22 +134,18 @@ def test_a_rank_whose_communicator_fails_leaves_all_with_the_host(capsys: pytest
     assert "gradients travel through host memory in this world" in capsys.readouterr().err
 
 
-def test_each_device_of_a_group_has_a_plane_of_its_own() -> None:
-    planes, group, made = _Planes(), FakeFabric(1).group(0), []
-
-    def get_plane(device: str) -> BulkPlane:
-        def create(number: int) -> BulkPlane:
-            made.append(number)
-            plane = BulkPlane(group, torch.device(device), simulated_nccl.NAME, tuple)
-            plane._builder = threading.Thread(target=tuple)
-            return plane
-
-        return planes.get_or_create(group, torch.device(device), create)
-
-    first = get_plane("cuda:0")
-    assert get_plane("cuda:1") is not first
-    assert get_plane("cuda:0") is first
-    assert made == [0, 1]
+def test_each_device_of_a_group_has_a_plane_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, group = WorkerContext("w", driver=cast("Any", object())), FakeFabric(2).group(0)
+    options = replace(DEFAULT_OPTIONS, bulk_backend=simulated_nccl.NAME)
+    monkeypatch.setattr(bulk_plane, "get_context", lambda: worker)
+    monkeypatch.setattr(bulk_plane, "_get_stores", lambda worker, group, number: (number,))
+    monkeypatch.setattr(BulkPlane, "start", lambda self: None)
+    devices = [torch.device(name) for name in ("cuda:0", "cuda:1", "cuda:0")]
+    first, second, again = (get_or_start_bulk_plane(group, device, options) for device in devices)
+    assert first is again
+    assert first is not None
+    assert second is not None
+    assert (first._get_stores(), second._get_stores()) == ((0,), (1,))
 
 
 class FastClock(SystemClock):
