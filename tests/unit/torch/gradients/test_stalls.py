@@ -65,17 +65,14 @@ def test_gradients_fail_after_wait_at_most_and_later_collectives_have_the_usual_
     ("variables", "found"),
     [
         ({}, (10.0, None)),
-        (
-            {"HOROVOD_STALL_CHECK_TIME_SECONDS": "30", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"},
-            (30.0, 90.0),
-        ),
-        ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, (float("inf"), None)),
+        ({"CHECK_TIME_SECONDS": "30", "SHUTDOWN_TIME_SECONDS": "90"}, (30.0, 90.0)),
+        ({"CHECK_DISABLE": "1"}, (float("inf"), None)),
     ],
 )
 def test_horovods_settings_hold_for_gradients(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: tuple[float, float | None]
 ) -> None:
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"HOROVOD_STALL_{name}", value)
     terms = options_from_env()
     assert (terms.warn_after, terms.wait_at_most) == found
