@@ -20,13 +20,7 @@ from spark_elastic.data.plan import Division
 from spark_elastic.gradients.bulk_plane import get_or_start_bulk_plane
 from spark_elastic.gradients.hooks import hook_gradients
 from spark_elastic.gradients.layout import ExchangedParameters
-from spark_elastic.gradients.modes import (
-    BulkMode,
-    HostMode,
-    LocalMode,
-    OneBucketMode,
-    can_carry_messages,
-)
+from spark_elastic.gradients.modes import BulkMode, HostMode, LocalMode, OneBucketMode, can_carry_messages
 from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.gradients.share_mode import Observe, ShareMode
 from spark_elastic.gradients.step_summary import Flags

@@ -10,17 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _SHARED = "spark_elastic.horovod.ops.horovod_names"
-# Module of `spark_elastic.horovod` -> the public names that it defines.
+# Module of `spark_elastic.horovod` -> the public names that it defines, with blanks between them.
 _DEFINED = {
-    "keras.optimizer": ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"),
-    "keras.values": (
-        *("allgather", "allreduce", "broadcast", "reducescatter"),
-        *("broadcast_global_variables", "broadcast_variables"),
-    ),
-    "ops.compression": ("Compression",),
-    "ops.operations": ("allgather_object", "broadcast_object"),
+    "keras.optimizer": "DistributedOptimizer PartialDistributedOptimizer load_model",
+    "keras.values": "allgather allreduce broadcast broadcast_global_variables broadcast_variables reducescatter",
+    "ops.compression": "Compression",
+    "ops.operations": "allgather_object broadcast_object",
 }
-_EXPORTS = {name: f"spark_elastic.horovod.{module}" for module, names in _DEFINED.items() for name in names}
+_EXPORTS = {
+    name: f"spark_elastic.horovod.{module}" for module, names in _DEFINED.items() for name in names.split()
+}
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:

@@ -13,14 +13,12 @@ def train(state):
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
-from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
-from spark_elastic.handwritten.session import get_session
+from spark_elastic.handwritten.session import run
 from spark_elastic.horovod.keras.callbacks import DONE_BEFORE
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
@@ -38,14 +36,7 @@ __all__ = [
     "run",
 ]
 
-R = TypeVar("R")
-
 END_OF_EPOCH = "the epoch is over"  # as `stop_training`: truthy, and no other callback sets it
-
-
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns."""
-    return elastic(func, get_session)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped

@@ -155,8 +155,8 @@ def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: S
     for tensor in tensors:
         _check_dtype(tensor.dtype)
     if tf.executing_eagerly():
-        results = map(for_tensor, body([view_of(tensor) for tensor in tensors]), dtypes)
-        return [tf.convert_to_tensor(array) for array in results]
+        arrays = map(for_tensor, body([view_of(tensor) for tensor in tensors]), dtypes)
+        return [tf.convert_to_tensor(array) for array in arrays]
     graph = tf.compat.v1.get_default_graph()
     if GraphOrParentsInXlaContext(graph):
         raise InvalidInput(

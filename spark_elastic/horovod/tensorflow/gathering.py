@@ -169,10 +169,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: T,
-    session: object = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: T, session: object = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
     """Return the objects of all ranks, in rank order. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
@@ -28,7 +29,7 @@ from spark_elastic.horovod.ops.operations import compress_tensors
 def submit(
     kind: Kind,
     name: str | None,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     process_set: ProcessSet,
     awaited: bool = False,
     **how: Any,
@@ -78,11 +79,11 @@ def synchronize(handle: Handle) -> Any:
     return handle()
 
 
-Gradient: TypeAlias = Callable[..., Sequence[torch.Tensor]]
+Gradient: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
 @disable_compile
-def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return what `run` makes of the tensors. gradient: makes their gradients from those of the results,
     differentiably itself."""
     return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]
@@ -90,17 +91,17 @@ def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[torch.Te
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Any, gradient: Gradient, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: Any, gradient: Gradient, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.gradient = gradient
         return tuple(run(tensors))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.gradient(*upstream)
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -108,7 +109,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_args(average, op, scale, process_set, compression)
@@ -116,7 +117,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
 
 
 def allreduce_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -130,21 +131,21 @@ def allreduce_async(
 
 
 def allreduce_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """`allreduce` into `tensor`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start([tensor], name, options, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def allreduce_async_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -158,7 +159,7 @@ def allreduce_async_(
 
 
 def grouped_allreduce(  # noqa: PLR0913
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -166,7 +167,7 @@ def grouped_allreduce(  # noqa: PLR0913
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_args(average, op, scale, process_set, compression)
@@ -174,7 +175,7 @@ def grouped_allreduce(  # noqa: PLR0913
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -188,21 +189,21 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """`grouped_allreduce` into `tensors`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, options, in_place=True, awaited=True)()  # type: ignore[no-any-return]
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -217,11 +218,7 @@ def grouped_allreduce_async_(
 
 @disable_compile
 def start(
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    options: ReduceOptions,
-    in_place: bool,
-    awaited: bool = False,
+    tensors: Sequence[Tensor], name: str | None, options: ReduceOptions, in_place: bool, awaited: bool = False
 ) -> Handle:
     """Request an allreduce; its handle returns a list of tensors. awaited: the caller waits for it at once."""
     if not tensors:
@@ -232,7 +229,7 @@ def start(
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
     operation = submit("allreduce", name, exchanged, options.process_set, awaited=awaited, **how)
 
-    def finish(_: object) -> list[torch.Tensor]:
+    def finish(_: object) -> list[Tensor]:
         results = decompress(exchanged)
         if in_place:
             return [copy_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
@@ -241,10 +238,8 @@ def start(
     return Handle(operation, finish)
 
 
-def _allreduce(
-    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions
-) -> list[torch.Tensor]:
-    def run(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    def run(operands: Sequence[Tensor]) -> list[Tensor]:
         return start(operands, name, options, in_place=False, awaited=True)()  # type: ignore[no-any-return]
 
     return differentiable(run, lambda *upstream: _allreduce(upstream, None, options), tensors)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
@@ -23,13 +24,13 @@ from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-def gather_rows(tensor: torch.Tensor, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+def gather_rows(tensor: Tensor, process_set: ProcessSet = global_process_set) -> Tensor:
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
     gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
@@ -38,31 +39,31 @@ def gather_rows(tensor: torch.Tensor, process_set: ProcessSet = global_process_s
 
 
 def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`allgather` without waiting; not differentiable."""
     return grouped_allgather_async([tensor], name, process_set).first()
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     return _gather_grouped(tensors, name, process_set, Average)
 
 
 def _gather_grouped(
-    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
+) -> list[Tensor]:
     """op: of the ranks' gradients."""
     shapes: list[torch.Size] = []
 
-    def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        results: list[torch.Tensor] = _gather(given, name, process_set, awaited=True)()
+    def run(given: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = _gather(given, name, process_set, awaited=True)()
         shapes.extend(tensor.shape for tensor in given)
         return results
 
-    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+    def gradient(*upstream: Tensor) -> list[Tensor]:
         rows = [shape[0] if shape else 1 for shape in shapes]
         lengths = allgather(torch.tensor([rows]), process_set=process_set)
         firsts = lengths[: process_set.rank()].sum(0).tolist()
@@ -74,7 +75,7 @@ def _gather_grouped(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
@@ -82,7 +83,7 @@ def grouped_allgather_async(
 
 @disable_compile
 def _gather(
-    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
 ) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
@@ -94,14 +95,11 @@ def _gather(
 
 
 def broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
-    def gradient(upstream: torch.Tensor) -> list[torch.Tensor]:
+    def gradient(upstream: Tensor) -> list[Tensor]:
         average = allreduce(upstream, op=Average, process_set=process_set)
         # All ranks stay in the graph of a second derivative, whose allreduce needs all of them.
         unused = torch.tensor(process_set.ranks[process_set.rank()] != root_rank, device=average.device)
@@ -113,10 +111,7 @@ def broadcast(
 
 
 def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast` without waiting; not differentiable."""
     copy = copy_to_host(tensor)
@@ -125,20 +120,14 @@ def broadcast_async(
 
 
 def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """`broadcast` into `tensor`."""
     return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
     return broadcast_all([tensor], root_rank, name, process_set).first()
@@ -146,7 +135,7 @@ def broadcast_async_(
 
 @disable_compile
 def broadcast_all(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
@@ -160,7 +149,7 @@ def broadcast_all(
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None] | torch.Tensor], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, Tensor | None] | Tensor], root_rank: int
 ) -> None:
     """Overwrite parameters with those of `root_rank`.
 
@@ -176,7 +165,7 @@ def broadcast_parameters(
     tensors = []
     for number, entry in enumerate(entries):
         name, tensor = entry if isinstance(entry, tuple) else (number, entry)
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Tensor):
             tensors.append(tensor.data)
         elif tensor is not None:
             raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
@@ -219,7 +208,7 @@ def join(device: int = -1) -> int:
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
@@ -231,7 +220,7 @@ def sparse_allreduce_async(
     parts = [whole.indices().t().contiguous(), whole.values()]
     handle = grouped_allgather_async(parts, None if name is None else f"sparse.{name}", process_set)
 
-    def finish(_: object) -> torch.Tensor:
+    def finish(_: object) -> Tensor:
         indices, values = handle()
         if op is Average:
             values = values / process_set.size()
@@ -241,8 +230,8 @@ def sparse_allreduce_async(
 
 
 def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -253,9 +242,9 @@ def alltoall(
     Args:
         splits: rows for each rank; the result is then (tensor, rows received from each rank). None: equal parts.
     """
-    came: list[torch.Tensor] = []  # rows received from each rank
+    came: list[Tensor] = []  # rows received from each rank
 
-    def run(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(operands: Sequence[Tensor]) -> list[Tensor]:
         received, counts = _alltoall(operands[0], splits, name, process_set)()
         came.append(counts)
         return [received]
@@ -265,8 +254,8 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
@@ -277,10 +266,7 @@ def alltoall_async(
 
 @disable_compile
 def _alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None,
-    name: str | None,
-    process_set: ProcessSet,
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> Handle:
     working = to_host(tensor)
     if working.dim() == 0:
@@ -288,21 +274,21 @@ def _alltoall(
     sent = None if splits is None else [int(rows) for rows in splits]
     operation = submit("alltoall", name, [working], process_set, splits=sent)
 
-    def finish(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(outputs: Any) -> tuple[Tensor, Tensor]:
         return tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)
 
     return Handle(operation, finish)
 
 
 def reducescatter(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
     rows cannot be divided evenly. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
@@ -310,7 +296,7 @@ def reducescatter(
 
 
 def reducescatter_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
@@ -323,14 +309,14 @@ def reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
@@ -338,7 +324,7 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
@@ -351,23 +337,21 @@ def grouped_reducescatter_async(
 
 
 @disable_compile
-def _start(tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions) -> Handle:
+def _start(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> Handle:
     hosts = [to_host(tensor) for tensor in tensors]
     _, exchanged, decompress = compress_tensors(hosts, options, all_float32=False)
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
     operation = submit("reducescatter", name, exchanged, options.process_set, **how)
 
-    def finish(outputs: Any) -> list[torch.Tensor]:
+    def finish(outputs: Any) -> list[Tensor]:
         parts = [tensor_of(array, like) for array, like in zip(outputs, exchanged, strict=True)]
         return [part.to(t.device) for part, t in zip(decompress(parts), tensors, strict=True)]
 
     return Handle(operation, finish)
 
 
-def _reducescatter(
-    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions
-) -> list[torch.Tensor]:
-    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    def gradient(*upstream: Tensor) -> list[Tensor]:
         factor = options.reducescatter_gradient_factor(options.process_set.size)
         wholes = grouped_allgather(upstream, process_set=options.process_set)
         return [whole * factor for whole in wholes]

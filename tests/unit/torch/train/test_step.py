@@ -21,15 +21,7 @@ from spark_elastic.protocol.types import START, MembershipVersion, Phase, Positi
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.step import GradientScaling
 from spark_elastic.training.trainer import StepCall, defer_interrupts
-from tests.unit.torch.train.trainees import (
-    NEXT,
-    ROWS,
-    TrainedModel,
-    X,
-    Y,
-    have_equal_values,
-    train_plain,
-)
+from tests.unit.torch.train.trainees import NEXT, ROWS, TrainedModel, X, Y, have_equal_values, train_plain
 from tests.unit.torch.worlds import run_in_world
 
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
