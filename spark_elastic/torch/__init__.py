@@ -45,7 +45,7 @@ from spark_elastic.horovod.torch.layers import SyncBatchNorm
 from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch import elastic
 from spark_elastic.training.torch.callbacks import Progress, progress
-from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.training.torch.determinism import RowDropout, draw_rows
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [
