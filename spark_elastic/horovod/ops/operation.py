@@ -8,40 +8,21 @@ them.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from elastic_collectives import CollectiveError, Group
-from elastic_collectives.operands import (
-    Array,
-    as_array,
-    as_reduction,
-    as_rows,
-    narrow,
-    validate_root,
-    validate_splits,
-)
-from spark_elastic.clock import Clock
+from elastic_collectives import CollectiveError, Group, operands
+from elastic_collectives.operands import Array, as_array, as_rows, narrow
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.ops.negotiation import OperationRequest
 
+if TYPE_CHECKING:
+    from spark_elastic.horovod.ops.operation_queue import OperationQueue
+
 POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
-
-
-@dataclass(frozen=True)
-class CompletionSignal:
-    """What the handles of one queue share to wait for their completion."""
-
-    clock: Clock  # tells when operations were requested, and for how long they wait
-    # Entered around a wait for other processes.
-    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    # Notified whenever an operation completes or a round ends; its lock guards the state of the queue.
-    condition: threading.Condition = field(default_factory=threading.Condition)
 
 
 class Operation:
@@ -53,50 +34,42 @@ class Operation:
         self,
         request: OperationRequest,
         arrays: Sequence[Array],
-        signal: CompletionSignal,
-        run_until_done: Callable[[Operation], None],
+        queue: OperationQueue,
         splits: list[int] | None = None,
     ) -> None:
-        """run_until_done: runs rounds until the operation is done; called by a thread that waits for it. splits: of an
-        alltoall: rows for each rank."""
+        """splits: of an alltoall: rows for each rank."""
         self.request = request
         self.arrays = tuple(arrays)
         self.splits = splits
         self.label = request.name or f"unnamed {request.kind}"  # the negotiation gives unnamed ones another
-        self.requested_at = signal.clock.now()
+        self.requested_at = queue.clock.now()
         self.announced_at = self.requested_at  # when the round began in which the other ranks learned of it
         self.outputs: tuple[Array, ...] = ()
-        self._signal = signal
-        self._run_until_done = run_until_done
+        self.done = False  # `wait` returns or raises at once
+        self._queue = queue
         self._wait_began_at: float | None = None  # the first call of `wait` or `poll`
         self._polled_at: float | None = None  # the last call of `poll`
         self._has_blocked_thread = False
-        self._done = False
         self._error: Exception | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` returns or raises at once."""
-        return self._done
 
     def wait(self) -> tuple[Array, ...]:
         """Run rounds until the operation is done. The deadlines of the queue bound the wait. Raises CollectiveError if
         the operation failed, or the group broke. Raises Exception if this rank itself could not carry it out."""
-        if not self._done:
+        if not self.done:
             self._has_blocked_thread = True
-            self._wait_began_at = self._wait_began_at or self._signal.clock.now()
-            with self._signal.waiting():
-                self._run_until_done(self)
+            self._wait_began_at = self._wait_began_at or self._queue.clock.now()
+            with self._queue.record_wait():
+                self._queue.run_until_done(self)
         if self._error is not None:
             reraise(self._error)
         return self.outputs
 
     def poll(self) -> bool:
         """Whether it is done. A caller that polls repeatedly counts as waiting: see `count_seconds_waited`."""
-        if not self._done:
-            self._polled_at = self._signal.clock.now()
+        if not self.done:
+            self._polled_at = self._queue.clock.now()
             self._wait_began_at = self._wait_began_at or self._polled_at
-        return self._done
+        return self.done
 
     def count_seconds_waited(self, now: float) -> float:
         """Return the seconds since the first wait or poll; 0 if there was none."""
@@ -109,10 +82,10 @@ class Operation:
 
     def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
         """Set the outputs or the error, unless it is done already. Called by the queue."""
-        with self._signal.condition:
-            if not self._done:
-                self.outputs, self._error, self._done = outputs, error, True
-                self._signal.condition.notify_all()
+        with self._queue.condition:
+            if not self.done:
+                self.outputs, self._error, self.done = outputs, error, True
+                self._queue.condition.notify_all()
 
 
 def reraise(error: Exception) -> NoReturn:
@@ -172,12 +145,12 @@ def validate(operation: Operation, size: int) -> None:
         for array, name in zip(operation.arrays, request.dtypes, strict=True):
             if request.kind in ("allreduce", "reducescatter"):
                 view = as_array(array, writable=request.kind == "allreduce")
-                as_reduction(view, request.op, name, None, request.scale, request.compression)
+                operands.as_reduction(view, request.op, name, None, request.scale, request.compression)
             if request.kind in ("reducescatter", "allgather", "alltoall"):
                 as_rows(array)
         if request.kind == "alltoall":
-            validate_splits(len(operation.arrays[0]), operation.splits, size)
-        validate_root(request.root, size)
+            operands.validate_splits(len(operation.arrays[0]), operation.splits, size)
+        operands.validate_root(request.root, size)
     except ValueError as error:
         raise InvalidInput(f"{operation.label!r}: {error}") from error
 

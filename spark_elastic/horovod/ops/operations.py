@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from elastic_collectives import Group
 from elastic_collectives.operands import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
@@ -33,7 +32,7 @@ from spark_elastic.gradients.process_sets import (
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.horovod.ops.negotiation import Kind, OperationRequest
-from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
+from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
@@ -44,30 +43,12 @@ AVERAGE = ReduceOptions(Average)
 RAGGED = ("allgather", "alltoall")  # the first dimension of their arrays may differ between ranks
 
 
-class OperationQueues:
-    """The operation queues of one world, one for each process set. Names of operations belong to the set."""
+class _Queues(dict[tuple[int, ...], OperationQueue]):
+    """The operation queues of one world, by the declared ranks of their process sets, to which names belong."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._limits = operations_from_env()
-        self._lock = threading.Lock()
-        self._queues: dict[tuple[int, ...], OperationQueue] = {}  # by the declared ranks of the set
-
-    def get(self, process_set: ProcessSet) -> OperationQueue:
-        """Return the queue of a set that this rank is in."""
-        ranks = process_set.declared_ranks
-        with self._lock:
-            if ranks not in self._queues:
-                group = self._group
-                if group.size > 1:
-                    # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
-                    group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
-                name = "" if process_set is global_process_set else repr(process_set)
-                worker = get_context()
-                wait = nullcontext if worker is None else worker.wait_recorder.record_wait
-                signal = CompletionSignal(SystemClock(), wait)
-                self._queues[ranks] = OperationQueue(group, signal, self._limits, name)
-            return self._queues[ranks]
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.limits = operations_from_env()
 
 
 def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
@@ -81,8 +62,17 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
     group = world()
     if group.rank not in process_set.ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
-    queues = get_group_context().get_or_create(OperationQueues, lambda: OperationQueues(group))
-    queue = queues.get(process_set)
+    queues, ranks = get_group_context().get_or_create(_Queues), process_set.declared_ranks
+    with queues.lock:
+        if ranks not in queues:
+            if group.size > 1:
+                # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
+                group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
+            name = "" if process_set is global_process_set else repr(process_set)
+            worker = get_context()
+            wait = nullcontext if worker is None else worker.wait_recorder.record_wait
+            queues[ranks] = OperationQueue(group, SystemClock(), queues.limits, name, wait)
+        queue = queues[ranks]
     queue.timeline = get_timeline()
     return queue
 

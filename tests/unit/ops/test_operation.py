@@ -29,7 +29,7 @@ from spark_elastic.gradients.reduction import (
 from spark_elastic.horovod.ops import distributed_optimizer
 from spark_elastic.horovod.ops.distributed_optimizer import GradientAccumulator, validate_backward_passes
 from spark_elastic.horovod.ops.negotiation import OperationRequest
-from spark_elastic.horovod.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
+from spark_elastic.horovod.ops.operation import Task, fuse_tasks, make_neutral_arrays
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from tests.fake_group import FakeFabric
 from tests.reductions import reduce_parts
@@ -82,7 +82,7 @@ def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     results = []
     for group in (cast("Group", SingleProcessGroup()), FakeFabric(1).group(0)):
         array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)
-        queue = OperationQueue(group, CompletionSignal(SystemClock()), OperationConfig())
+        queue = OperationQueue(group, SystemClock(), OperationConfig())
         results.append(queue.submit(request, [array]).wait()[0].tolist())
     assert results[0] == results[1]
 

@@ -18,7 +18,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.ops.negotiation import OperationRequest
-from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
+from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from tests.fake_group import FakeFabric
 
@@ -27,7 +27,7 @@ PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the sta
 
 
 def make_queue(group: Group, limits: OperationConfig | None = None) -> OperationQueue:
-    return OperationQueue(group, CompletionSignal(CLOCK), limits or OperationConfig())
+    return OperationQueue(group, CLOCK, limits or OperationConfig())
 
 
 def submit_sum(
