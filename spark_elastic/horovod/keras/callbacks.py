@@ -85,13 +85,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         filepath: str | None = None,
     ) -> None:
         default = "best.weights.h5" if save_weights_only else "best.keras"
-        how = {
-            "save_best_only": True,
-            "save_weights_only": save_weights_only,
-            "mode": mode,
-            "save_freq": save_freq,
-        }
-        super().__init__(filepath or default, monitor=monitor, verbose=verbose, **how)
+        super().__init__(filepath or default, monitor, verbose, True, save_weights_only, mode, save_freq)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if rank() == 0:

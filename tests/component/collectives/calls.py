@@ -86,10 +86,8 @@ def compute_packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (
     """
     if len(hosts) > 1:
         ends = itertools.accumulate(hosts)
-        parts = [
-            reduce_parts(parts[end - count : end], "float32", "sum", after)
-            for count, end in zip(hosts, ends, strict=True)
-        ]
+        groups = [parts[end - count : end] for count, end in zip(hosts, ends, strict=True)]
+        parts = [reduce_parts(group, "float32", "sum", after) for group in groups]
     return widen(reduce_parts([narrow(part, wire) for part in parts], wire, "sum", 1.0), wire)
 
 

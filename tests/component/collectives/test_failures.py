@@ -74,12 +74,8 @@ LAYOUTS: list[tuple[int, ...]] = [(), (3,), (2, 1)]
 # Hosts, and the rank that comes to an end.
 ENDS = [((3,), 1), ((2, 2), 0), ((2, 2), 3), ((3, 1), 2)]
 IN_MEMORY = ("ring", "buffer", "reducescatter", "alltoall", "barrier", "broadcast", "allgather", "buffer")
-IN_CI = (
-    "ring",
-    "broadcast",
-    "alltoall",
-    "barrier",
-)  # where the machine pauses for a second, others are named
+# Where the machine itself pauses for a second, others are named.
+IN_CI = ("ring", "broadcast", "alltoall", "barrier")
 
 
 def cross(*, slow: bool = False) -> list[Any]:

@@ -107,9 +107,7 @@ def test_r11_shared_memory_outlives_its_group_and_is_used_by_no_other(pool: Pool
     call_all(ranks, calls.keep_buffer)
     pool.world(ranks, hosts=(2,))
     assert call_all(ranks, calls.reduce_once, 100_000) == [3.0, 3.0]
-    assert call_all(ranks, calls.segments) == [
-        2,
-        2,
-    ]  # this generation's, and the kept memory of the one before
+    # This generation's, and the kept memory of the one before.
+    assert call_all(ranks, calls.segments) == [2, 2]
     assert call_all(ranks, calls.is_kept_buffer_unchanged) == [True, True]
     assert call_all(ranks, calls.segments) == [1, 1]

@@ -211,12 +211,8 @@ def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_on
     assert optimizer.learning_rate is plain.learning_rate
     model = build_compiled(optimizer)
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / "best.keras"))
-    callbacks = [
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        hvd.callbacks.MetricAverageCallback(),
-        best,
-    ]
-    model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks)
+    begin, average = hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[begin, average, best])
     for load in (keras.models.load_model, hvd.load_model):
         loaded = load(best.filepath)
         assert isinstance(loaded.optimizer, keras.optimizers.Adam)

@@ -143,11 +143,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
 MESSAGE = 6  # bytes
 
 
-KINDS = [
-    (torch.float64, None),
-    (torch.float16, None),
-    *((torch.float32, wire) for wire in (None, "bf16", "fp16")),
-]
+KINDS = [(torch.float64, None), (torch.float16, None), *((torch.float32, w) for w in (None, "bf16", "fp16"))]
 
 
 @pytest.mark.parametrize(("dtype", "wire"), KINDS)
