@@ -1,7 +1,6 @@
 """`DistributedOptimizer` for hand-written loops: any torch optimizer whose gradients are exchanged before each step.
 
-Bucketed exchanges overlap backward: see `gradients.gradient_sync`; for op=Adasum see `adasum`. The training
-thread owns everything here.
+Bucketed exchanges overlap backward: see `gradient_sync`, also for op=Adasum. The training thread owns everything here.
 """
 
 from __future__ import annotations
