@@ -15,12 +15,7 @@ import tensorflow as tf
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients import process_sets
-from spark_elastic.gradients.process_sets import (
-    ProcessSet,
-    find_root_index,
-    get_process_set,
-    global_process_set,
-)
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.compression import Compression
@@ -92,7 +87,7 @@ def broadcast(
     def differentiable(value: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
             average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
-            is_root = tf.equal(rank_in(process_set), find_root_index(process_set, root_rank))
+            is_root = tf.equal(rank_in(process_set), process_sets.find_root_index(process_set, root_rank))
             return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([value], root_rank, name, process_set)[0], gradient
@@ -374,4 +369,4 @@ def _evaluate(get: Callable[[], int]) -> Tensor:
 
 
 def _as_set(process_set: ProcessSet | int) -> ProcessSet:
-    return process_set if isinstance(process_set, ProcessSet) else get_process_set(process_set)
+    return process_set if isinstance(process_set, ProcessSet) else process_sets.get_process_set(process_set)

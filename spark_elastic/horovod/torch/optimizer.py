@@ -21,14 +21,7 @@ from spark_elastic.gradients.buckets import divide_into_groups
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.modes import make_change_error
 from spark_elastic.gradients.process_sets import ProcessSet, check_alone, global_process_set
-from spark_elastic.gradients.reduction import (
-    Adasum,
-    Average,
-    Compressor,
-    NoneCompressor,
-    ReduceOp,
-    ReduceOptions,
-)
+from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.handwritten.applied_gradients import DistributedBase
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
@@ -200,7 +193,7 @@ def _warn_unscaled_rate() -> None:
     )
 
 
-def _find_custom_compressor(kind: type[Compressor]) -> type[Compressor] | None:
+def _find_custom_compressor(kind: type[reduction.Compressor]) -> type[reduction.Compressor] | None:
     """Return the compressor if the engine does not know it, else None."""
     plain = (kind.compress, kind.decompress) == (NoneCompressor.compress, NoneCompressor.decompress)
     return None if plain or kind.wire is not None else kind
