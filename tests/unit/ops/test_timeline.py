@@ -22,9 +22,12 @@ from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
-def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def context_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
 
+
+def test_rank_0_writes_the_phases_of_each_operation(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
         for name in ("a", "b", "a"):
@@ -48,10 +51,7 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
     assert any(event["name"] == "CYCLE_START" for event in events)
 
 
-def test_only_one_timeline_is_written_and_only_to_a_writable_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    use_context_per_thread(monkeypatch)
+def test_only_one_timeline_is_written_and_only_to_a_writable_path(tmp_path: Path) -> None:
     enter_group(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
         start_timeline(str(tmp_path / "nowhere" / "trace.json"))
@@ -62,8 +62,7 @@ def test_only_one_timeline_is_written_and_only_to_a_writable_path(
     stop_timeline()
 
 
-def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use_context_per_thread(monkeypatch)
+def test_a_new_rank_0_continues_the_timeline(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
     enter_group(FakeFabric(2).group(1))
     start_timeline(str(tmp_path / "trace.json"))
@@ -126,7 +125,6 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The path's folder may be on another host alone."""
-    use_context_per_thread(monkeypatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
     enter_group(FakeFabric(2).group(1))
     get_queue()
@@ -163,11 +161,7 @@ def test_a_function_that_begins_again_continues_its_timeline(
     assert "of 1" not in path.read_text(), "a timeline that was stopped is another one"
 
 
-def test_a_full_disk_ends_the_timeline_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    use_context_per_thread(monkeypatch)
-
+def test_a_full_disk_ends_the_timeline_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     def work(group: Group) -> float:
         start_timeline("/dev/full", mark_cycles=True)
         array = np.ones(1)

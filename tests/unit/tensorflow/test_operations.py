@@ -226,11 +226,7 @@ WEIGHTS = np.random.default_rng(4).normal(size=(7, 2, 3))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(
-    monkeypatch: pytest.MonkeyPatch, masked: bool
-) -> None:
-    use_context_per_thread(monkeypatch)
-
+def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(world: World, masked: bool) -> None:
     def layer(kind: Callable[..., Any]) -> Any:
         made = kind(dtype="float64", gamma_initializer="uniform", momentum=0.5)
         made.build((None, 2, 3))
@@ -254,7 +250,7 @@ def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(
         y, gradient = run(mine, parts[group.rank])
         return y, gradient, mine.moving_variance.value.numpy()
 
-    for rank, (y, gradient, variance) in enumerate(run_in_fake_world(2, work)):
+    for rank, (y, gradient, variance) in enumerate(world(2, work)):
         np.testing.assert_allclose(y, expected[0][parts[rank]], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(gradient, expected[1][parts[rank]], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(variance, whole.moving_variance.value.numpy(), rtol=1e-5)
