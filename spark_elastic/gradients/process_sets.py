@@ -14,7 +14,7 @@ from elastic_collectives import Group
 from elastic_collectives.operands import Array, apply_scale, narrow, widen
 from spark_elastic.config import find_launched_size
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Member, SlotId
+from spark_elastic.protocol.types import Member
 from spark_elastic.worker.context import get_call_context, get_context
 
 
@@ -225,10 +225,6 @@ def check_alone(what: str, instead: str) -> None:
         )
 
 
-# Where a process is that is no worker.
-_ALONE = Member("", SlotId(""), "", 0, local_rank=0, local_size=1, cross_rank=0, cross_size=1, position=None)
-
-
 def size() -> int:
     """Return the number of workers in the world."""
     return world().size
@@ -241,22 +237,26 @@ def rank() -> int:
 
 def local_size() -> int:
     """Return the number of workers on this host."""
-    return _get_place().local_size
+    member = _get_member()
+    return 1 if member is None else member.local_size
 
 
 def local_rank() -> int:
     """Return this worker's rank among those on its host, from 0."""
-    return _get_place().local_rank
+    member = _get_member()
+    return 0 if member is None else member.local_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a worker of this local rank."""
-    return _get_place().cross_size
+    member = _get_member()
+    return 1 if member is None else member.cross_size
 
 
 def cross_rank() -> int:
     """Return this worker's rank among those of the same local rank on all hosts, from 0."""
-    return _get_place().cross_rank
+    member = _get_member()
+    return 0 if member is None else member.cross_rank
 
 
 def is_homogeneous() -> bool:
@@ -265,6 +265,6 @@ def is_homogeneous() -> bool:
     return worker is None or worker.world is None or worker.world.is_homogeneous
 
 
-def _get_place() -> Member:
+def _get_member() -> Member | None:
     worker = get_context()
-    return _ALONE if worker is None or worker.world is None else worker.world.me
+    return None if worker is None or worker.world is None else worker.world.me
