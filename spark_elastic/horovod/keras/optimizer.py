@@ -57,7 +57,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
         kind = TensorFlowExchange
     elif backend != "torch":
         raise InvalidInput(
-            f"Keras runs on {backend}: set KERAS_BACKEND to tensorflow or torch before importing it."
+            f"Keras runs on {backend} here: set KERAS_BACKEND to tensorflow or torch before importing it."
         )
     return wrap_optimizer(optimizer, lambda: kind(options, passes, average), keras.utils)
 
