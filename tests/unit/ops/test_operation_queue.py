@@ -288,7 +288,7 @@ def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def test_an_idle_round_has_no_timeout(pair_of: Pair) -> None:
     first, second, busy = pair_of
     with busy:
-        CLOCK.sleep(2.0)  # longer than the first one's idle time and the group's timeout
+        CLOCK.sleep(1.5)  # longer than the first one's idle time and the group's timeout
     handles = [submit_sum(queue, "y", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
 
