@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.journal import Journal
@@ -158,36 +157,32 @@ class DriverLoop:
             self._ended.set()
 
 
-CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
-"""Publishes checkpoints, newest first, and deletes others; returns at once."""
+def execute(
+    server: RendezvousServer,
+    launcher: Launcher,
+    publish: Callable[[tuple[Checkpoint, ...]], None],
+    command: DriverCommand,
+) -> None:
+    """Execute one of the machine's commands without blocking, in the driver's thread.
 
-
-class CommandExecutor:
-    """Executes the machine's commands on the server and the launcher, one call each, in the driver's thread."""
-
-    def __init__(self, server: RendezvousServer, launcher: Launcher, publisher: CheckpointPublisher) -> None:
-        self._publisher = publisher
-        self._server = server
-        self._launcher = launcher
-
-    def execute(self, command: do.DriverCommand) -> None:
-        """Execute without blocking."""
-        match command:
-            case do.LaunchSlot(_, launch):
-                self._launcher.launch(launch)
-            case do.PublishWorld(_, world):
-                self._server.publish(world)
-            case do.AbortWorld(reason, fence):
-                self._server.abort(fence, reason)
-            case do.AnnounceChange(_, version):
-                self._server.announce(version)
-            case do.StopWorker(reason, worker, kill):
-                self._server.stop_worker(worker, reason, kill)
-            case do.ReleaseSlot(reason, slot):
-                self._server.release_slot(slot, reason)
-            case do.PublishCheckpoint(_, checkpoints):
-                self._publisher(checkpoints)
-            case do.End(reason):
-                self._server.end(reason)
-            case do.NotifyUser():
-                pass  # for the journal's listener
+    publish: publishes checkpoints, newest first, and deletes others; returns at once.
+    """
+    match command:
+        case do.LaunchSlot(_, launch):
+            launcher.launch(launch)
+        case do.PublishWorld(_, world):
+            server.publish(world)
+        case do.AbortWorld(reason, fence):
+            server.abort(fence, reason)
+        case do.AnnounceChange(_, version):
+            server.announce(version)
+        case do.StopWorker(reason, worker, kill):
+            server.stop_worker(worker, reason, kill)
+        case do.ReleaseSlot(reason, slot):
+            server.release_slot(slot, reason)
+        case do.PublishCheckpoint(_, checkpoints):
+            publish(checkpoints)
+        case do.End(reason):
+            server.end(reason)
+        case do.NotifyUser():
+            pass  # for the journal's listener

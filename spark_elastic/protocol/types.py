@@ -173,6 +173,11 @@ class Checkpoint:
     digest: str  # of its manifest; "": it has none
 
     @property
+    def progress(self) -> tuple[Fence, Position]:
+        """The newest of a run's has the highest."""
+        return self.fence, self.position
+
+    @property
     def is_kept(self) -> bool:
         """Whether it is in a host's memory."""
         return self.name.startswith(KEPT)

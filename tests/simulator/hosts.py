@@ -263,8 +263,10 @@ class SimWorker:
 
     def _carry_out(self, command: do.WorkerCommand) -> None:
         match command:
-            case do.AskForWorld():
-                self.ask(lambda: self.slot.server.joins(self, command))
+            case do.Ask(_, message):
+                self.ask(lambda: self.slot.server.receive_question(self, message))
+            case do.Report(_, message):
+                self.slot.server.receive_failure(self, message)
             case do.Form():
                 self.question = None
                 if self.group is not None:
@@ -283,10 +285,6 @@ class SimWorker:
                 if self.group is not None:
                     self.group.close(self)
                     self.group = None
-            case do.ReportFailure():
-                self.slot.server.receive_failure(self, command)
-            case do.ReportDone():
-                self.ask(lambda: self.slot.server.receive_done(self, command))
             case do.Exit(_, code):
                 self.sim.schedule(0.003, lambda: self.die(code))
 

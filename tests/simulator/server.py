@@ -150,32 +150,24 @@ class SimServer:
 
     # ---- messages of workers
 
-    def joins(self, worker: SimWorker, join: do.AskForWorld) -> None:
-        suspects = ()
-        if join.suspects and join.fence is not None:
-            members = self.find_world(join.fence).members
-            suspects = tuple(members[rank].worker for rank in join.suspects)
-        event = RequestNextWorld(worker.name, join.fence, join.position, suspects, join.reason, join.planned)
-        self._send(worker.slot.host, lambda: self._receive_question(worker, join.fence, event))
-
-    def receive_done(self, worker: SimWorker, report: do.ReportDone) -> None:
-        event = WorkerDone(worker.name, report.fence, report.position, report.result)
-        self._send(worker.slot.host, lambda: self._receive_question(worker, report.fence, event))
+    def receive_question(self, worker: SimWorker, asked: RequestNextWorld | WorkerDone) -> None:
+        if isinstance(asked, RequestNextWorld) and asked.suspected_ranks and asked.fence is not None:
+            members = self.find_world(asked.fence).members
+            asked = replace(asked, suspects=tuple(members[rank].worker for rank in asked.suspected_ranks))
+        self._send(worker.slot.host, lambda: self._receive_question(worker, asked))
 
     def receive_formed(self, worker: SimWorker, fence: Fence) -> None:
         self._send(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
 
-    def receive_failure(self, worker: SimWorker, report: do.ReportFailure) -> None:
-        event = WorkerRaised(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
-        self._send(worker.slot.host, lambda: self.post(event), most=0.002)
+    def receive_failure(self, worker: SimWorker, raised: WorkerRaised) -> None:
+        self._send(worker.slot.host, lambda: self.post(raised), most=0.002)
 
     def receive_checkpoint(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
         event = CheckpointWritten(worker.name, checkpoint)
         self._send(worker.slot.host, lambda: self.post(event))
 
-    def _receive_question(
-        self, worker: SimWorker, fence: Fence | None, message: RequestNextWorld | WorkerDone
-    ) -> None:
+    def _receive_question(self, worker: SimWorker, message: RequestNextWorld | WorkerDone) -> None:
+        fence = message.fence
         if self.dead:
             return
         if not self._loses_answers:

@@ -10,10 +10,17 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import chain
 
-from spark_elastic.protocol.commands import JobOutcome
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.failure_detector import evict_externally_lost
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
-from spark_elastic.protocol.driver.state import DriverState, JobStage, Transition, WorkerFailure, WorkerRecord
+from spark_elastic.protocol.driver.state import (
+    DriverState,
+    JobStage,
+    Transition,
+    WorkerFailure,
+    WorkerRecord,
+    add_time,
+)
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
@@ -112,7 +119,7 @@ def _count(tx: Transition, failure: WorkerFailure) -> None:
     if not reason:
         reason, detail = _find_exception_of_all(state, failure)
     if reason:
-        tx.end(JobOutcome.USER_ERROR, reason, detail)
+        tx.end(do.JobOutcome.USER_ERROR, reason, detail)
         return
     affected = history.generations_with_losses
     if tx.has_survivors():
@@ -122,7 +129,7 @@ def _count(tx: Transition, failure: WorkerFailure) -> None:
     )
     if count > state.limits.failure_budget:
         tx.end(
-            JobOutcome.FAILURE_BUDGET,
+            do.JobOutcome.FAILURE_BUDGET,
             f"workers failed {count} times within {state.limits.failure_window:g} s and the job tolerates "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
             failure.detail,
@@ -137,11 +144,12 @@ def _find_common_cause(failure: WorkerFailure) -> Hashable:
 def _record_oom_kill(tx: Transition, detail: str) -> None:
     """A worker was killed because memory ran out. If another process took the memory, the next try may succeed; if it
     happens again and again, a setting is wrong, and the job ends."""
-    window = tx.state.limits.failure_window
-    kills = tx.state.failures.add_oom_kill(tx.now, window)
+    window, history = tx.state.limits.failure_window, tx.state.failures
+    history.oom_kills = add_time(history.oom_kills, tx.now, window)
+    kills = len(history.oom_kills)
     if kills > MAX_OOM_KILLS:
         tx.end(
-            JobOutcome.OUT_OF_MEMORY,
+            do.JobOutcome.OUT_OF_MEMORY,
             f"workers ran out of memory {kills} times within {window:g} s; the "
             "training process is outside the JVM: raise spark.executor.memoryOverhead (or the container's memory), "
             "or lower batch_size or the number of slots per executor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_the_listener_gets_a_loss_before_the_next_world() -> None:
 
 def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
-    monitor = JobMonitor(JobListener(), clock, on_slots_missing=heard.append)
+    monitor = JobMonitor(JobListener(), clock, scheduler=SimpleNamespace(report_shortage=heard.append))
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
 
     def play(played: on.DriverEvent | DriverMessage) -> None:
@@ -137,17 +138,12 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
         called.append(name)
         raise ValueError("the queue is broken")
 
-    clock = FakeClock()
-    monitor = JobMonitor(
-        JobListener(),
-        clock,
-        on_gathered=lambda: fail("gathered"),
-        on_slots_missing=lambda missing: fail(f"missing: {missing}"),
+    scheduler = SimpleNamespace(
+        finish_gathering=lambda: fail("gathered"), report_shortage=lambda missing: fail(f"missing: {missing}")
     )
-    journal, bench = (
-        Journal(listener=monitor.on_transition),
-        Bench(replace(FOUR, num_workers=1, max_workers=1)),
-    )
+    monitor = JobMonitor(JobListener(), FakeClock(), scheduler=scheduler)
+    journal = Journal(listener=monitor.on_transition)
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     with monitor.notifier:
         for event in (
             RegisterSlot(SlotId("1-0"), "h1", 1),

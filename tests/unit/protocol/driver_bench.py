@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, PublishWorld, ReleaseSlot
-from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.driver.forming import assign_ranks, find_source
+from spark_elastic.protocol.driver.state import DriverState, WorkerRecord
 from spark_elastic.protocol.messages import (
     DriverMessage,
     Heartbeat,
@@ -141,3 +142,11 @@ class Bench:
 
     def members(self) -> list[str]:
         return [member.worker for member in self.world.members]
+
+
+def make_world(generation: int, positions: Mapping[str, Position | None], **more: Any) -> World:
+    """A world of these workers on one host, in order of rank."""
+    workers = [WorkerRecord(name, f"slot {name}", "h", 0.0, position=p) for name, p in positions.items()]
+    source = 0 if more.get("resume") else find_source(workers)
+    members = assign_ranks(workers, dict.fromkeys(positions, "h"))
+    return World(Fence(1, generation), members, source, "because", **more)

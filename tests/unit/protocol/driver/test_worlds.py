@@ -11,7 +11,6 @@ from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, NotifyU
 from spark_elastic.protocol.driver.forming import (
     LAST_STATE_FACTOR,
     SHORT_TIMEOUT,
-    ChosenWorker,
     assign_ranks,
     choose_members,
     find_source,
@@ -74,12 +73,8 @@ def test_long_lists_of_names_are_shortened() -> None:
     assert format_names([str(i) for i in range(10)], most=2) == "0, 1 and 8 more"
 
 
-def _places(hosts: str) -> list[ChosenWorker]:
-    return [ChosenWorker(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
-
-
 @pytest.mark.parametrize(
-    ("hosts", "local", "cross"),
+    ("machines", "local", "cross"),
     [
         ("a", [(0, 1)], [(0, 1)]),
         ("aab", [(0, 2), (1, 2), (0, 1)], [(0, 2), (0, 1), (1, 2)]),
@@ -91,24 +86,15 @@ def _places(hosts: str) -> list[ChosenWorker]:
 )
 @pytest.mark.scenario("U1")
 def test_local_and_cross_ranks_follow_the_machines(
-    hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
+    machines: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
 ) -> None:
-    members = assign_ranks(_places(hosts))
-    assert [m.rank for m in members] == list(range(len(hosts)))
+    """Executors of one machine share its local ranks."""
+    workers = [WorkerRecord(f"w{i}", f"s{i}", f"executor {i}", 0.0) for i in range(len(machines))]
+    members = assign_ranks(workers, {w.worker: m for w, m in zip(workers, machines, strict=True)})
+    assert [m.rank for m in members] == list(range(len(machines)))
+    assert [m.host for m in members] == [w.host for w in workers], "shared memory is an executor's"
     assert [(m.local_rank, m.local_size) for m in members] == local
     assert [(m.cross_rank, m.cross_size) for m in members] == cross
-
-
-def test_executors_of_one_machine_share_its_local_ranks() -> None:
-    places = [
-        ChosenWorker(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")
-    ]
-    members = assign_ranks(places)
-    assert [(m.local_rank, m.local_size) for m in members] == [(0, 2), (1, 2), (0, 1)]
-    assert [(m.cross_rank, m.cross_size) for m in members] == [(0, 2), (0, 1), (1, 2)]
-    assert [m.host for m in members] == ["executor 0", "executor 1", "executor 2"], (
-        "shared memory is an executor's"
-    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +127,8 @@ def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joinin
 def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
     positions: list[Position | None], source: int | None
 ) -> None:
-    assert find_source([ChosenWorker(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source
+    workers = [WorkerRecord(f"w{i}", f"s{i}", "h", 0.0, position=p) for i, p in enumerate(positions)]
+    assert find_source(workers) == source
 
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
