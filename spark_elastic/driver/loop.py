@@ -22,6 +22,10 @@ from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.rendezvous.server import RendezvousServer
 
+log = logging.getLogger("spark_elastic.driver")
+
+TICK_SECONDS = 0.05  # seconds; deadlines are met within it
+JOIN_TIMEOUT = 5.0  # seconds for the command that is being carried out when the loop is closed
 MANY_EVENTS = 16  # after which the loop pauses
 PAUSE = 0.003  # seconds
 
@@ -64,12 +68,6 @@ class EventQueue:
         return self._events.popleft()
 
 
-log = logging.getLogger("spark_elastic.driver")
-
-TICK_SECONDS = 0.05  # seconds; deadlines are met within it
-JOIN_TIMEOUT = 5.0  # seconds for the command that is being carried out when the loop is closed
-
-
 class DriverLoop:
     """Runs the driver machine until it ends the job."""
 
@@ -82,10 +80,8 @@ class DriverLoop:
         journal: Journal,
     ) -> None:
         self._state, self._first = initial
+        self._events, self._clock, self._journal = events, clock, journal
         self._execute_command = execute
-        self._clock = clock
-        self._journal = journal
-        self._events = events
         self._next_tick = 0.0
         self._count = 0  # of the events so far
         self._ended = threading.Event()

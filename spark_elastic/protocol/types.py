@@ -193,8 +193,7 @@ class World:
     # brings a position and no checkpoint is published: all begin from the same initial state.
     source: int | None
     reason: str  # a sentence: where it continues, and what ended the world before or who joins and leaves
-    # The membership version that it was formed at. Members stop at a boundary once a step summary carries a higher one,
-    # so all of them compare with the same number: R6 (step summary).
+    # At which it was formed. Members stop at a boundary once a step summary carries a higher one: R6 (step summary).
     version: MembershipVersion = INITIAL_VERSION
     # Where no member brings a position, the published checkpoints, newest first: the source loads the first that is
     # whole and broadcasts it.
@@ -333,8 +332,7 @@ class Limits:
 
 MAX_HEARTBEAT_INTERVAL = 0.4  # seconds, in a small job with an ordinary lease
 HEARTBEATS_PER_LEASE = 5  # in a small job
-# In any job. One of them may be lost, and half a lease without any shows that the driver is cut off: R12 (driver
-# silence).
+# In any job. One may be lost, and half a lease without any shows that the driver is cut off: R12 (driver silence).
 MIN_HEARTBEATS_PER_LEASE = 2.5
 HEARTBEATS_PER_SECOND = 250  # of all slots together, about a quarter of what one core serves
 
@@ -369,36 +367,28 @@ class SlotSpec:
     key: bytes = field(repr=False)
     attempt: int  # number of the driver that holds the run: the first half of every fence
     job_name: str = ""  # the job's name, for logs and Spark's UI
-    # Certificate of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either.
-    certificate: str | None = None
-    # Modules that a process must be able to import before it reports that it is warm.
-    preload: tuple[str, ...] = ()
+    certificate: str | None = (
+        None  # of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either
+    )
+    preload: tuple[
+        str, ...
+    ] = ()  # modules that a process must be able to import before it reports that it is warm
     # Early imports of the program, of `worker.imports`: those and its variables, which may be secret.
     imports: tuple[str, ...] = field(default=(), repr=False)
-
     # The run's, with which hosts keep commits in memory: R23 (kept commits). None: they keep none.
     commit_key: bytes | None = field(default=None, repr=False)
 
-    # Settings of `ElasticConfig` under their names; times in seconds.
-
-    # For so long commits stay in a host's memory once their worker has ended.
+    # Settings, which `ElasticConfig` explains.
     orphan_timeout: float = _SETTINGS.orphan_timeout
-
-    collective_timeout: float = _SETTINGS.collective_timeout  # the longest wait for peers in one collective
-    # After so long a silence of the driver a worker ends itself.
+    collective_timeout: float = _SETTINGS.collective_timeout
     driver_timeout: float = _SETTINGS.driver_timeout
-    # From when the slot's first worker is warm until a spare is started.
     spare_after: float = _SETTINGS.spare_after
-    # Processes are forked from a fork server; False: each is spawned.
     fork_workers: bool = _SETTINGS.fork_workers
-    # First and last port at which workers may listen; None: any.
     worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
-    # The interface whose address peers dial; None: the one on the way to the driver.
     network_interface: str | None = _SETTINGS.network_interface
-    # Threads that a worker computes with; None: as the slot's environment says, on Spark `spark.task.cpus`.
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
-    device: str = _SETTINGS.device  # what workers train on: auto, cuda, cpu or, in tests, a name of torch's
-    slots_per_gpu: int = _SETTINGS.slots_per_gpu  # how many slots share a GPU
+    device: str = _SETTINGS.device
+    slots_per_gpu: int = _SETTINGS.slots_per_gpu
 
     @property
     def forks_imports(self) -> bool:
@@ -418,15 +408,12 @@ class SlotIdentity:
 
     slot: SlotId  # its id, which names the attempt of the task
     host: HostId = ""  # the host that carries the slot: a Spark executor
-    # The process whose end is the host's end: a Spark executor's JVM. 0: none is known.
-    host_pid: int = 0
+    host_pid: int = 0  # the process whose end is the host's end: a Spark executor's JVM; 0: none is known
     address: str = "127.0.0.1"  # the address of this machine at which peers reach the worker
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # The folder of the files that `SparkContext.addFile` gave to the slot's host; "": there is none.
-    files: str = ""
-    # Why the slot has no GPU although the job asks for one, for which the driver refuses it; "": nothing is wrong.
-    device_problem: str = ""
+    files: str = ""  # the folder of `SparkContext.addFile`'s files on the slot's host; "": there is none
+    device_problem: str = ""  # why it has no GPU although the job asks for one: the driver refuses it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,10 +421,10 @@ class WorkerIdentity(SlotIdentity):
     """Which worker of its slot a training process is, once its slot has made it one."""
 
     worker: WorkerId  # its number grows from worker to worker of the slot
-    # First and last port at which the worker may listen. None: any.
-    ports: tuple[int, int] | None = None
-    # The world that another process left as this worker, since its program has to begin again. None: there was none.
-    left: Fence | None = None
+    ports: tuple[int, int] | None = None  # first and last port at which the worker may listen; None: any
+    left: Fence | None = (
+        None  # the world that another process left as this worker, which begins its program again
+    )
     position: Position | None = None  # where that process stood
 
     @classmethod

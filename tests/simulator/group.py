@@ -103,9 +103,6 @@ class SimGroup:
             self._unaware.pop(worker.name, None)
             self._notify_peers(worker)
 
-    def close_dead(self, worker: SimWorker) -> None:
-        self.close(worker)
-
     def list_waiting(self, for_seconds: float) -> list[str]:
         """Workers that wait in this group although they ran and were reachable for so long."""
         reachable = self.sim.now - for_seconds

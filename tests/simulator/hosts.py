@@ -246,7 +246,7 @@ class SimWorker:
             return
         self.alive = False
         if self.group is not None:
-            self.group.close_dead(self)
+            self.group.close(self)
         self.slot.server.close_connection(self)
         if not quiet:
             self.sim.schedule(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.report_exit(self, code))
@@ -302,7 +302,7 @@ class SimWorker:
     def train(self) -> None:
         if self.group is None or not self.alive:
             return
-        fingerprint = self.raises or self.sim.find_exception(self)
+        fingerprint = self.raises or self.sim.faults.find_exception(self)
         if fingerprint:
             self.raises = ""
             self.act_later(

@@ -157,14 +157,14 @@ class SlotRecord:
     host: HostId  # the executor that carries it
     last_seen: float  # when its last heartbeat came
     extra: bool = False  # another attempt of its task was alive when it came: R14 (duplicates)
-    # A living one, spares not counted. None: it has announced none since it lost its last.
-    worker: WorkerId | None = None
+    worker: WorkerId | None = (
+        None  # a living one, spares not counted; None: none was announced since the last
+    )
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
     straggled_before: bool = False  # a worker of it was replaced, without which the others were quicker
-    # The newest commit of the run that its host kept in memory when it came: R23 (kept commits).
-    kept: Checkpoint | None = None
+    kept: Checkpoint | None = None  # newest commit in its host's memory when it came: R23 (kept commits)
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
 
@@ -190,8 +190,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
     _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same, by launch
     departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
-    # Slots that take no part, but must not return yet: R14 (duplicates).
-    excluded: Table[SlotId, None] = field(default_factory=Table)
+    excluded: Table[SlotId, None] = field(default_factory=Table)  # may not return yet: R14 (duplicates)
 
     def put(self, slot: SlotRecord) -> None:
         if slot.slot not in self.alive:
@@ -236,8 +235,9 @@ class DrainCause(Enum):
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    # Another worker of its slot, or another slot, replaces it.
-    STRAGGLER = "the others are quicker without it"
+    STRAGGLER = (
+        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
+    )
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,7 @@ class WorkerRecord:
     rank: int | None = None  # in the newest world; None: it is no member of it
     formed: bool = False  # it has built that world's group
     has_left: bool = False  # it has left that world at `position`, by asking for the next or with a result
-    # Of its state when it last left a world; None: it held none, or has left none.
-    position: Position | None = None
+    position: Position | None = None  # of its state when it last left a world; None: it held or has left none
     draining: str = ""  # why it has to leave, "" if it stays
     drain_cause: DrainCause | None = None  # None if it stays
     extra: bool = False  # as in its `SlotRecord`
@@ -360,7 +359,6 @@ class PossiblyAliveMembers(Part):
     """Evicted members that are not known to be dead. A connection that was closed and an executor that is lost prove
     together that a member is dead; one of them alone does not."""
 
-    # Those that are known to be dead are dropped.
     members: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
     # By the launch of their slot, for most of ten thousand are of other launches. Some of them are dead by now.
     _by_launch: Table[int, tuple[WorkerId, ...]] = field(default_factory=Table)
@@ -523,8 +521,7 @@ class CurrentWorld(Part):
     # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
     cause_unknown: bool = False
     suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
-    # Two members each, one of which blames the other one for its broken group.
-    broken_links: tuple[frozenset[WorkerId], ...] = ()
+    broken_links: tuple[frozenset[WorkerId], ...] = ()  # two members each, one of which blames the other
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
     # Members that kept others waiting, and what they did, for the reason of this world's end.
     stalled: Table[WorkerId, str] = field(default_factory=Table)
@@ -566,15 +563,15 @@ class DriverState(Part):
     stage: JobStage = JobStage.GATHERING  # ENDED is final
     checkpoints: tuple[Checkpoint, ...] = ()  # the published ones, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
-    # Sender and number of the newest `CheckpointStoreFull`.
-    newest_store_full: tuple[WorkerId, int] | None = None
+    newest_store_full: tuple[WorkerId, int] | None = None  # sender and number of that `CheckpointStoreFull`
     blacklist: Blacklist = field(default_factory=Blacklist)  # what cools down after failures
     launches: Launches = field(default_factory=Launches)  # slot launches that run or are delayed
     hosts: Hosts = field(default_factory=Hosts)  # that may carry slots, or drain
     slots: Slots = field(default_factory=Slots)  # slot tasks that are alive
     workers: Workers = field(default_factory=Workers)  # that are alive, spares not counted
-    # Evicted members that may train on.
-    possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)
+    possibly_alive: PossiblyAliveMembers = field(
+        default_factory=PossiblyAliveMembers
+    )  # evicted, may train on
     connections: Connections = field(default_factory=Connections)  # for the failure detector
     failures: FailureHistory = field(default_factory=FailureHistory)  # that still count
     current: CurrentWorld = field(default_factory=CurrentWorld)  # the newest world

@@ -160,8 +160,7 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
 
 def test_the_log_has_the_reason_of_each_world_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "spark_elastic")
-    bench = Bench(FOUR)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=FOUR)
     monitor = JobMonitor(JobListener(), FakeClock())
     monitor.on_transition(on.Tick(1.0), bench.find_commands(PublishWorld), None)
     assert caplog.messages == [bench.world.reason]

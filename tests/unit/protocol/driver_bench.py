@@ -52,6 +52,13 @@ class Bench:
         self.invariants.check(self.state, None, self.state, self.commands)
         self.log = list(self.commands)
 
+    @classmethod
+    def running(cls, *jobs: int, limits: Limits = FOUR, **changes: Any) -> Bench:
+        """With a world of these jobs' workers."""
+        bench = cls(limits, **changes)
+        bench.start(*jobs)
+        return bench
+
     def on(self, played: on.DriverEvent | DriverMessage) -> tuple[DriverCommand, ...]:
         event = stamp_event(played, self.now)
         before = self.state

@@ -48,16 +48,14 @@ def _finish(bench: Bench, *jobs: int) -> None:
 
 
 def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.LaunchEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
     assert bench.end.outcome is JobOutcome.CANCELLED
     assert len(bench.find_commands(LaunchSlot)) == 4
 
 
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
-    bench = Bench(max_workers=2, num_workers=2)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, max_workers=2, num_workers=2)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
     bench.join(WorkerId("1-1.1"))
@@ -110,8 +108,7 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
 
 
 def test_survivors_below_min_workers_wait_for_others() -> None:
-    bench = Bench(min_workers=4, start_timeout=20.0)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, min_workers=4, start_timeout=20.0)
     bench.exit(name(2), -9)
     bench.regroup(3, name(1), name(3), name(4))
     bench.wait(3.0, heartbeats_of=[1, 3, 4])
@@ -123,8 +120,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
 
 
 def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
-    bench = Bench(regroup_timeout=30.0)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, regroup_timeout=30.0)
     bench.exit(name(1), -9)
     bench.regroup(3, name(3), name(2))
     bench.wait(31.0, heartbeats_of=[2, 3, 4])
@@ -135,8 +131,7 @@ def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
 
 
 def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     before = replace(bench.state.workers[name(2)], last_seen=0.0)
     bench.join(name(2))
     assert bench.commands == ()
@@ -144,8 +139,7 @@ def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
 
 
 def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.exit(name(1), -9)
     for job in (2, 3, 4):
         bench.join(name(job))
@@ -154,8 +148,7 @@ def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() 
 
 
 def test_reset_limit_counts_new_worlds() -> None:
-    bench = Bench(reset_limit=1)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, reset_limit=1)
     for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
         bench.exit(name(lost), -9)
         bench.regroup(3, *(name(job) for job in left))
@@ -165,8 +158,7 @@ def test_reset_limit_counts_new_worlds() -> None:
 
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
 def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
-    bench = Bench(reset_limit=1)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, reset_limit=1)
     bench.start_warm(3)
     bench.stop_planned(1, name(1), name(2))
     bench.form()
@@ -183,9 +175,9 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
 # ---- planned changes
 
 
+@pytest.mark.scenario("U1")
 def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     bench.slot(3)
     bench.slot(4)
     bench.join(name(3))
@@ -202,16 +194,14 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
 
 
 def test_no_change_is_announced_that_would_change_nothing() -> None:
-    bench = Bench(max_global_batch=2)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, max_global_batch=2)
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert bench.world.size == 2
     assert not bench.find_commands(AnnounceChange)
 
 
 def test_a_planned_change_that_is_undone_changes_nothing() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.exit(name(3), -9)
@@ -221,8 +211,7 @@ def test_a_planned_change_that_is_undone_changes_nothing() -> None:
 
 
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
-    bench = Bench(regroup_timeout=30.0)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, regroup_timeout=30.0)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.stop_planned(6, name(1))
@@ -232,8 +221,7 @@ def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
 
 
 def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3)
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
     bench.on(RegisterSlot(SlotId("4-0"), "h4", 4))
     assert [type(command) for command in bench.commands] == [ReleaseSlot]
@@ -244,8 +232,7 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
 
 @pytest.mark.scenario("U1")
 def test_r15_results_in_rank_order_once_all_are_done() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     _finish(bench, 3, 1, 4)
     assert not bench.find_commands(End)
     _finish(bench, 2)
@@ -257,8 +244,7 @@ def test_r15_results_in_rank_order_once_all_are_done() -> None:
 
 def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cost_it() -> None:
     """An exception beyond the failure budget, processes killed for memory, and a slot job that somebody cancels."""
-    bench = Bench(failure_budget=0)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, failure_budget=0)
     _finish(bench, 1)
     bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
@@ -272,8 +258,7 @@ def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cos
 
 
 def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     _finish(bench, 2, 3)
     bench.exit(name(1), -9)
     bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
@@ -284,8 +269,7 @@ def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() ->
 
 
 def test_r15_the_wait_for_a_member_that_never_reports_is_limited() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     _finish(bench, 1)
     bench.wait(31.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is JobOutcome.SUCCESS
@@ -293,8 +277,7 @@ def test_r15_the_wait_for_a_member_that_never_reports_is_limited() -> None:
 
 
 def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
     assert bench.end.outcome is JobOutcome.CANCELLED
     bench.on(RegisterSlot(SlotId("9-0"), "h9", 9))
@@ -306,8 +289,7 @@ def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
 
 
 def test_step_leaves_the_state_that_it_was_given_alone() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3)
     before, frozen = bench.state, bench.state.copy()
     bench.exit(name(2), -9)
     assert before == frozen

@@ -21,6 +21,7 @@ def _list(bench: Bench, *hosts: tuple[str, int]) -> None:
     bench.on(on.HostsDiscovered(0, hosts))
 
 
+@pytest.mark.scenario("U1")
 @pytest.mark.scenario("U3")
 def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
     bench = Bench()
@@ -92,8 +93,7 @@ def test_w15_a_list_of_hosts_that_is_back_within_the_debounce_changes_nothing(
 def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
     target: dict[str, object],
 ) -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", **target))  # type: ignore[arg-type]
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
@@ -106,8 +106,7 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
 
 
 def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
     bench.exit(name(2), -9)
     bench.restart(name(2, 2))
@@ -117,8 +116,7 @@ def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> 
 
 
 def test_a_released_slot_is_launched_again_below_min_workers() -> None:
-    bench = Bench(min_workers=2, max_workers=2, num_workers=2)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, min_workers=2, max_workers=2, num_workers=2)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
     bench.exit(name(2), -9)
     bench.on(on.LaunchEnded(0, 2, "released"))
@@ -166,8 +164,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
 def test_the_user_is_notified_of_a_drain_that_matches_no_worker(
     order: dict[str, object], said: str | None
 ) -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=said is not None, **order))  # type: ignore[arg-type]
     reasons = [each.reason for each in bench.find_commands(NotifyUser)]
     assert len(reasons) == (said is not None)
@@ -176,8 +173,7 @@ def test_the_user_is_notified_of_a_drain_that_matches_no_worker(
 
 
 def test_the_user_is_notified_of_a_drain_that_waits_for_others() -> None:
-    bench = Bench(min_workers=2, max_workers=3, num_workers=3)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, min_workers=2, max_workers=3, num_workers=3)
     for rank in (2, 1):
         bench.on(on.DrainRequested(0, "maintenance", rank=rank, by_user=True))
     (notice,) = bench.find_commands(NotifyUser)

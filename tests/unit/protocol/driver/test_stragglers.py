@@ -29,8 +29,7 @@ def let_spare_join(bench: Bench) -> None:
 
 
 def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host_cools_down() -> None:
-    bench = Bench()
-    bench.start(*ALL)
+    bench = Bench.running(*ALL)
     exchange(bench, name(2), 6)
     let_spare_join(bench)
     exchange(bench, SPARE, 12)
@@ -43,16 +42,14 @@ def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host
 
 
 def test_a_straggler_stays_where_the_world_would_be_too_small_without_it() -> None:
-    bench = Bench(min_workers=4)
-    bench.start(*ALL)
+    bench = Bench.running(*ALL, min_workers=4)
     bench.on(WorkerStraggles(name(2), bench.fence, "it is slow"))
     bench.wait(1.0, heartbeats_of=ALL)
     assert not bench.find_commands(AnnounceChange)
 
 
 def test_a_straggler_of_a_former_world_changes_nothing() -> None:
-    bench = Bench()
-    bench.start(*ALL)
+    bench = Bench.running(*ALL)
     bench.on(WorkerStraggles(name(2), Fence(1, bench.fence.generation - 1), "it was slow"))
     bench.wait(1.0, heartbeats_of=ALL)
     assert not bench.find_commands(AnnounceChange)

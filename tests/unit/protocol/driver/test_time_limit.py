@@ -10,9 +10,7 @@ from tests.unit.protocol.driver_bench import Bench, at, name
 
 
 def _start_one(**limits: float) -> Bench:
-    bench = Bench(num_workers=1, max_workers=1, **limits)
-    bench.start(1)
-    return bench
+    return Bench.running(1, num_workers=1, max_workers=1, **limits)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +35,7 @@ def test_a_job_that_does_not_stop_ends_with_its_time(
 
 
 def _start_two(most: int = 2) -> Bench:
-    bench = Bench(num_workers=2, max_workers=most, max_runtime=100.0)
-    bench.start(1, 2)
-    return bench
+    return Bench.running(1, 2, num_workers=2, max_workers=most, max_runtime=100.0)
 
 
 def _check_planned_end(bench: Bench, step: int, *jobs: int) -> None:
@@ -81,8 +77,7 @@ def test_a_loss_around_the_end_of_the_time_costs_no_checkpoint(lost_at: float) -
 
 
 def test_a_loss_after_the_time_is_up_ends_a_job_without_resets_by_its_time() -> None:
-    bench = Bench(num_workers=2, max_workers=2, max_runtime=100.0, reset_limit=0)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, num_workers=2, max_workers=2, max_runtime=100.0, reset_limit=0)
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.exit(name(2), -9)
     bench.regroup(50, name(1))

@@ -39,14 +39,8 @@ def _replace(bench: Bench, job: int, started: int) -> str:
     return worker
 
 
-def _start_three() -> Bench:
-    bench = Bench(WHOLE)
-    bench.start(1, 2, 3)
-    return bench
-
-
 def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
-    bench = _start_three()
+    bench = Bench.running(1, 2, 3, limits=WHOLE)
     _finish(bench, name(1), name(3))
     bench.start_warm(4)
     bench.wait(70.0, heartbeats_of=[1, 2, 3, 4])
@@ -59,7 +53,7 @@ def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
 
 @pytest.mark.parametrize("first", [name(1), name(3)])
 def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(first: str) -> None:
-    bench = _start_three()
+    bench = Bench.running(1, 2, 3, limits=WHOLE)
     _finish(bench, first)
     bench.exit(name(2), -9)
     (abort,) = bench.find_commands(AbortWorld)
@@ -76,7 +70,7 @@ def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(
 
 
 def test_r15_a_member_lost_after_its_result_counts_as_done() -> None:
-    bench = _start_three()
+    bench = Bench.running(1, 2, 3, limits=WHOLE)
     _finish(bench, name(2))
     bench.exit(name(2), -9)
     assert not bench.find_commands(AbortWorld)
@@ -86,8 +80,7 @@ def test_r15_a_member_lost_after_its_result_counts_as_done() -> None:
 
 @pytest.mark.parametrize("rank_0_first", [True, False])
 def test_r15_an_exception_of_one_rank_is_retried_once_and_then_ends_the_job(rank_0_first: bool) -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=replace(WHOLE, num_workers=2, max_workers=2))
     if rank_0_first:
         _finish(bench, name(1))
     _raise(bench, name(2))
@@ -112,8 +105,9 @@ def test_r15_an_exception_of_one_rank_is_retried_once_and_then_ends_the_job(rank
     ],
 )
 def test_r15_the_wait_for_a_rank_that_raised_is_limited(cooldown: float, step: int, seconds: float) -> None:
-    bench = Bench(WHOLE, num_workers=2, max_workers=2, cooldown_range=(cooldown, cooldown))
-    bench.start(1, 2)
+    bench = Bench.running(
+        1, 2, limits=WHOLE, num_workers=2, max_workers=2, cooldown_range=(cooldown, cooldown)
+    )
     _raise(bench, name(2), step)
     if step:
         bench.join(name(1), bench.fence, at(step))
@@ -130,8 +124,7 @@ def test_r15_the_wait_for_a_rank_that_raised_is_limited(cooldown: float, step: i
 def test_r13_a_code_that_the_function_chose_is_like_an_exception(
     code: int, outcome: JobOutcome | None
 ) -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=replace(WHOLE, num_workers=2, max_workers=2))
     bench.exit(name(2), code)
     _finish(bench, name(1))
     newcomer = _replace(bench, 2, 2)
@@ -145,8 +138,7 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(
 
 
 def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:
-    bench = Bench(WHOLE, num_workers=2, max_workers=2)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=WHOLE, num_workers=2, max_workers=2)
     bench.on(WorkerRaised(name(2), bench.fence, at(3), "print", "Traceback\nValueError: rank 1"))
     bench.on(Heartbeat(name(2).slot, name(2), "T"))
     stops = [stop.kill for stop in bench.find_commands(StopWorker) if stop.worker == name(2)]
@@ -159,8 +151,7 @@ def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:
 
 
 def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None:
-    bench = Bench(replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
     bench.exit(name(2), 5)
     bench.join(name(1), bench.fence, at(7))
     newcomer = _replace(bench, 2, 2)
@@ -171,8 +162,7 @@ def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None
 
 
 def test_a_world_that_breaks_since_a_member_returned_too_early_says_so() -> None:
-    bench = Bench(WHOLE)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=WHOLE)
     _finish(bench, name(1))
     bench.join(name(2), bench.fence, at(0), suspects=(name(1),), reason="receive timed out")
     assert f"blames {name(1)} (which had returned its result): receive timed out" in bench.world.reason

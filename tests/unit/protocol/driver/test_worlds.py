@@ -139,8 +139,7 @@ def _find_killed(bench: Bench) -> set[str]:
 
 
 def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=SHORT)
     bench.exit(name(2), -9)
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
@@ -149,8 +148,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
 
 
 def test_the_last_member_with_the_state_is_not_evicted_while_only_members_without_state_came_back() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=SHORT)
     bench.exit(name(3), -9)
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
     bench.wait(SHORT.regroup_timeout + 1.0, heartbeats_of=[1, 2])
@@ -158,16 +156,14 @@ def test_the_last_member_with_the_state_is_not_evicted_while_only_members_withou
 
 
 def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=SHORT)
     bench.exit(name(2), -9)
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, heartbeats_of=[1, 2])
     assert _find_killed(bench) == {name(1)}
 
 
 def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came_with_the_state() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=SHORT)
     bench.join(name(2), bench.fence, at(7), suspects=(name(1),), reason="timed out after 60 s")
     bench.wait(SHORT.regroup_timeout - 0.1, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
@@ -177,8 +173,7 @@ def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came
 
 
 def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
-    bench = Bench(replace(SHORT, regroup_timeout=600.0))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=replace(SHORT, regroup_timeout=600.0))
     bench.exit(name(2), -9)
     for _ in range(int(SHORT.lease / 0.1) + 5):
         bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))
@@ -213,8 +208,7 @@ def _keep_rank_0_busy(bench: Bench, step: int) -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: bool) -> None:
-    bench = Bench(replace(SHORT, num_workers=3, max_workers=3))
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=replace(SHORT, num_workers=3, max_workers=3))
     for attempt in range(6):
         if not bench.find_commands(End):
             _keep_rank_0_busy(bench, 7 + attempt * moves)
