@@ -14,14 +14,7 @@ from typing import TypeAlias
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone, WorkerRaised
-from spark_elastic.protocol.types import (
-    DRIVER_SILENT_EXIT_CODE,
-    START,
-    Fence,
-    Position,
-    WorkerId,
-    WorldView,
-)
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, WorkerId, WorldView
 
 
 class WorkerStage(Enum):

@@ -128,9 +128,7 @@ class Report:
 
 
 def simulate(
-    plan: FaultPlan,
-    driver_step: Step = driver_machine.step,
-    worker_step: WorkerStep = worker_machine.step,
+    plan: FaultPlan, driver_step: Step = driver_machine.step, worker_step: WorkerStep = worker_machine.step
 ) -> Report:
     """Run the plan to its end.
 

@@ -63,9 +63,7 @@ class Blacklist:
         earlier = tuple(f for f in self.failed.get(host, ()) if f[0] != slot and f[1] >= oldest)
         failed = (*earlier, (slot, now))
         changed = replace(
-            self,
-            slots=_add_failure(self.slots, slot, now, limits),
-            failed=self.failed.put(host, failed),
+            self, slots=_add_failure(self.slots, slot, now, limits), failed=self.failed.put(host, failed)
         )
         if len(failed) > 1 or slots <= 1:
             return replace(changed, hosts=_add_failure(self.hosts, host, now, limits))

@@ -12,9 +12,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.failure_detector import (
-    remove_slot,
-)
+from spark_elastic.protocol.driver.failure_detector import remove_slot
 from spark_elastic.protocol.driver.state import (
     DrainCause,
     JobStage,
@@ -24,16 +22,8 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
-from spark_elastic.protocol.messages import (
-    ANOTHER_RELEASE,
-    RegisterSlot,
-    WorkerStraggles,
-)
-from spark_elastic.protocol.types import (
-    HostId,
-    Position,
-    SlotId,
-)
+from spark_elastic.protocol.messages import ANOTHER_RELEASE, RegisterSlot, WorkerStraggles
+from spark_elastic.protocol.types import HostId, Position, SlotId
 
 # Seconds before a launch, by how many before it failed in a row. Spark alone decides where a slot job lands: without a
 # delay it would use a host that has room but may not take part again and again. The last value is how long another host

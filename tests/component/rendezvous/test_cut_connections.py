@@ -97,9 +97,7 @@ def test_a_request_that_is_cut_anywhere_is_answered_as_an_undisturbed_one(
             assert bool(heard) == bool(expected)
 
 
-def test_a_request_that_the_network_held_back_changes_nothing_after_its_repeat(
-    driver: Driver, network: CuttableNetwork
-) -> None:
+def test_a_held_back_request_changes_nothing_after_a_repeat(driver: Driver, network: CuttableNetwork) -> None:
     with driver.client(address=network.address) as client:
         client.ask(ListKeys("s"))
         network.hold()

@@ -53,9 +53,7 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
         driver.events.get_nowait()
 
 
-def test_the_server_survives_repeated_deaths_of_its_loop(
-    driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_server_survives_deaths_of_its_loop(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     slot = driver.client()
     with caplog.at_level(logging.CRITICAL):
         for _ in range(3):

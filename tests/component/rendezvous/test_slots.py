@@ -104,9 +104,7 @@ def test_after_the_end_of_the_job_every_request_is_answered_with_stop(driver: Dr
     )
 
 
-def test_r12_a_request_whose_answer_never_comes_is_sent_again_after_its_patience(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_r12_a_request_without_answer_is_sent_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     client = driver.client()
     client.ask(Heartbeat("1-0"))
     limits, post = [], client._pool.post

@@ -205,9 +205,7 @@ def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
-    driver: Driver,
-) -> None:
+def test_before_its_spare_is_due_a_dead_worker_is_replaced_by_a_cold_one(driver: Driver) -> None:
     def play() -> None:
         driver.await_event(RegisterSlot)
         assert driver.await_event(WorkerStarted).worker == f"{SLOT}.1"
@@ -221,9 +219,7 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
     assert serve(driver, AnnouncingProgram(1), play, spare_after=1000.0) == "enough"
 
 
-def test_a_missing_spare_and_a_growing_memory_shortage_are_reported_once_and_cost_no_worker(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_or_of_a_spare_is_told_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_agent, "MEMORY_CHECK_EVERY", 0.05)
     monkeypatch.setattr(slot_agent, "SPARE_RETRY", 0.05)
     starts: list[OSError | None] = [None, OSError(errno.EMFILE, "Too many open files"), None]

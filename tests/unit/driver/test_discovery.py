@@ -89,9 +89,7 @@ def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptu
     assert "its last answer holds: the cluster manager restarts" in caplog.text
 
 
-def test_a_discovery_call_that_hangs_does_not_block_the_driver(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hanging_call_is_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     calls, late = 0, threading.Event()
 
     def find() -> dict[str, int]:
@@ -180,9 +178,7 @@ def test_what_is_no_host_is_refused_where_slots_have_a_default(text: str) -> Non
         parse_hosts(text, 4)
 
 
-def test_a_discovery_script_that_takes_too_long_ends_with_what_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_script_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_elastic.driver.discovery.ANSWER_TIMEOUT", 0.5)
     path = tmp_path / "hosts.sh"
     path.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/started\nwait\n")
@@ -280,9 +276,7 @@ def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
     assert closed == parts
 
 
-def test_neither_a_lack_of_threads_nor_an_exit_of_the_function_ends_the_discovery(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_ends_discovery(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     calls = 0
 
     def find() -> dict[str, int]:

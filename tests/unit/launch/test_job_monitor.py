@@ -57,9 +57,7 @@ class FullDisk(Listener):
         super().on_output(worker, rank, line)
 
 
-def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_listener_is_logged_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
     clock, listener = FakeClock(), FullDisk()
     monitor = JobMonitor(listener, clock)
     monitor._ranks = {"1-0.1": 0}
@@ -72,9 +70,7 @@ def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
     assert listener.heard == ["shown", "shown"]
 
 
-def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_observer_is_logged_once_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(JobListener):
         def on_output(self, worker: str, rank: int | None, line: str) -> None:
             raise ValueError("no such luck")
@@ -129,9 +125,7 @@ def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
     assert heard == [True, False, True]
 
 
-def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_its_next_hook(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_r17_a_failing_scheduler_costs_no_monitor_nor_next_call(caplog: pytest.LogCaptureFixture) -> None:
     called: list[str] = []
 
     def fail(name: str) -> None:

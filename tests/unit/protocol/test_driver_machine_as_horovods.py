@@ -11,12 +11,8 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import (
-    AnnounceChange,
-)
-from spark_elastic.protocol.messages import (
-    RequestNextWorld,
-)
+from spark_elastic.protocol.commands import AnnounceChange
+from spark_elastic.protocol.messages import RequestNextWorld
 from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult
 from tests.unit.protocol.driver_bench import Bench, at, name
 

@@ -7,9 +7,7 @@ from spark_elastic.protocol.table import Table
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.one_of(st.none(), st.integers())), max_size=120))
-def test_a_table_behaves_as_a_dict_and_leaves_the_original_unchanged(
-    changes: list[tuple[int, int | None]],
-) -> None:
+def test_a_table_is_a_dict_and_never_changes(changes: list[tuple[int, int | None]]) -> None:
     table: Table[int, int] = Table()
     model: dict[int, int] = {}
     for key, value in changes:

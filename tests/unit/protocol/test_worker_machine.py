@@ -127,8 +127,7 @@ def test_r15_a_newcomer_that_returned_without_a_state_holds_the_position_that_it
 
 
 @pytest.mark.parametrize(
-    ("event", "code"),
-    [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)],
+    ("event", "code"), [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)]
 )
 def test_r12_a_worker_ends_on_a_stop_or_a_silent_driver(event: on.WorkerEvent, code: int) -> None:
     me = MachineUnderTest().start_running()

@@ -47,9 +47,7 @@ def test_a_replayed_job_makes_the_same_decisions(seed: int, tmp_path: Path) -> N
     assert again.state.stage is JobStage.ENDED
 
 
-def test_a_journal_becomes_a_unit_test_that_passes_and_can_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_becomes_a_test_that_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
     source = replay(path).as_test("test_the_job_of_monday")

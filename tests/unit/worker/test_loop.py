@@ -67,9 +67,7 @@ def test_r10_a_late_abort_does_not_abort_the_next_world() -> None:
     assert groups[1].aborted == []
 
 
-def test_a_worker_that_leaves_its_world_names_the_newest_position_it_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_leaves_names_its_newest_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever thread's event is the next one; and once it has left, it stands where it said."""
     use_context_per_thread(monkeypatch)
     loop, fence = build_loop(), Fence(1, 1)
@@ -86,9 +84,7 @@ def test_a_worker_that_leaves_its_world_names_the_newest_position_it_reported(
     assert loop._state.position == Position(0, Phase.TRAIN, 2)
 
 
-def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_r21_a_newcomer_that_returns_before_the_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
     asked: list[Any] = []
 
@@ -133,9 +129,7 @@ def _run_program(raised: BaseException | None) -> on.WorkerEvent:
         (None, "InvalidInput: what training returned takes 8.6 MiB"),  # the server would refuse the message
     ],
 )
-def test_exceptions_of_user_code_are_reported_whatever_their_class(
-    raised: BaseException | None, says: str
-) -> None:
+def test_exceptions_of_user_code_of_any_class_are_told(raised: BaseException | None, says: str) -> None:
     """Otherwise it would be a mere exit code, and be retried until the failure budget is used up."""
     event = _run_program(raised)
     assert isinstance(event, on.UserRaised)

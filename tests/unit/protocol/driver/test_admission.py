@@ -3,13 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import (
-    AbortWorld,
-    AnnounceChange,
-    LaunchSlot,
-    NotifyUser,
-    ReleaseSlot,
-)
+from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, LaunchSlot, NotifyUser, ReleaseSlot
 from spark_elastic.protocol.messages import RegisterSlot
 from spark_elastic.protocol.types import HostUpdateResult, SlotId
 from tests.unit.protocol.driver_bench import Bench, name
@@ -90,9 +84,7 @@ def test_w15_a_list_of_hosts_that_is_back_within_the_debounce_changes_nothing(
 
 
 @pytest.mark.parametrize("target", [{"rank": 1}, {"worker": name(2)}])
-def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
-    target: dict[str, object],
-) -> None:
+def test_w26_a_drained_workers_slot_is_asked_for_after_a_loss(target: dict[str, object]) -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", **target))  # type: ignore[arg-type]
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
@@ -161,9 +153,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
         ({"host": "9"}, None),  # Spark decommissions executors that this job has no slot on
     ],
 )
-def test_the_user_is_notified_of_a_drain_that_matches_no_worker(
-    order: dict[str, object], said: str | None
-) -> None:
+def test_the_user_is_told_of_a_drain_without_a_match(order: dict[str, object], said: str | None) -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=said is not None, **order))  # type: ignore[arg-type]
     reasons = [each.reason for each in bench.find_commands(NotifyUser)]

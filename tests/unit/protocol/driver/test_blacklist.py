@@ -46,9 +46,7 @@ def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
 @pytest.mark.parametrize(
     ("succeeded", "after", "failures"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
 )
-def test_failures_are_forgiven_by_success_and_time_together(
-    succeeded: bool, after: float, failures: int
-) -> None:
+def test_failures_are_forgiven_by_success_and_time(succeeded: bool, after: float, failures: int) -> None:
     failed = _fail(Blacklist(), "1-0", 0.0, slots=1)
     if succeeded:
         failed = failed.record_success("1-0", "h")

@@ -120,9 +120,7 @@ def keep(step: int, generation: int = 0, attempt: int = 1) -> Checkpoint:
         ({1: keep(9, generation=1), 3: keep(7, generation=2)}, 2, [7, 6]),
     ],
 )
-def test_r23_a_world_without_survivors_begins_from_a_newer_commit_that_a_host_keeps(
-    kept: dict[int, Checkpoint], source: int, steps: list[int]
-) -> None:
+def test_r23_a_newer_kept_commit_counts(kept: dict[int, Checkpoint], source: int, steps: list[int]) -> None:
     bench = start_running()
     report_written(bench, 6)
     for job in (1, 2, 3, 4):

@@ -163,9 +163,7 @@ def test_a_late_message_about_an_older_worker_is_ignored() -> None:
         ),
     ],
 )
-def test_a_cause_that_is_reported_after_the_next_world_reaches_the_user(
-    event: on.DriverEvent, said: str
-) -> None:
+def test_a_cause_reported_after_the_next_world_reaches_the_user(event: on.DriverEvent, said: str) -> None:
     bench = Bench.running(1, 2, num_workers=2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))
     bench.join(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up")

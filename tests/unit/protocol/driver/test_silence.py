@@ -36,9 +36,7 @@ def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_about_other_slots(
-    first: int,
-) -> None:
+def test_r12_after_a_pause_one_fresh_heartbeat_proves_nothing_of_other_slots(first: int) -> None:
     """The heartbeats of the others are still unread in its sockets when the first tick comes."""
     bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(1.0, heartbeats_of=ALL)
@@ -106,9 +104,7 @@ def test_a_program_that_exits_with_the_code_of_a_silent_driver_ends_the_job() ->
 @pytest.mark.parametrize(
     "order", [on.HostsDiscovered(0, (("h1", 1), ("h2", 1))), on.DrainRequested(0, "it goes", host="h9")]
 )
-def test_r14_a_second_attempt_waits_only_until_the_first_must_have_ended(
-    order: on.DriverEvent,
-) -> None:
+def test_r14_a_second_attempt_waits_until_the_first_must_have_ended(order: on.DriverEvent) -> None:
     """Spark retries a task whose process was killed, and reports nothing."""
     bench = Bench.running(1, 2, limits=Limits(2, 2, 2, driver_timeout=10.0))
     bench.exit(name(1), -9)
@@ -174,9 +170,7 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
         ("wait", 3.0, "", 5.1),
     ],
 )
-def test_r24_a_silent_member_is_lost_once_it_is_later_than_ever_and_others_wait_for_it(
-    others: str, late: float, letter: str, within: float
-) -> None:
+def test_r24_a_member_others_wait_for_is_lost(others: str, late: float, letter: str, within: float) -> None:
     """letter: of its process, if its slot sends heartbeats."""
     bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(2.0, heartbeats_of=ALL)

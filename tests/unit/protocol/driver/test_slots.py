@@ -20,9 +20,7 @@ from tests.unit.protocol.driver_bench import Bench, at, name
         (True, [0.0] * 5),
     ],
 )
-def test_a_slot_job_that_ended_is_launched_again_at_once_if_it_had_worked(
-    works: bool, expected: list[float]
-) -> None:
+def test_a_slot_job_that_had_worked_is_launched_again_at_once(works: bool, expected: list[float]) -> None:
     bench = Bench(max_workers=1, num_workers=1)
     delays = []
     for job in range(1, len(expected) + 1):
@@ -140,9 +138,7 @@ ORDERS = (
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["host drains", "drained by hand", "not listed"])
-def test_r14_an_unneeded_second_attempt_is_released_once_the_first_is_gone(
-    order: on.DriverEvent,
-) -> None:
+def test_r14_a_second_attempt_is_released_once_the_first_is_gone(order: on.DriverEvent) -> None:
     bench = _start_copied()
     bench.on(order)
     bench.wait(2.0, heartbeats_of=[1, 2])

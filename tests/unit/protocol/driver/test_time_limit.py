@@ -21,9 +21,7 @@ def _start_one(**limits: float) -> Bench:
         ({}, True, None),
     ],
 )
-def test_a_job_that_does_not_stop_ends_with_its_time(
-    limits: dict[str, float], world: bool, seconds: float | None
-) -> None:
+def test_a_job_ends_with_its_time(limits: dict[str, float], world: bool, seconds: float | None) -> None:
     bench = _start_one(**limits) if world else Bench(**limits)
     bench.wait((seconds or 500.0) - 1.0 - bench.now, heartbeats_of=[1])
     assert not bench.find_commands(End)

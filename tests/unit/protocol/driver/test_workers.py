@@ -121,9 +121,7 @@ def test_r15_the_wait_for_a_rank_that_raised_is_limited(cooldown: float, step: i
 @pytest.mark.parametrize(
     ("code", "outcome"), [(5, JobOutcome.USER_ERROR), (0, JobOutcome.USER_ERROR), (1, None), (-11, None)]
 )
-def test_r13_a_code_that_the_function_chose_is_like_an_exception(
-    code: int, outcome: JobOutcome | None
-) -> None:
+def test_r13_a_code_that_the_function_chose_is_an_exception(code: int, outcome: JobOutcome | None) -> None:
     bench = Bench.running(1, 2, limits=replace(WHOLE, num_workers=2, max_workers=2))
     bench.exit(name(2), code)
     _finish(bench, name(1))

@@ -55,9 +55,7 @@ def _workers(spec: str) -> list[WorkerRecord]:
         ("A5", "N", 1, 1, "A"),
     ],
 )
-def test_members_are_survivors_then_newcomers(
-    survivors: str, newcomers: str, least: int, most: int, chosen: str
-) -> None:
+def test_survivors_come_first(survivors: str, newcomers: str, least: int, most: int, chosen: str) -> None:
     limits = Limits(num_workers=most, min_workers=least, max_workers=most)
     found = choose_members(_workers(survivors), _workers(newcomers), limits)
     assert "".join(worker.worker for worker in found) == chosen
@@ -117,16 +115,9 @@ def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joinin
 
 @pytest.mark.parametrize(
     ("positions", "source"),
-    [
-        ([None, None], None),
-        ([at(3), at(3), None], 0),
-        ([at(3), at(4), at(4)], 1),
-        ([None, at(0)], 1),
-    ],
+    [([None, None], None), ([at(3), at(3), None], 0), ([at(3), at(4), at(4)], 1), ([None, at(0)], 1)],
 )
-def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
-    positions: list[Position | None], source: int | None
-) -> None:
+def test_r04_the_source_is_lowest_of_newest(positions: list[Position | None], source: int | None) -> None:
     workers = [WorkerRecord(f"w{i}", f"s{i}", "h", 0.0, position=p) for i, p in enumerate(positions)]
     assert find_source(workers) == source
 
