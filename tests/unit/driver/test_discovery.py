@@ -14,7 +14,6 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver import discovery
 from spark_elastic.driver.discovery import (
     CombinedDiscovery,
-    FixedHosts,
     HostPoller,
     JobHandle,
     ScriptFinder,
@@ -220,28 +219,17 @@ def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> No
     other.close()
 
 
-def test_a_drain_without_a_name_says_what_to_give() -> None:
-    with pytest.raises(InvalidInput, match=r"by name: drain\(rank=1\), or drain\(worker='0-0\.1'\)"):
-        JobHandle().drain("0-0.1")
-
-
-@pytest.mark.parametrize("choices", [{}, {"rank": 1, "host": "a"}])
-def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput, match="exactly one"):
-        JobHandle().drain(**choices)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("given", "choices"), [((), {}), ((), {"rank": 1, "host": "a"}), (("0-0.1",), {})])
+def test_a_drain_names_one_target(given: tuple[str, ...], choices: dict[str, object]) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"exactly one .* by name: drain\(rank=1\), or drain\(worker='0-0\.1'\)"
+    ):
+        JobHandle().drain(*given, **choices)  # type: ignore[arg-type]
 
 
 def test_a_value_that_is_no_job_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
         build_discovery(SilentDiscovery(), None, "handle", CLOCK)
-
-
-def test_fixed_hosts_are_listed_once() -> None:
-    posted: list[DriverEvent] = []
-    hosts = FixedHosts({"a": 2}, CLOCK)
-    hosts.start(posted.append)
-    hosts.close()
-    assert [_read_hosts(event) for event in posted] == [{"a": 2}]
 
 
 def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) -> None:

@@ -42,8 +42,7 @@ def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
     for job, what in ((2, "row 17"), (1, "connection closed by peer"), (3, "connection closed by peer")):
         assert not bench.find_commands(End)
         _raise(bench, name(job), what, step=0)
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert name(2) in bench.end.reason
+    bench.check_end(JobOutcome.USER_ERROR, name(2))
     assert "ValueError: row 17" in bench.end.detail
     assert "all 3 workers of world 1 raised" in bench.end.reason
 
@@ -125,8 +124,7 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     for started in (4, 5):
         bench.on(WorkerStarted(name(2, started).slot, name(2, started)))
         bench.exit(name(2, started), 1)
-    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
-    assert "failed 3 times within 100 s" in bench.end.reason
+    bench.check_end(JobOutcome.FAILURE_BUDGET, "failed 3 times within 100 s")
 
 
 def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_raise() -> None:
@@ -324,8 +322,7 @@ def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
         bench.form()
     assert not bench.find_commands(End)
     _crash(bench, name(1, 4))
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert f"in 2 worlds that began at {format_position(at(200))}" in bench.end.reason
+    bench.check_end(JobOutcome.USER_ERROR, f"in 2 worlds that began at {format_position(at(200))}")
 
 
 def test_r13_a_crash_before_any_world_ends_the_job_once_all_slots_had_it_twice() -> None:

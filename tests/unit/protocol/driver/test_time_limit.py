@@ -79,8 +79,7 @@ def test_a_loss_after_the_time_is_up_ends_a_job_without_resets_by_its_time() -> 
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.exit(name(2), -9)
     bench.regroup(50, name(1))
-    assert bench.end.outcome is JobOutcome.TIME_LIMIT
-    assert "(max_runtime)" in bench.end.reason
+    bench.check_end(JobOutcome.TIME_LIMIT, "(max_runtime)")
 
 
 def test_a_member_that_writes_its_last_checkpoint_is_waited_for_longer_than_at_another_stop() -> None:
@@ -98,16 +97,4 @@ def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     for job in (1, 2):
         bench.exit(name(job), -9)
-    assert bench.end.outcome is JobOutcome.TIME_LIMIT
-
-
-def test_survivors_that_reach_no_step_boundary_are_ended_after_the_grace_period() -> None:
-    bench = _start_two()
-    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
-    bench.exit(name(2), -9)
-    bench.regroup(50, name(1))
-    bench.form()
-    bench.wait(LAST_STOP_TIMEOUT - 2.0, heartbeats_of=[1])
-    assert not bench.find_commands(End)
-    bench.wait(2.0, heartbeats_of=[1])
     assert bench.end.outcome is JobOutcome.TIME_LIMIT
