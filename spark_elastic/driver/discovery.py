@@ -168,11 +168,8 @@ class HostPoller:
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post) -> None:
-        """Ask once, then keep asking in a thread.
-
-        Raises:
-            InvalidInput: the first answer failed or did not come. What `on_answer` raises for it is raised, too.
-        """
+        """Ask once, then keep asking in a thread. Raises InvalidInput where the first answer failed or is missing, and
+        what `on_answer` raises for it."""
         try:
             listed = self._poll()
         except Exception as error:  # the user's function may raise anything
@@ -233,8 +230,7 @@ def _call_find(find: Find, call: Future[Listed]) -> None:
 
 
 class ScriptFinder:
-    """Runs an executable and reads the hosts off its output, one `host[:slots]` a line. One thread at a time calls
-    it."""
+    """Runs an executable and reads the hosts off its output, one `host[:slots]` a line. Called by one thread."""
 
     def __init__(self, command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> None:
         self._command = list(command)

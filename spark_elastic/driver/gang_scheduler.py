@@ -48,12 +48,7 @@ def get_job_queue(owner: object) -> JobQueue:
 
 class QueueTimeout:
     """A deadline that is postponed while a job of the application trains: its slots are in use, not missing, and a
-    queue of long fits on a full cluster is worked off.
-
-    Args:
-        seconds: the time that must pass without a training job.
-        what: what waits, for the log.
-    """
+    queue of long fits on a full cluster is worked off. seconds: that must pass without a training job. what: waits."""
 
     def __init__(self, queue: JobQueue, seconds: float, clock: Clock, what: str) -> None:
         self._queue, self._seconds, self._clock, self._what = queue, seconds, clock, what
@@ -107,11 +102,8 @@ class GangScheduler:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GangScheduler:
-        """Wait until this job may gather.
-
-        Raises:
-            NotEnoughWorkers: another job has been gathering for `start_timeout`, and none trained.
-        """
+        """Wait until this job may gather. Raises NotEnoughWorkers once another one has been gathering for
+        `start_timeout`, and none trained."""
         try:
             self._wait_for_turn()
         except BaseException:

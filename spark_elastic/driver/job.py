@@ -219,12 +219,7 @@ def _close_launcher(launcher: Launcher) -> None:
 
 
 def unpack_results(end: End) -> tuple[str, ...]:
-    """What the workers returned, in rank order.
-
-    Raises:
-        JobFailed: the subclass that fits the outcome.
-        JobCancelled: the user or Spark ended the job.
-    """
+    """What the workers returned, in rank order. Raises the JobFailed that fits the outcome, or JobCancelled."""
     if end.outcome is JobOutcome.SUCCESS:
         return end.results
     reason = end.reason

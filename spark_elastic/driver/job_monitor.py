@@ -35,14 +35,11 @@ ENDED = ("", "X", "Z")  # states of a process that is no more
 
 
 class StallDetector(JobListener):
-    """Names members that keep the others waiting, once per world: in the log, and to the driver machine.
+    """Names members that keep the others waiting, once per world: in the log, and to the driver machine. Runs on the
+    driver's thread.
 
-    Runs on the driver's thread.
-
-    Args:
-        post: takes `WorkerStalled`.
-        stall_after: how long others have to wait for a member before it is named, in seconds.
-        heartbeat_interval: seconds between two heartbeats of a slot, for a number of slots.
+    stall_after: seconds for which others have to wait for a member before it is named. heartbeat_interval: seconds
+    between two heartbeats of a slot, for a number of slots.
     """
 
     def __init__(self, post: Post, stall_after: float, heartbeat_interval: Callable[[int], float]) -> None:
@@ -96,12 +93,9 @@ def find_stalls(
     A member waits when its main thread is in a collective or asks for its next world. If a member has waited for long,
     another one has not come: it works on, is stopped, or its slot is silent.
 
-    Args:
-        heartbeats: the newest of each slot, with the time at which it came.
-        since: when the world began.
-        interval: seconds between two heartbeats of a slot.
-        ended_at: when the world ended, None if it has not. Members that run on in it keep the next world waiting,
-            even if no other is left whose heartbeats could say that it waits.
+    heartbeats: the newest of each slot, with the time at which it came. since: when the world began. ended_at: when it
+    ended, None if it has not; members that run on in it keep the next world waiting, even if no other is left whose
+    heartbeats could say that it waits.
     """
     silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
     fresh = {slot: heartbeat for slot, (came, heartbeat) in heartbeats.items() if now - came <= silent}
@@ -146,9 +140,8 @@ class JobMonitor:
     it, except for output, which the server delivers on a separate thread. Of an observer, only the first failure is
     logged. A scheduler that fails is logged and called again.
 
-    Args:
-        observers: in addition to the job's history.
-        scheduler: told of each world and of lacking slots, on the driver's thread.
+    observers: in addition to the job's history. scheduler: told of each world and of lacking slots, on the driver's
+    thread.
     """
 
     def __init__(

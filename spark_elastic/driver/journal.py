@@ -32,12 +32,8 @@ FORMAT = 7  # of the file
 
 
 class Journal:
-    """The journal of one job.
-
-    Args:
-        path: the file to append to; None: no file.
-        listener: called with every event, its commands and the state that followed, even if they are not written.
-    """
+    """The journal of one job. path: the file to append to; None: no file. listener: called with every event, its
+    commands and the state that followed, even if they are not written."""
 
     def __init__(self, path: str | None = None, listener: Listener | None = None) -> None:
         self._path, self._listener = path, listener

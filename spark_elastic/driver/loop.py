@@ -51,11 +51,7 @@ class EventQueue:
             self._wakeup.set()
 
     def get(self, timeout: float) -> DriverEvent | None:
-        """The oldest event; waits up to `timeout` seconds for one that is no heartbeat.
-
-        Raises:
-            queue.Empty: there is none.
-        """
+        """The oldest event; waits up to `timeout` seconds for one that is no heartbeat. Raises queue.Empty."""
         self._wakeup.clear()
         if not self._events:
             if self._in_a_row > MANY_EVENTS:
@@ -159,10 +155,8 @@ def execute(
     publish: Callable[[tuple[Checkpoint, ...]], None],
     command: DriverCommand,
 ) -> None:
-    """Execute one of the machine's commands without blocking, in the driver's thread.
-
-    publish: publishes checkpoints, newest first, and deletes others; returns at once.
-    """
+    """Execute one of the machine's commands without blocking, in the driver's thread. publish: publishes checkpoints,
+    newest first, and deletes others."""
     match command:
         case do.LaunchSlot(_, launch):
             launcher.launch(launch)

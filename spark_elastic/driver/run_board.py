@@ -35,12 +35,8 @@ STATUS, REPORT, END, BEAT = "status", "report", "end", "beat"  # keys of what is
 
 
 class RunBoard:
-    """The driver's side.
-
-    Args:
-        describe: returns the job's status and report, as JSON takes them; called in the thread.
-        post: takes what others ask for, and the end of a job whose run another driver holds.
-    """
+    """The driver's side. describe: returns the job's status and report, as JSON takes them; called in the thread. post:
+    takes what others ask for, and the end of a job whose run another driver holds."""
 
     def __init__(
         self, run: OwnedRun, describe: Callable[[], dict[str, Any]], post: Post, clock: Clock
@@ -117,11 +113,7 @@ def encode_request(event: DriverEvent) -> bytes:
 
 
 def read_board(store: Store, run_id: str) -> tuple[int, dict[str, Any]]:
-    """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet. Raises StoreError."""
     attempt = find_highest_attempt(store, run_id)
     name = status_name(run_id, attempt)
     text = store.read_bytes(name) if store.exists(name) else b""

@@ -47,10 +47,6 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
     return tx.state, tuple(tx.commands)
 
 
-def _on_tick(tx: Transition, event: on.Tick) -> None:
-    failure_detector.check_connections_and_leases(tx)
-
-
 def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
     """R18 (publication): a checkpoint is published if it is of this attempt and further than all published ones; others
     are too late."""
@@ -74,11 +70,8 @@ def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFul
     if len(state.checkpoints) > 1:
         *kept, oldest = state.checkpoints
         state.checkpoints, state.checkpoints_kept = tuple(kept), len(kept)
-        tx.emit(
-            do.PublishCheckpoint(
-                f"the store is full: checkpoint {oldest.name} is removed for the next one", state.checkpoints
-            )
-        )
+        reason = f"the store is full: checkpoint {oldest.name} is removed for the next one"
+        tx.emit(do.PublishCheckpoint(reason, state.checkpoints))
 
 
 def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
@@ -97,7 +90,7 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
 
 
 HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {
-    on.Tick: _on_tick,
+    on.Tick: failure_detector.on_tick,
     messages.RegisterSlot: slots.on_slot_registered,
     messages.Heartbeat: workers.on_heartbeat,
     on.LaunchEnded: slots.on_launch_ended,

@@ -1,4 +1,4 @@
-"""The values of the elastic protocol: ids, fences, positions, worlds, limits, and what slots are told.
+"""The values of the elastic protocol: ids, fences, positions, worlds, limits, what slots are told, and tables.
 
 Shared by driver, workers, the wire and the simulation.
 """
@@ -6,10 +6,12 @@ Shared by driver, workers, the wire and the simulation.
 from __future__ import annotations
 
 import re
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum, IntFlag
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from math import isqrt
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from spark_elastic.config import ElasticConfig
 
@@ -19,19 +21,25 @@ if TYPE_CHECKING:
 HostId: TypeAlias = str  # one live executor
 
 
-class SlotId(str):
-    """One of Spark's attempts of a slot task, never used twice in a job: "<launch>-<attempt>".
-
-    Text, so that messages and logs carry it as it is. Other text is refused.
-    """
+class _Id(str):
+    """Text, so that messages and logs carry it as it is. Other text is refused."""
 
     __slots__ = ()
-    _FORMAT = re.compile(r"\d+-\d+", re.ASCII)
+    _FORMAT: ClassVar[re.Pattern[str]]
+    _KIND: ClassVar[str]
 
     def __new__(cls, text: str) -> Self:
         if cls._FORMAT.fullmatch(text) is None:
-            raise ValueError(f'{text!r} is no slot id, "<launch>-<attempt>"')
+            raise ValueError(f"{text!r} is no {cls._KIND}")
         return super().__new__(cls, text)
+
+
+class SlotId(_Id):
+    """One of Spark's attempts of a slot task, never used twice in a job."""
+
+    __slots__ = ()
+    _FORMAT = re.compile(r"\d+-\d+", re.ASCII)
+    _KIND = 'slot id, "<launch>-<attempt>"'
 
     @classmethod
     def build(cls, launch: int, attempt: int) -> Self:
@@ -43,16 +51,12 @@ class SlotId(str):
         return int(self.partition("-")[0])
 
 
-class WorkerId(str):
-    """One training process, never used twice in a job: "<slot>.<number>". Text like `SlotId`."""
+class WorkerId(_Id):
+    """One training process, never used twice in a job."""
 
     __slots__ = ()
     _FORMAT = re.compile(r"\d+-\d+\.\d+", re.ASCII)
-
-    def __new__(cls, text: str) -> Self:
-        if cls._FORMAT.fullmatch(text) is None:
-            raise ValueError(f'{text!r} is no worker id, "<launch>-<attempt>.<number>"')
-        return super().__new__(cls, text)
+    _KIND = 'worker id, "<launch>-<attempt>.<number>"'
 
     @classmethod
     def build(cls, slot: SlotId, number: int) -> Self:
@@ -430,3 +434,86 @@ class WorkerIdentity(SlotIdentity):
     @classmethod
     def of_slot(cls, slot: SlotIdentity, **own: Any) -> Self:
         return cls(**{f.name: getattr(slot, f.name) for f in fields(slot)}, **own)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MIN_OVERLAY = 8
+
+
+class Table(Mapping[K, V], Generic[K, V]):
+    """An immutable mapping for the machines' states: an update costs about the square root of the size, not the size.
+    `put` and `drop` return a changed copy and leave the original as it is.
+
+    Updates go to a small overlay that is merged into the base once it has grown. Iteration order is that of a dict, so
+    it is the same in every run: it never depends on hashes.
+    """
+
+    __slots__ = ("_base", "_overlay", "_size")
+
+    def __init__(self) -> None:
+        self._base: dict[K, V] = {}
+        self._overlay: dict[K, tuple[V] | None] = {}  # None: dropped
+        self._size = 0
+
+    def put(self, key: K, value: V) -> Table[K, V]:
+        return self._copy_with(key, (value,), self._size + (key not in self))
+
+    def drop(self, key: K) -> Table[K, V]:
+        """Without `key`; the same table if it has no such key."""
+        return self._copy_with(key, None, self._size - 1) if key in self else self
+
+    def _copy_with(self, key: K, entry: tuple[V] | None, size: int) -> Table[K, V]:
+        new: Table[K, V] = Table.__new__(Table)
+        overlay = dict(self._overlay)
+        overlay[key] = entry
+        new._size = size
+        if len(overlay) <= max(MIN_OVERLAY, isqrt(size)):
+            new._base, new._overlay = self._base, overlay
+        else:
+            new._base, new._overlay = _merge(self._base, overlay), {}
+        return new
+
+    def __getitem__(self, key: K) -> V:
+        if key in self._overlay:
+            entry = self._overlay[key]
+            if entry is None:
+                raise KeyError(key)
+            return entry[0]
+        return self._base[key]
+
+    def __contains__(self, key: object) -> bool:
+        if key in self._overlay:
+            return self._overlay[key] is not None
+        return key in self._base
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"Table({self._to_dict()})"
+
+    # Copying all into a dict is ten times quicker than going through keys and `__getitem__`.
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._to_dict())
+
+    def values(self) -> ValuesView[V]:
+        return self._to_dict().values()
+
+    def items(self) -> ItemsView[K, V]:
+        return self._to_dict().items()
+
+    def _to_dict(self) -> dict[K, V]:
+        return _merge(self._base, self._overlay) if self._overlay else self._base
+
+
+def _merge(base: Mapping[K, V], overlay: Mapping[K, tuple[V] | None]) -> dict[K, V]:
+    merged = dict(base)
+    for key, entry in overlay.items():
+        if entry is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = entry[0]
+    return merged

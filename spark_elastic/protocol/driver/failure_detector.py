@@ -33,8 +33,6 @@ SHORTEST_DELAY = 0.6  # seconds by which a heartbeat may be late on any host, ho
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
 FORGET = 0.98  # of the longest delay, what is left of it after another heartbeat
 
-# ---- evictions and removals
-
 
 def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> None:
     """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end)."""
@@ -241,8 +239,8 @@ def notice_pause(tx: Transition) -> None:
         connections.driver_late_at = tx.now
 
 
-def check_connections_and_leases(tx: Transition) -> None:
-    """On a tick: check broken connections, and now and then the leases."""
+def on_tick(tx: Transition, event: on.Tick) -> None:
+    """Check broken connections, and now and then the leases."""
     state, connections, slots = tx.state, tx.state.connections, tx.state.slots
     _mark_mass_disconnect(tx)
     for name in connections.disconnected:

@@ -47,7 +47,6 @@ from spark_elastic.protocol.types import (
     Limits,
     Member,
     Position,
-    SlotId,
     WorkerId,
     WorkerStatus,
     World,
@@ -64,8 +63,6 @@ MIN_OTHER_RELEASES = 3  # slots of another release that end a job with fewer slo
 # Seconds from one world to the next for each world in a row without progress, and at most, since peers that refuse
 # connections break worlds within milliseconds.
 NO_PROGRESS_BACK_OFF, MAX_NO_PROGRESS_BACK_OFF = 0.5, 5.0
-
-# ---- what is due
 
 
 def decide_next_step(tx: Transition) -> None:
@@ -113,9 +110,6 @@ def _finish(tx: Transition) -> None:
         reason = f"rank 0 of world {state.generation} is done; no result came from {format_names(missing)}"
     results = tuple(reported.get(member.worker, "null") for member in members)
     tx.end(do.JobOutcome.SUCCESS, reason, results=results)
-
-
-# ---- max_runtime
 
 
 def check_max_runtime(tx: Transition) -> str:
@@ -248,8 +242,7 @@ def _evict_late_members(tx: Transition) -> bool:
     state = tx.state
     since, timeout = state.timers.leaving_since, state.limits.regroup_timeout
     waited = math.inf if since is None else tx.now - since
-    if waited < timeout:
-        # Before the survivors are looked at: otherwise each of a thousand requests would do that.
+    if waited < timeout:  # before the survivors are looked at: each of a thousand requests would do that
         return False
     if not any(worker.has_left and worker.position is not None for worker in tx.list_survivors()):
         timeout *= LAST_STATE_FACTOR  # P3 (no rollback): no member that came back has a state
@@ -278,16 +271,10 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
     since = state.timers.leaving_since if state.timers.leaving_since is not None else tx.now
     until = since + min(state.limits.gather_timeout, _get_short_timeout(tx))
     failed = {f.worker.slot for f in state.failures.records if f.generation == state.generation}
-    return tx.now < until and any(_may_return(tx, slot, until) for slot in failed)
-
-
-def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
-    """Whether the slot is alive and its cooldown ends by then, so that its worker could be in the next world."""
-    slot = tx.state.slots.get(name)
-    if slot is None:
-        return False
-    usable_at = tx.state.blacklist.find_slot_return(slot.slot, slot.host, tx.now)
-    return usable_at is None or usable_at <= until
+    alive = [state.slots[slot] for slot in failed if slot in state.slots]
+    # When the cooldown of each ends, so that its worker could be in the next world.
+    usable_at = [state.blacklist.find_slot_return(slot.slot, slot.host, tx.now) for slot in alive]
+    return tx.now < until and any(at is None or at <= until for at in usable_at)
 
 
 def _gather(tx: Transition) -> None:
@@ -485,12 +472,13 @@ def _explain_world(
     tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], point: str
 ) -> str:
     state = tx.state
+    broke = state.current.break_reason
     joining = [worker.worker for worker in chosen if not worker.is_member]
     change = _format_change(joining, [worker.worker for worker in leaving])
-    why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
+    why = "; ".join(part for part in (broke, change) if part) or "nothing changed"
     size = f"{len(chosen)} worker{'' if len(chosen) == 1 else 's'}"
     sentence = f"world {state.generation}, of {size}, continues from {point}: {why}"
-    return sentence if state.current.break_reason else tx.cite(sentence)
+    return sentence if broke else tx.cite(sentence)
 
 
 def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:

@@ -214,9 +214,6 @@ def find_newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
     return max((worker.position for worker in workers if worker.position is not None), default=None)
 
 
-# ---- slots come up
-
-
 def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
     state = tx.state
     known = state.slots.get(event.slot)

@@ -16,7 +16,6 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.messages import JOB_OVER
-from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
@@ -26,6 +25,7 @@ from spark_elastic.protocol.types import (
     MembershipVersion,
     Position,
     SlotId,
+    Table,
     WorkerId,
     WorkerStatus,
     World,
@@ -410,9 +410,6 @@ class PossiblyAliveMembers(Part):
             self.update(worker, replace(member, executor_lost=True))
 
 
-# ---- connections
-
-
 @dataclass
 class Connections(Part):
     """What the failure detector knows of control connections and of the driver's own pauses."""
@@ -549,9 +546,6 @@ class Timers(Part):
     too_few_since: float | None = None  # there are too few workers
     too_few_notified: bool = False  # the user knows that there are too few workers
     done_since: float | None = None  # the job's result is there
-
-
-# ---- all of it
 
 
 @dataclass

@@ -45,9 +45,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import (
     KILLED_EXIT_CODES,
     NOT_RUNNING,
-    Fence,
     Position,
-    SlotId,
     WorkerId,
     WorkerStatus,
     format_position,
@@ -55,8 +53,6 @@ from spark_elastic.protocol.types import (
 
 # A slot is given back once so many of its workers were evicted for silence within the failure window.
 MAX_SILENCES_PER_SLOT = 3
-
-# ---- processes
 
 
 def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
@@ -127,7 +123,7 @@ def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 
 
 def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
-    worker = _find_or_stop_sender(tx, event.worker, event.slot, event.fence)
+    worker = _find_or_stop_sender(tx, event)
     if worker is None:
         return
     worker = mark_reconnected(tx, worker)
@@ -141,26 +137,26 @@ def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     # Otherwise it has not received that world yet: the server answers its repeated request with it.
 
 
-def _find_or_stop_sender(
-    tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
-) -> WorkerRecord | None:
+def _find_or_stop_sender(tx: Transition, event: RequestNextWorld) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
-    state = tx.state
-    departed, slot = state.workers.departed.get(name), state.slots.get(slot_name)
-    worker = state.workers.get(name)
+    state, name, fence = tx.state, event.worker, event.fence
+    departed, slot, worker = (
+        state.workers.departed.get(name),
+        state.slots.get(event.slot),
+        state.workers.get(name),
+    )
     if departed is not None:
-        tx.emit(do.StopWorker(f"worker {name} is no longer part of the job: {departed.reason}", name))
-        return None
-    if worker is None and slot is None:
-        tx.emit(do.StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
-        return None
-    if fence is not None and (worker is None or not worker.is_member or fence.attempt != state.attempt):
-        reason = f"worker {name} comes from world {fence.generation}, in which it is no member"
-        tx.emit(do.StopWorker(reason, name))
-        return None
-    if worker is None and slot is not None:
-        register_worker(tx, slot, name)
-    return state.workers.get(name)
+        why = f"is no longer part of the job: {departed.reason}"
+    elif worker is None and slot is None:
+        why = f"is of slot {event.slot}, which is not of this job"
+    elif fence is not None and (worker is None or not worker.is_member or fence.attempt != state.attempt):
+        why = f"comes from world {fence.generation}, in which it is no member"
+    else:
+        if worker is None and slot is not None:
+            register_worker(tx, slot, name)
+        return state.workers.get(name)
+    tx.emit(do.StopWorker(f"worker {name} {why}", name))
+    return None
 
 
 def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
@@ -203,9 +199,6 @@ def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, 
         tx.state.workers.put(replace(worker, has_left=True, formed=True, position=position, status=status))
 
 
-# ---- in a world
-
-
 def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
@@ -230,9 +223,8 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     if worker is None:
         departed = state.workers.departed.get(event.worker)
         why = departed.reason if departed is not None else "it is not of this job"
-        tx.emit(
-            do.StopWorker(f"worker {event.worker} is done but no longer part of the job: {why}", event.worker)
-        )
+        reason = f"worker {event.worker} is done but no longer part of the job: {why}"
+        tx.emit(do.StopWorker(reason, event.worker))
         return
     worker = mark_reconnected(tx, worker)
     if not worker.is_member or event.fence != state.fence or worker.has_left:
@@ -258,25 +250,17 @@ def on_worker_raised(tx: Transition, event: WorkerRaised) -> None:
     world_ended = state.stage is JobStage.REGROUPING and event.fence == state.fence
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
-        what = _last_line(event.traceback)
-        evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
-        state.workers.record_departure(
-            event.worker, replace(state.workers.departed[event.worker], reported_end=True)
-        )
+        *_, what = "no traceback", *event.traceback.strip().splitlines()
+        evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what.strip()}")
+        gone = state.workers.departed[event.worker]
+        state.workers.record_departure(event.worker, replace(gone, reported_end=True))
     elif departed is not None and departed.exit_unreported:
         state.workers.record_departure(event.worker, replace(departed, exit_unreported=False))
     else:
         return
-    generation = event.fence.generation if event.fence is not None else 0
-    failure = WorkerFailure(
-        tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback
-    )
+    where = event.fence.generation if event.fence is not None else 0, event.worker, event.position
+    failure = WorkerFailure(tx.now, *where, event.fingerprint, event.traceback)
     record_failure(tx, failure, slot_at_fault=not world_ended)
-
-
-def _last_line(traceback: str) -> str:
-    lines = traceback.strip().splitlines()
-    return lines[-1].strip() if lines else "no traceback"
 
 
 def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
