@@ -11,7 +11,6 @@ from spark_elastic.driver.ports import Post, SlotScheduler
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.log_forwarding import ANNOUNCED
-from spark_elastic.monitoring.report import WorldChange
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
@@ -43,9 +42,7 @@ class StallDetector(JobListener):
     """
 
     def __init__(self, post: Post, stall_after: float, heartbeat_interval: Callable[[int], float]) -> None:
-        self._post = post
-        self._stall_after = stall_after
-        self._heartbeat_interval = heartbeat_interval
+        self._post, self._stall_after, self._heartbeat_interval = post, stall_after, heartbeat_interval
         # The newest of each slot, and when the driver received it.
         self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
         self._named: set[tuple[Fence, WorkerId]] = set()
@@ -104,26 +101,27 @@ def find_stalls(
     no_wait_known = ended_at is not None and longest < after
     if ended_at is not None and no_wait_known:
         longest = now - ended_at
+    stalls: list[WorkerStalled] = []
     if longest < after:
-        return ()
-    found = []
+        return stalls
     for member in world.members:
         came, heartbeat = heartbeats.get(member.slot, (since, None))
         if no_wait_known and (member.slot not in fresh or heartbeat is None or heartbeat.state in ENDED):
             continue  # it is lost, not late
+        is_own = heartbeat is not None and heartbeat.worker == member.worker
         if heartbeat is None or member.slot not in fresh:
             how = f"its slot has been silent for {now - came:.1f} s"
-        elif heartbeat.worker == member.worker and heartbeat.state in NOT_RUNNING:
-            how = f"its process {STATES.get(heartbeat.state, heartbeat.state)}"
-        elif heartbeat.worker == member.worker and not heartbeat.waits and heartbeat.seconds >= after / 2:
-            how = f"its process {STATES.get(heartbeat.state, f'is in state {heartbeat.state}')}"
-        else:
+        elif not is_own or (
+            heartbeat.state not in NOT_RUNNING and (heartbeat.waits or heartbeat.seconds < after / 2)
+        ):
             continue
-        stack = heartbeat.stack if heartbeat is not None and heartbeat.worker == member.worker else ""
+        else:
+            how = f"its process {STATES.get(heartbeat.state, f'is in state {heartbeat.state}')}"
+        stack = heartbeat.stack if heartbeat is not None and is_own else ""
         text = f"rank {member.rank} (worker {member.worker}, host {member.host}) has kept others waiting for "
         text += f"{longest:.1f} s: {how}" + (f", last seen in {stack}" if stack else "")
-        found.append(WorkerStalled(now, member.worker, world.fence, text))
-    return found
+        stalls.append(WorkerStalled(now, member.worker, world.fence, text))
+    return stalls
 
 
 def _get_wait_seconds(member: Member, heartbeat: Heartbeat | None) -> float:
@@ -151,13 +149,14 @@ class JobMonitor:
         observers: Sequence[JobListener] = (),
         scheduler: SlotScheduler | None = None,
     ) -> None:
-        self._listener = listener
-        self._scheduler = scheduler
+        self._listener, self._scheduler = listener, scheduler
         self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
         self._output_failed = False  # the listener has failed at the last line of output
         self.notifier = AsyncNotifier()
-        self.history = JobHistory(clock, self._announce_world_change)
+        self.history = JobHistory(
+            clock, lambda change: self.notifier.submit(lambda: listener.on_message(str(change)))
+        )
         self._observers = (self.history, *observers)
         self._failed: set[JobListener] = set()  # observers that have failed
 
@@ -206,17 +205,13 @@ class JobMonitor:
         log.info("%s", text, extra=ANNOUNCED)
         self.notifier.submit(partial(hook, text))
 
-    def _announce_world_change(self, change: WorldChange) -> None:
-        self.notifier.submit(lambda: self._listener.on_message(str(change)))
-
     def _tell_scheduler(self, call: Callable[[SlotScheduler], None]) -> None:
         try:
             if self._scheduler is not None:
                 call(self._scheduler)
         except Exception:
-            log.exception(
-                "the scheduler of slots failed: other jobs of the application may wait for this one's end"
-            )
+            told = "the scheduler of slots failed: other jobs of the application may wait for this one's end"
+            log.exception(told)
 
     def _observe(self, call: Callable[[JobListener], None]) -> None:
         for observer in self._observers:
