@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState, JobStage
+from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Checkpoint, Fence, Position, WorkerId, WorkerStatus, World
 
 EVENTS_IN_LOG = 80  # lines kept
@@ -21,6 +22,11 @@ LARGE = 100  # slots or workers; with so many or fewer the records are looked at
 
 class Violation(AssertionError):
     """A promise of the protocol is broken."""
+
+
+def stamp_event(played: on.DriverEvent | DriverMessage, now: float) -> on.DriverEvent:
+    """The event at time `now`; a message is received then."""
+    return replace(played, now=now) if isinstance(played, on.Event) else on.Received(now, played)
 
 
 class EventLog:

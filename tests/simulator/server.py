@@ -39,8 +39,7 @@ from spark_elastic.protocol.types import (
 )
 from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
 from tests.simulator.fault_plan import Moment
-from tests.simulator.invariants import DriverInvariants, EventLog, Violation
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import DriverInvariants, EventLog, Violation, stamp_event
 from tests.specification import Specification
 
 if TYPE_CHECKING:

@@ -15,8 +15,11 @@ import pytest
 
 from spark_elastic.errors import ConnectionClosed
 from spark_elastic.protocol import events
+from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
+from spark_elastic.rendezvous.routes import ConnectionTracker
+from spark_elastic.testing.fakes import FakeClock
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
 
 PROGRAM = """
@@ -154,3 +157,15 @@ def test_a_long_poll_that_ends_in_time_is_no_lost_connection(driver: Driver) -> 
     client.ask(WatchWorker("1-0.1"), hold=0.05)
     client.close()
     assert driver.events.empty()
+
+
+def test_slots_are_counted() -> None:
+    posted: list[DriverEvent] = []
+    tracker = ConnectionTracker(posted.append, FakeClock())
+    slot, worker, other = ("1-0", None), ("1-0", "1-0.1"), ("2-0", None)
+    counts = []
+    for change, peer in ((1, slot), (1, worker), (1, slot), (1, other), (-1, slot), (-1, other), (-1, slot)):
+        tracker.open_poll(peer) if change > 0 else tracker.close_poll(peer, None)
+        counts.append(tracker.slot_count)
+    assert counts == [1, 1, 1, 2, 2, 1, 0]
+    assert not posted

@@ -22,7 +22,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import stamp_event
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 

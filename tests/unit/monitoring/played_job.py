@@ -11,7 +11,7 @@ from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.messages import DriverMessage, WorkerDone
 from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import stamp_event
 from tests.unit.protocol.driver_bench import Bench, at, name
 
 

@@ -21,8 +21,7 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, SlotId, WorkerId, World
-from tests.simulator.invariants import DriverInvariants
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import DriverInvariants, stamp_event
 
 C = TypeVar("C", bound=do.DriverCommand)
 FOUR = Limits(num_workers=4, min_workers=1, max_workers=4)
