@@ -18,20 +18,13 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import (
-    CheckpointWritten,
     DriverMessage,
     Heartbeat,
-    RegisterSlot,
     RequestNextWorld,
     WorkerDone,
-    WorkerExited,
-    WorkerRaised,
-    WorkerStarted,
-    WorldFormed,
 )
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
-    Checkpoint,
     Fence,
     MembershipVersion,
     WorkerId,
@@ -132,38 +125,18 @@ class SimServer:
     def _workers(self) -> list[SimWorker]:
         return [worker for worker in self.sim.workers() if worker.slot.server is self]
 
-    # ---- messages of slots
+    # ---- messages
 
-    def register(self, slot: SimSlot) -> None:
-        self._send(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.launch)), 0.001)
-
-    def receive_started(self, slot: SimSlot, worker: str) -> None:
-        self._send(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
-
-    def send_heartbeat(self, heartbeat: Heartbeat, host: SimHost) -> None:
-        if not host.cut:  # a lost heartbeat is not repeated
-            self._send(host, lambda: self.post(heartbeat))
-
-    def receive_exit(self, slot: SimSlot, worker: str, code: int) -> None:
-        self._send(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
-
-    # ---- messages of workers
+    def receive(self, slot: SimSlot, message: DriverMessage, most: float = 0.01) -> None:
+        """The slot or its worker sends it. A lost heartbeat is not repeated."""
+        if not (isinstance(message, Heartbeat) and slot.host.cut):
+            self._send(slot.host, lambda: self.post(message), most)
 
     def receive_question(self, worker: SimWorker, asked: RequestNextWorld | WorkerDone) -> None:
         if isinstance(asked, RequestNextWorld) and asked.suspected_ranks and asked.fence is not None:
             members = self.find_world(asked.fence).members
             asked = replace(asked, suspects=tuple(members[rank].worker for rank in asked.suspected_ranks))
         self._send(worker.slot.host, lambda: self._receive_question(worker, asked))
-
-    def receive_formed(self, worker: SimWorker, fence: Fence) -> None:
-        self._send(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
-
-    def receive_failure(self, worker: SimWorker, raised: WorkerRaised) -> None:
-        self._send(worker.slot.host, lambda: self.post(raised), most=0.002)
-
-    def receive_checkpoint(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
-        event = CheckpointWritten(worker.name, checkpoint)
-        self._send(worker.slot.host, lambda: self.post(event))
 
     def _receive_question(self, worker: SimWorker, message: RequestNextWorld | WorkerDone) -> None:
         fence = message.fence
