@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot
-from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerRaised, WorkerStarted
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import Bench, at, name
 
@@ -84,16 +84,6 @@ def test_a_new_host_gets_a_launch_at_once_and_then_as_many_as_others() -> None:
     bench.on(on.HostAppeared(0, "h2"))
     assert [command.launch for command in bench.commands if isinstance(command, LaunchSlot)] == [job]
     assert _count_launches(bench, 120.0, "h1") <= 5
-
-
-def test_a_host_that_appears_gets_a_launch_although_all_others_are_blacklisted() -> None:
-    bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
-    bench.start_warm(1)
-    bench.on(WorkerRaised(name(1), None, None, "f", "boom"))
-    bench.on(on.LaunchEnded(0, 1, "released"))
-    assert list(bench.state.launches.delayed) == [2]
-    bench.on(on.HostAppeared(0, "h2"))
-    assert [launch.launch for launch in bench.find_commands(LaunchSlot)] == [1, 2]
 
 
 # ---- idle slots

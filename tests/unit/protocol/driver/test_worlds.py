@@ -213,23 +213,21 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
     assert "raise collective_timeout" in bench.end.reason
 
 
-def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
-    bench = Bench(gather_timeout=5.0)
-    bench.start_warm(1, 2)
-    bench.wait(5.1, heartbeats_of=[1, 2])
-    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
-    assert told.startswith(
-        "2 of 4 workers (num_workers) came within 5 s (gather_timeout): the job begins with them"
-    )
-
-
-def test_a_wait_for_workers_that_still_import_asks_for_no_cores() -> None:
-    bench = Bench(min_workers=2, gather_timeout=5.0)
-    bench.slot(1)
-    bench.slot(2)
+@pytest.mark.parametrize(
+    ("least", "warm", "said"),
+    [
+        (1, True, "2 of 4 workers (num_workers) came within 5 s (gather_timeout): the job begins with them"),
+        (3, True, "2 workers are there and 3 are needed (min_workers)"),
+        (2, False, "2 more have started and import what the program needs"),  # it asks for no cores
+    ],
+)
+def test_a_wait_for_workers_is_announced(least: int, warm: bool, said: str) -> None:
+    bench = Bench(min_workers=least, gather_timeout=5.0)
+    for job in (1, 2):
+        bench.start_warm(job) if warm else bench.slot(job)
     bench.wait(6.0, heartbeats_of=[1, 2])
-    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
-    assert told.endswith("2 more have started and import what the program needs")
+    (told,) = [notice.reason for notice in bench.find_commands(NotifyUser)]
+    assert said in told
 
 
 def test_a_wait_for_min_workers_is_announced_once_and_again_after_the_next_loss() -> None:
