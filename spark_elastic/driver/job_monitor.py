@@ -10,7 +10,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post, SlotScheduler
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
-from spark_elastic.monitoring.log_forwarding import ANNOUNCED
+from spark_elastic.monitoring.logs import ANNOUNCED
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled

@@ -73,8 +73,8 @@ class WorkerId(_Id):
         return int(self.rpartition(".")[2])
 
 
-# Letters of process states in which a process does not run: stopped, zombie, dead.
-NOT_RUNNING = frozenset("TZX")
+STOPPED = "T"  # letter of the state of a process that a signal has stopped
+NOT_RUNNING = frozenset((STOPPED, "Z", "X"))  # of all states in which a process does not run: zombie, dead
 # Exit code of a worker that ended itself under R12 (driver silence). Crashing programs choose smaller codes.
 DRIVER_SILENT_EXIT_CODE = 75
 # Exit codes of processes that a signal killed, or that ended themselves because the driver was silent.

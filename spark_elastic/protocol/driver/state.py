@@ -167,6 +167,9 @@ class SlotRecord:
     kept: Checkpoint | None = None  # newest commit in its host's memory when it came: R23 (kept commits)
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
+    stopped_at: float | None = (
+        None  # when the first heartbeat came that said that its worker is stopped; None: it runs
+    )
 
     @property
     def machine(self) -> str:

@@ -86,7 +86,7 @@ def test_after_the_end_of_the_job_every_request_is_answered_with_stop(driver: Dr
 def test_r12_a_request_without_answer_is_sent_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     client = driver.client()
     client.ask(Heartbeat("1-0"))
-    limits, post = [], client._pool.post
+    limits, post = [], client._post
 
     def swallow(path: str, body: bytes, seconds: float) -> dict[str, Any]:
         limits.append(seconds)
@@ -94,7 +94,7 @@ def test_r12_a_request_without_answer_is_sent_again(driver: Driver, monkeypatch:
             raise TransportError("timed out")
         return post(path, body, seconds)
 
-    monkeypatch.setattr(client._pool, "post", swallow)
+    monkeypatch.setattr(client, "_post", swallow)
     client.ask(Heartbeat("1-0"), patience=0.5)
     assert limits == pytest.approx([0.5, 1.0, 2.0, 4.0])
 
