@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol import messages
 from spark_elastic.protocol.driver.failure_detector import (
     break_world,
     evict,
@@ -33,15 +34,6 @@ from spark_elastic.protocol.driver.state import (
     WorkerFailure,
     WorkerRecord,
 )
-from spark_elastic.protocol.messages import (
-    Heartbeat,
-    RequestNextWorld,
-    WorkerDone,
-    WorkerExited,
-    WorkerRaised,
-    WorkerStarted,
-    WorldFormed,
-)
 from spark_elastic.protocol.types import (
     KILLED_EXIT_CODES,
     NOT_RUNNING,
@@ -55,7 +47,7 @@ from spark_elastic.protocol.types import (
 MAX_SILENCES_PER_SLOT = 3
 
 
-def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
+def on_heartbeat(tx: Transition, event: messages.Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
@@ -83,7 +75,7 @@ def _explain_silences(tx: Transition, slot: SlotRecord) -> str:
     return f"{count} workers of slot {slot.slot} were evicted within {window:g} s because they were silent"
 
 
-def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
+def on_worker_started(tx: Transition, event: messages.WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
@@ -122,7 +114,7 @@ def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 # ---- requests for the next world
 
 
-def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
+def on_next_world_requested(tx: Transition, event: messages.RequestNextWorld) -> None:
     worker = _find_or_stop_sender(tx, event)
     if worker is None:
         return
@@ -137,7 +129,7 @@ def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     # Otherwise it has not received that world yet: the server answers its repeated request with it.
 
 
-def _find_or_stop_sender(tx: Transition, event: RequestNextWorld) -> WorkerRecord | None:
+def _find_or_stop_sender(tx: Transition, event: messages.RequestNextWorld) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
     state, name, fence = tx.state, event.worker, event.fence
     departed, slot, worker = (
@@ -180,7 +172,7 @@ def _describe_suspects(tx: Transition, suspects: Sequence[WorkerId]) -> Iterator
         yield f"{name} (which had returned its result)" if returned else name
 
 
-def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) -> None:
+def _leave_world(tx: Transition, worker: WorkerRecord, event: messages.RequestNextWorld) -> None:
     """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
     _mark_left(tx, worker, event.position, WorkerStatus.READY)
@@ -199,7 +191,7 @@ def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, 
         tx.state.workers.put(replace(worker, has_left=True, formed=True, position=position, status=status))
 
 
-def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
+def on_worker_formed(tx: Transition, event: messages.WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None or not worker.is_member or worker.formed or event.fence != state.fence:
@@ -216,7 +208,7 @@ def on_worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
         current.stalled = current.stalled.put(event.worker, event.text)
 
 
-def on_worker_done(tx: Transition, event: WorkerDone) -> None:
+def on_worker_done(tx: Transition, event: messages.WorkerDone) -> None:
     """Record a member's result. With rank 0's (or with all, if the job needs all) the job can end: R15 (end)."""
     state = tx.state
     worker = state.workers.get(event.worker)
@@ -243,7 +235,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
 # ---- ends
 
 
-def on_worker_raised(tx: Transition, event: WorkerRaised) -> None:
+def on_worker_raised(tx: Transition, event: messages.WorkerRaised) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
@@ -263,7 +255,7 @@ def on_worker_raised(tx: Transition, event: WorkerRaised) -> None:
     record_failure(tx, failure, slot_at_fault=not world_ended)
 
 
-def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
+def on_worker_exited(tx: Transition, event: messages.WorkerExited) -> None:
     state = tx.state
     state.possibly_alive.confirm_dead(event.worker)
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
