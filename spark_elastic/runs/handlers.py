@@ -67,12 +67,8 @@ class SnapshotHandler(StateHandler):
 
     @abstractmethod
     def load(self, values: Any, memory: Bytes) -> None:
-        """Set the value to what it was, in place.
-
-        Args:
-            values: what `capture` returned.
-            memory: the snapshot's memory; later snapshots write over it.
-        """
+        """Set the value to what it was, in place. values: what `capture` returned. memory: the snapshot's, over which
+        later ones write."""
 
     def save(self) -> None:
         self._snapshots.begin(START, self.capture)
@@ -108,11 +104,8 @@ class SamplerStateHandler(StateDictHandler):
         return pickle.dumps(self.value.state_dict()) if self.value.has_own_progress else b""
 
     def merge_progress(self, packed: Iterable[bytes]) -> None:
-        """Count the rows as processed that any rank knows of.
-
-        Args:
-            packed: the ranks' progress, from before the state was handed over. That of another epoch does not count.
-        """
+        """Count the rows as processed that any rank knows of. packed: the ranks' progress, from before the state was
+        handed over; that of another epoch does not count."""
         known = [pickle.loads(each) for each in packed if each]
         self.value.record_indices(
             row for each in known if each["epoch"] == self.value.epoch for row in each["processed_indices"]

@@ -29,6 +29,7 @@ from spark_elastic.tables.existing_parquet import (
 )
 from spark_elastic.tables.predicate import Predicate
 from tests.component.readers import READERS
+from tests.planned_rows import list_row_ids
 
 VECTOR = pa.struct(
     [
@@ -285,9 +286,7 @@ def test_p1_each_row_comes_once_for_any_number_of_rows_and_row_groups(
     plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * (lanes + 2))
     order = plan.permute_epoch(0)
     taken = [
-        plan.compute_row_ids(order.assign_rows(step, rank, size))
-        for step in range(plan.steps)
-        for rank in range(size)
+        list_row_ids(plan, order, step, rank, size) for step in range(plan.steps) for rank in range(size)
     ]
     assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(sum(groups)))
 

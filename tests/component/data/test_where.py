@@ -277,9 +277,7 @@ def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_o
     opened = []
     read_footer = footers.read_footer
     monkeypatch.setattr(
-        footers,
-        "read_footer",
-        lambda store, name: (opened.append(name), read_footer(store, name))[1],
+        footers, "read_footer", lambda store, name: (opened.append(name), read_footer(store, name))[1]
     )
     snapshot = read_snapshot(tmp_path, None, {})
     for where, folders in (

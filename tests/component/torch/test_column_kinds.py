@@ -28,6 +28,7 @@ from tests.component.torch.job import (
     ledger_of,
     train_elastic,
 )
+from tests.planned_rows import list_row_ids
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -69,7 +70,7 @@ def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: 
     }
     optimizer = sgd(model.parameters())
     for step in range(plan.steps):
-        rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(0, step, 0, 1)))
+        rows = torch.from_numpy(list_row_ids(plan, 0, step))
         optimizer.zero_grad()
         output = model(*(tensors[name][rows] for name in FEATURES))
         torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()
