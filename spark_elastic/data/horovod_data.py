@@ -80,17 +80,14 @@ class _BackgroundBatches:
     """The batches of one iteration; a thread makes up to `room` of them in advance."""
 
     def __init__(self, batches: Callable[[], Iterable[Any]], room: int, verbose: bool) -> None:
-        self._batches = batches
-        self._room = room
+        self._batches, self._room = batches, room
         self._level = logging.INFO if verbose else logging.DEBUG
         self._changed = threading.Condition()
         self._ready: deque[Any] = deque()
         self._ended = False
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._make, name="batches-ahead", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def close(self) -> None:
         with self._changed:
@@ -194,12 +191,12 @@ class ElasticSampler:
         rows together at the next change of the world, or when it is synced. Rows that only a lost worker recorded come
         again."""
         rows = [int(index) for index in indices]
-        odd = next((row for row in rows if not 0 <= row < len(self.dataset)), None)
-        if odd is not None:
-            raise InvalidInput(
-                f"record_indices was given row {odd} of a data set of {len(self.dataset)} rows: give what the sampler "
-                "yields."
-            )
+        for row in rows:
+            if not 0 <= row < len(self.dataset):
+                raise InvalidInput(
+                    f"record_indices was given row {row} of a data set of {len(self.dataset)} rows: give what the "
+                    "sampler yields."
+                )
         self._recorded.update(rows)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -266,9 +263,8 @@ class ElasticSampler:
     def _find_order(self) -> list[int]:
         """The rows of the epoch in their order, without those that were recorded one by one before the last reset."""
         rows = len(self.dataset)
-        order = (
-            draw_permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
-        )
+        shuffled = draw_permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else None
+        order: list[int] = list(range(rows)) if shuffled is None else shuffled
         return [row for row in order if row not in self._known] if self._known else order
 
     def __iter__(self) -> Iterator[int]:

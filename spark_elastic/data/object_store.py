@@ -60,11 +60,7 @@ class RetryingClient:
     def call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
     ) -> Any:
-        """A method of the file system. size, longest: see `retry`.
-
-        Raises:
-            TimeoutError: no attempt succeeded within the limit; it names the last error. Else what the client raises.
-        """
+        """A method of the file system. size, longest: see `retry`."""
         run = getattr(self.filesystem, f"_{method}")
         return self.run(self.retry(lambda: run(*arguments, **options), size, longest))
 
@@ -134,7 +130,6 @@ class RetryingClient:
         return size, (await self.read_ranges(path, [(max(0, size - length), size)]))[0]
 
     async def find_size(self, path: str) -> int:
-        """Bytes of an object."""
         return int((await self.retry(lambda: self.filesystem._info(path)))["size"])
 
     async def _read_range(self, path: str, part: Range) -> bytes:
@@ -147,12 +142,15 @@ class RetryingClient:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], size: int = 0, longest: float | None = None
     ) -> T:
-        """The result of the first attempt that succeeds; raises as `call`.
+        """The result of the first attempt that succeeds.
 
         Args:
             size: bytes that are written or read.
             longest: seconds that an attempt of many requests may take, which begins before the limit is over; None: an
                 attempt takes a part of the limit.
+
+        Raises:
+            TimeoutError: no attempt succeeded within the limit; it names the last error. Else what the client raises.
         """
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer
@@ -215,26 +213,17 @@ def _is_transient(error: BaseException) -> bool:
     return bool(names & _BROKEN)
 
 
-TAIL_BYTES = 64 << 10  # one read gets nearly every footer of Parquet
-
-
 class RemoteFile(io.RawIOBase):
     """Reads from the ranges in memory, and by requests of their own what is in none."""
 
-    def __init__(self, client: RetryingClient, path: str, size: int, ranges: Mapping[int, bytes]) -> None:
-        """ranges: first byte -> the bytes from there on; they do not overlap."""
+    def __init__(self, client: RetryingClient, path: str, size: int) -> None:
         super().__init__()
         self._client, self._path, self._size = client, path, size
         self._place = 0
-        self.keep(ranges)
-
-    @classmethod
-    def open(cls, client: RetryingClient, path: str) -> RemoteFile:
-        """Reads nothing but the object's size."""
-        return cls(client, path, client.run(client.find_size(path)), {})
+        self.keep({})
 
     def keep(self, ranges: Mapping[int, bytes]) -> None:
-        """Read from these ranges from now on, instead of those before."""
+        """Read from these ranges from now on, instead of those before: first byte -> the bytes from there on."""
         self._ranges = ranges
         self._starts = sorted(ranges)
 
@@ -257,10 +246,10 @@ class RemoteFile(io.RawIOBase):
         count = max(0, min(len(buffer), self._size - self._place))
         begin, end = self._place, self._place + count
         if count:
-            found = self._find(begin, end)
-            if found is None:
-                (found,) = (memoryview(each) for each in self._client.run(self._read(begin, end)))
-            memoryview(buffer)[:count] = found
+            content = self._find(begin, end)
+            if content is None:
+                (content,) = self._client.run(self._client.read_ranges(self._path, [(begin, end)]))
+            memoryview(buffer)[:count] = content
         self._place = end
         return count
 
@@ -268,7 +257,7 @@ class RemoteFile(io.RawIOBase):
         """The rest of the file. That of RawIOBase asks for 8 KiB at a time, by a request for each."""
         return self.read(max(0, self._size - self._place)) or b""
 
-    def _find(self, begin: int, end: int) -> memoryview | None:
+    def _find(self, begin: int, end: int) -> memoryview | bytes | None:
         """The bytes if they are in memory."""
         slot = bisect_right(self._starts, begin) - 1
         if slot < 0:
@@ -276,9 +265,6 @@ class RemoteFile(io.RawIOBase):
         start = self._starts[slot]
         content = self._ranges[start]
         return memoryview(content)[begin - start : end - start] if end <= start + len(content) else None
-
-    async def _read(self, begin: int, end: int) -> list[bytes]:
-        return await self._client.read_ranges(self._path, [(begin, end)])
 
 
 def coalesce(ranges: Iterable[Range], gap: int) -> list[Range]:

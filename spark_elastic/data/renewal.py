@@ -41,13 +41,9 @@ class Credentials(Protocol):
     """What gives credentials, again and again; a worker gets it pickled. Its repr has no secrets."""
 
     @property
-    def name(self) -> str:
-        """Of what they open."""
-        ...
+    def name(self) -> str: ...  # of what they open
 
-    def fetch(self) -> Lease:
-        """Raises ConnectionError if that may succeed later."""
-        ...
+    def fetch(self) -> Lease: ...  # raises ConnectionError if that may succeed later
 
 
 class RenewedCredentials:
@@ -77,11 +73,8 @@ class RenewedCredentials:
                 self._lease, self._renew_at = None, 0.0
 
     def get(self) -> Lease:
-        """The lease of now, or the next one; blocks.
-
-        Raises:
-            ConnectionError: nobody answers, and the last lease is over. StoreError: there are no others.
-        """
+        """The lease of now, or the next one; blocks. Raises ConnectionError if nobody answers and the last lease is
+        over, StoreError if there are no others."""
         with self._lock:
             found = self.lease
             if found is not None:
@@ -154,7 +147,8 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _find_client(self, path: str) -> AsyncFileSystem:
         inside = [root for root in self.roots if f"{path}/".startswith(f"{root.path}/")]
         root = max(inside or self.roots, key=lambda each: len(each.path))
-        if not self._is_connected(root):
+        lease, _ = self._connected.get(root.path, (None, None))
+        if lease is None or root.credentials.lease is not lease:
             task = self._connecting.get(root.path)
             if task is None:
                 task = self._connecting[root.path] = asyncio.ensure_future(self._connect(root))
@@ -162,10 +156,6 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.shield(task)  # an attempt that is over leaves it to the next
         return self._connected[root.path][1]
-
-    def _is_connected(self, root: RenewedRoot) -> bool:
-        connected = self._connected.get(root.path)
-        return connected is not None and root.credentials.lease is connected[0]
 
     async def _connect(self, root: RenewedRoot) -> None:
         thread = ThreadPoolExecutor(1, "credentials")

@@ -566,8 +566,4 @@ def _drop_deleted(groups: RowGroups, files: Sequence[DataFile], begins: Int64s) 
             if mask.any():
                 masks[group] = pack_deleted(mask)
                 rows[group] -= int(mask.sum())
-    kept = rows > 0
-    number = np.cumsum(kept) - 1
-    numbers = {name: getattr(groups, name)[kept] for name in RowGroups.NUMBERS}
-    deleted = {int(number[group]): text for group, text in masks.items() if kept[group]}
-    return RowGroups(**{**numbers, "rows": rows[kept]}, deleted=deleted)
+    return groups.keep(rows, masks)

@@ -22,12 +22,15 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup
-from spark_elastic.data.object_store import TAIL_BYTES, Range, RemoteFile, RetryingClient, coalesce
+from spark_elastic.data.object_store import Range, RemoteFile, RetryingClient, coalesce
 from spark_elastic.data.reading.decoding import (
+    FOOTER_BYTES,
     ColumnArrays,
     decode_columns,
     drop_views,
+    find_footer_length,
     open_parquet,
+    parse_footer,
     partition_values,
 )
 from spark_elastic.data.reading.row_group_cache import (
@@ -40,8 +43,11 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
 
-class GroupReader(ABC):
-    """Reads `columns` (all, if none are named) of a data set that a manifest describes."""
+class Reader(ABC):
+    """Reads row groups of a data set, by their number in its manifest. Any thread may fetch.
+
+    columns: all, if none are named. cache_bytes: for decoded row groups; a data set that fits is read once.
+    """
 
     def __init__(
         self,
@@ -57,26 +63,26 @@ class GroupReader(ABC):
         self._groups = RowGroupCache(cache_bytes)
 
     def fetch(self, group: int) -> ColumnArrays:
-        """See `Reader.fetch`."""
+        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory. StoreError where the
+        row group cannot be read."""
         return self._groups.fetch(group, self._decode)
 
     def prefetch(self, group: int) -> bool:
-        """See `Reader.prefetch`."""
+        """Read a row group that will be fetched soon. False if there is no room for it. Raises as `fetch` does."""
         return self._groups.prefetch(group, self._decode)
 
     def announce(self, groups: Iterable[int]) -> None:  # noqa: B027 - most readers have nothing to begin
-        """See `Reader.announce`."""
+        """Row groups that will be fetched soon, in this order: a reader may begin to read them. Does not wait."""
 
     def release(self, group: int | None = None) -> None:
-        """See `Reader.release`."""
+        """The row group (None: any) is not needed for a while, so that it may be evicted."""
         self._groups.release(group)
 
     def close(self) -> None:
-        """See `Reader.close`. Waits for a decoding thread."""
+        """Close files and free memory, once no thread decodes."""
         self._groups.close(self._close_resources)
 
     def columns_of(self, file: int) -> FileColumns:
-        """What is known of a file's columns beside its footer."""
         known, names = self._manifest.file_columns, self._manifest.files
         return known[file] if known else FileColumns(partition_values(names[file]))
 
@@ -95,28 +101,21 @@ class GroupReader(ABC):
 
     @abstractmethod
     def _decode(self, group: int) -> ColumnArrays:
-        """Decode a row group; raises as `Reader.fetch` does."""
+        """Raises as `fetch` does."""
 
     @abstractmethod
-    def _close_resources(self) -> None:
-        """Close what is open."""
+    def _close_resources(self) -> None: ...
 
 
 OPEN_FILES = 128
 REMOTE_GROUP_BYTES = 128 << 20  # larger row groups of object stores are streamed while they are split
 
 
-class ArrowReader(GroupReader):
+class ArrowReader(Reader):
     """Reads row groups with Arrow. Arrays are views of Arrow's memory where that is possible."""
 
-    def __init__(
-        self,
-        store: Store,
-        manifest: Manifest,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-    ) -> None:
-        super().__init__(store, manifest, columns, cache_bytes)
+    def __init__(self, store: Store, manifest: Manifest, *given: Any, **options: Any) -> None:
+        super().__init__(store, manifest, *given, **options)
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
         self._split_groups = SplitGroupCache()
         self._names: dict[int, dict[str, str]] = {}  # of each file: its columns that are needed -> ours
@@ -124,7 +123,7 @@ class ArrowReader(GroupReader):
         self._remote = None if client is None else RemoteGroups(store, client, manifest)
 
     def announce(self, groups: Iterable[int]) -> None:
-        """See `Reader.announce`. Parts of one row group are read together, when the first is needed."""
+        # Parts of one row group are read together, when the first is needed.
         if self._remote is not None:
             entries = ((group, self._manifest.row_groups[group]) for group in groups)
             self._remote.announce(
@@ -134,7 +133,6 @@ class ArrowReader(GroupReader):
             )
 
     def release(self, group: int | None = None) -> None:
-        """See `Reader.release`."""
         super().release(group)
         if group is None and self._remote is not None:
             self._remote.cancel()
@@ -224,7 +222,6 @@ class ArrowReader(GroupReader):
     def _keep_open(
         self, number: int, open_source: Callable[[], Any], footer: pq.FileMetaData | None = None
     ) -> None:
-        """Open a file unless it is open. footer: if it is known."""
         if number not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._close_oldest()
@@ -246,13 +243,12 @@ class ArrowReader(GroupReader):
         file.close()
         source.close()
         if self._remote is not None:
-            self._remote.forget(number)
+            self._remote.footers.pop(number, None)
 
 
 GROUPS_AHEAD = 8  # row groups that are read at once
 BYTES_AHEAD = 32 << 20  # of these, by their sizes before compression; at least one is read
 GAP = 256 << 10  # bytes between two columns that cost less than another request
-_TRAILER = 8  # the footer's length and the magic word
 
 Footer: TypeAlias = tuple[int, pq.FileMetaData]  # with the bytes of its file
 
@@ -276,7 +272,7 @@ class RemoteGroups:
         self._wanted: dict[int, Collection[str]] = {}
         self._reading: dict[int, Future[LoadedGroup]] = {}
         # Reads of footers by file, under way or done. Only fsspec's thread adds one.
-        self._footers: dict[int, asyncio.Task[Footer]] = {}
+        self.footers: dict[int, asyncio.Task[Footer]] = {}
 
     def announce(self, groups: Iterable[tuple[int, Collection[str]]]) -> None:
         """Row groups that will be taken soon, in this order, and the columns that will be needed of each."""
@@ -300,11 +296,7 @@ class RemoteGroups:
 
     def open_file(self, number: int, size: int) -> RemoteFile:
         """The file, of which nothing is in memory yet."""
-        return RemoteFile(self._client, self._store.path(self._manifest.files[number]), size, {})
-
-    def forget(self, file: int) -> None:
-        """Drop the footer of a file."""
-        self._footers.pop(file, None)
+        return RemoteFile(self._client, self._store.path(self._manifest.files[number]), size)
 
     def cancel(self) -> None:
         """End the reads that are under way: other row groups will be needed."""
@@ -338,27 +330,25 @@ class RemoteGroups:
 
     async def _find_footer(self, file: int, path: str) -> Footer:
         """Several row groups of a file share one read of its footer, which outlives those that are cancelled."""
-        task = self._footers.get(file)
+        task = self.footers.get(file)
         if task is None:
-            task = self._footers[file] = asyncio.ensure_future(self._read_footer(path))
+            task = self.footers[file] = asyncio.ensure_future(self._read_footer(path))
             task.add_done_callback(lambda ended: self._forget_failed(file, ended))
         return await asyncio.shield(task)
 
     def _forget_failed(self, file: int, task: asyncio.Task[Footer]) -> None:
         """The next read of that file tries again, even if nobody waited for this one."""
-        if (task.cancelled() or task.exception() is not None) and self._footers.get(file) is task:
-            del self._footers[file]
+        if (task.cancelled() or task.exception() is not None) and self.footers.get(file) is task:
+            del self.footers[file]
 
     async def _read_footer(self, path: str) -> Footer:
-        size, tail = await self._client.read_tail(path, TAIL_BYTES)
-        length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
-        if length > len(tail):
-            size, tail = await self._client.read_tail(path, length)
-        return size, pq.read_metadata(pa.BufferReader(tail[-length:]))
+        size, tail = await self._client.read_tail(path, FOOTER_BYTES)
+        if find_footer_length(tail) > len(tail):
+            size, tail = await self._client.read_tail(path, find_footer_length(tail))
+        return size, parse_footer(tail)
 
 
 def find_chunks(footer: pq.FileMetaData, index: int, names: Collection[str]) -> Iterator[Range]:
-    """Where the chunks of these columns are, of one row group."""
     group = footer.row_group(index)
     for number in range(group.num_columns):
         chunk = group.column(number)

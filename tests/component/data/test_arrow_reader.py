@@ -67,7 +67,7 @@ def test_footers_list_row_groups_and_skip_empty_files(manifest: Manifest) -> Non
 def test_a_long_footer_is_read_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     name = write(store, "a.parquet", 0, 50, 1)
     whole = read_footers(store, [name])
-    monkeypatch.setattr("spark_elastic.data.reading.decoding._FIRST_READ", 16)
+    monkeypatch.setattr("spark_elastic.data.reading.decoding.FOOTER_BYTES", 16)
     assert read_footers(store, [name]) == whole
 
 
