@@ -45,14 +45,9 @@ class AsyncDataLoaderMixin:
     def __init__(
         self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
     ) -> None:
-        """
-        Args:
-            async_loader_queue_size: batches that may be ready in advance; 0: no thread.
-            debug_data_loader: log each batch (INFO).
-            args, kwargs: for the other base class.
-        """
-        self.async_loader_queue_size = async_loader_queue_size
-        self.debug_data_loader = debug_data_loader
+        """async_loader_queue_size: batches that may be ready in advance; 0: no thread. debug_data_loader: log each
+        batch (INFO). args, kwargs: for the other base class."""
+        self.async_loader_queue_size, self.debug_data_loader = async_loader_queue_size, debug_data_loader
         self._open: list[_BackgroundBatches] = []
         super().__init__(*args, **kwargs)
 
@@ -157,17 +152,13 @@ class ElasticSampler:
             raise InvalidInput(
                 f"ElasticSampler takes a dataset with a length; got {type(dataset).__name__}: give a map-style dataset."
             )
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.pad = pad
+        self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.epoch = 0
         # Rows that were recorded one by one, and all that were processed before them. Those of `_recorded` came since
         # the last `reset`, and are not taken out of `remaining_indices` yet.
         self._known: frozenset[int] = frozenset()
         self._recorded: set[int] = set()
-        # How many rows of the epoch's order without `_known` all ranks have processed together.
-        self._taken = 0
+        self._taken = 0  # rows of the epoch's order without `_known` that all ranks have processed together
         self._ask_rank, self._ask_size = rank, size
         self.reset()
 

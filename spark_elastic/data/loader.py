@@ -188,7 +188,9 @@ class StepStream:
         self._last_read = 0.0  # when a row group was read last
         self._failed: BaseException | None = None
         self._closed = False
-        self._ahead = DecodePrefetcher(loader._reader, self._count_groups_ahead(), self._note_answer)
+        usual = loader.plan.rows * self._row_bytes // len(loader.plan.row_groups)
+        groups_ahead = max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
+        self._ahead = DecodePrefetcher(loader._reader, groups_ahead, self._note_answer)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(order.epoch, first_step), name="read-ahead", daemon=True
         )
@@ -332,17 +334,11 @@ class StepStream:
             step += count
             count *= 2
 
-    def _count_groups_ahead(self) -> int:
-        plan = self._loader.plan
-        usual = plan.rows * self._row_bytes // len(plan.row_groups)
-        return max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
-
     def _count_step_bytes(self, step: int) -> int:
         first, past = self._division.compute_rank_bounds(self._loader.plan.count_step_rows(step), self._rank)
         return max(1, (past - first) * self._row_bytes)
 
     def _wait_for_room(self, steps: int, wanted: int) -> None:
-        """Wait until the consumer has taken enough steps, or the stream is closed."""
         with self._changed:
             self._next_block = steps, wanted
             self._changed.wait_for(lambda: self._closed or self._has_room())
@@ -390,7 +386,6 @@ class DecodePrefetcher:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait until the thread has finished its row group."""
         self.stop()
         if self._most:
             self._thread.join()
@@ -402,7 +397,6 @@ class DecodePrefetcher:
             self._changed.notify()
 
     def ask(self, groups: Iterable[int]) -> None:
-        """Announce row groups that will be fetched soon, in this order."""
         coming = dict.fromkeys(groups)
         self._reader.announce(coming)
         if self._most:

@@ -48,7 +48,6 @@ class Column:
 
     @property
     def is_raw(self) -> bool:
-        """Whether a transformation must turn it into numbers."""
         return np.dtype(self.dtype).kind in "OM"
 
     @property
@@ -103,7 +102,6 @@ class RowGroup:
 
     @property
     def stored_rows(self) -> int:
-        """Rows in the file, deleted ones among them."""
         return self.rows if self.keep_mask is None else len(self.keep_mask)
 
 
@@ -131,7 +129,6 @@ class RowGroups:
 
     @classmethod
     def of(cls, groups: Iterable[RowGroup]) -> RowGroups:
-        """From single row groups."""
         single = list(groups)
         numbers: dict[str, Any] = {}
         for name in cls.NUMBERS:
@@ -177,7 +174,6 @@ class RowGroups:
 
     @classmethod
     def from_fields(cls, content: Mapping[str, Any]) -> RowGroups:
-        """What `to_fields` made."""
         count = content["count"]
         if count > MOST_ROW_GROUPS:
             raise ValueError(f"{count} row groups")
@@ -207,7 +203,6 @@ class FileColumns:
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
     def restrict(self, columns: Container[str]) -> FileColumns:
-        """What is known of these columns."""
         constants = {name: text for name, text in self.constants.items() if name in columns}
         stored = {name: own for name, own in self.stored_names.items() if name in columns}
         return FileColumns(constants, stored)
@@ -246,7 +241,6 @@ class Manifest:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the data set."""
         return sum(self.group_rows)
 
     @cached_property
@@ -266,7 +260,6 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def column(self, name: str) -> Column:
-        """The column of that name."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -335,11 +328,9 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store, name: str) -> Manifest:
-        """Read the manifest of that name."""
         return cls.from_json(store.read_bytes(name))
 
     def save(self, store: Store, name: str) -> None:
-        """Publish the manifest under that name."""
         store.write_bytes(name, self.to_json().encode())
 
 

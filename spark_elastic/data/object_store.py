@@ -60,12 +60,10 @@ class RetryingClient:
     def call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
     ) -> Any:
-        """A method of the file system. size, longest: see `retry`."""
         run = getattr(self.filesystem, f"_{method}")
         return self.run(self.retry(lambda: run(*arguments, **options), size, longest))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, awaited in fsspec's thread while this one waits."""
         future = self.begin(work)
         try:
             return future.result()
@@ -74,7 +72,6 @@ class RetryingClient:
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine in fsspec's thread, for a thread to wait for."""
         return asyncio.run_coroutine_threadsafe(work, self.filesystem.loop)
 
     async def read_ranges(self, path: str, ranges: Sequence[Range]) -> list[bytes]:
@@ -144,13 +141,9 @@ class RetryingClient:
     ) -> T:
         """The result of the first attempt that succeeds.
 
-        Args:
-            size: bytes that are written or read.
-            longest: seconds that an attempt of many requests may take, which begins before the limit is over; None: an
-                attempt takes a part of the limit.
-
-        Raises:
-            TimeoutError: no attempt succeeded within the limit; it names the last error. Else what the client raises.
+        size: bytes that are written or read. longest: seconds that an attempt of many requests may take, which begins
+        before the limit is over; None: an attempt takes a part of the limit. Raises TimeoutError, which names the last
+        error, if no attempt succeeded within the limit, else what the client raises.
         """
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer
@@ -199,7 +192,6 @@ async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
     # FileNotFoundError and others that say what is wrong are OSErrors with another errno.
     if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
         return True
@@ -258,7 +250,6 @@ class RemoteFile(io.RawIOBase):
         return self.read(max(0, self._size - self._place)) or b""
 
     def _find(self, begin: int, end: int) -> memoryview | bytes | None:
-        """The bytes if they are in memory."""
         slot = bisect_right(self._starts, begin) - 1
         if slot < 0:
             return None

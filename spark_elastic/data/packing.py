@@ -69,18 +69,15 @@ class Ragged:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts (one at least)."""
         values, offsets = zip(*(part._arrays for part in parts), strict=True)
         lengths = np.concatenate([np.diff(each) for each in offsets])
         joined = cls(np.concatenate(values), _find_offsets(lengths), sum(part.truncated for part in parts))
         return joined.tensors() if parts[0]._is_torch else joined
 
     def __len__(self) -> int:
-        """The number of rows."""
         return len(self.offsets) - 1
 
     def __iter__(self) -> Iterator[Any]:
-        """Each row, as a view."""
         return (self[row] for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
@@ -128,7 +125,6 @@ class Ragged:
         return _to_tensor(padded) if self._is_torch else padded
 
     def nested(self) -> Any:
-        """torch's nested tensor of the rows, with the layout `torch.jagged`."""
         import torch
 
         own = self.tensors()

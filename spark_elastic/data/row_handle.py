@@ -62,7 +62,7 @@ class RowAccess:
     @property
     def reader(self) -> Reader:
         """The reader of this process; it lives as long as an access of the process that has used it."""
-        key = os.getpid(), id(self.store.filesystem), self.store.url, self._hash
+        key = os.getpid(), id(self.store.filesystem), self.store.url, self.manifest.hash
         opened: _OpenReader | None = self.__dict__.get("_opened", {}).get(key)
         if opened is None:
             opened = _open_readers.get(key) or _OpenReader(self.store, self.manifest)
@@ -98,10 +98,6 @@ class RowAccess:
     def _ends(self) -> Int64s:
         """The number behind the last row of each row group."""
         return np.cumsum(self.manifest.row_groups.rows)
-
-    @cached_property
-    def _hash(self) -> str:
-        return self.manifest.hash
 
     def __getstate__(self) -> dict[str, object]:
         return {"store": self.store, "manifest": self.manifest}

@@ -146,10 +146,6 @@ def lacks_room(description: str) -> bool:
     return any(word in description for word in _NO_ROOM_WORDS)
 
 
-def _is_full(error: Exception) -> bool:
-    return getattr(error, "errno", None) in _NO_ROOM or lacks_room(f"{type(error).__name__} {error}")
-
-
 MOST_RETRY_SECONDS = 240.0
 # That a listing may take, or the deletion of a tree: a store gives the names of a thousand objects at a time.
 LISTING_SECONDS = 600.0
@@ -565,7 +561,8 @@ class Store:
             if isinstance(error, FileNotFoundError) and verb not in ("write", "create"):
                 raise StoreError(f"The store {self.url} has no {name!r}.") from error
             reason = f"{type(error).__name__}: {error}"
-            raise (StoreFull if _is_full(error) else StoreError)(
+            is_full = getattr(error, "errno", None) in _NO_ROOM or lacks_room(reason)
+            raise (StoreFull if is_full else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
 

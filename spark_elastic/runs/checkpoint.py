@@ -56,11 +56,7 @@ class CheckpointStore:
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
         """Write the parts and, at last, a manifest of them. No run resumes from it before the driver has published it.
-
-        Raises:
-            StoreFull: the store has no room; what was written of the checkpoint is removed.
-            StoreError: the store cannot be written, or does not give back the bytes that were written.
-        """
+        If the store has no room (StoreFull), what was written of the checkpoint is removed."""
         name = format_checkpoint_name(fence, position)
         checksums = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
         manifest = json.dumps({"version": VERSION, "parts": checksums}, sort_keys=True).encode()
@@ -73,11 +69,7 @@ class CheckpointStore:
         return Checkpoint(fence, position, name, _sha256(manifest))
 
     def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
-        """The parts of a checkpoint.
-
-        Raises:
-            StoreError: a part is missing, differs from what was written, or has the format of another version.
-        """
+        """The parts; StoreError if one is missing, differs from what was written, or has another version's format."""
         manifest = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
         _check(manifest, checkpoint.digest, f"{checkpoint.name}/{MANIFEST}")
 
@@ -353,12 +345,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        store: Store,
-        policy: CheckpointPolicy,
-        clock: Clock,
-        codec: Codec,
-        report: Report,
+        self, store: Store, policy: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
     ) -> None:
         self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
         self._policy, self._clock, self._codec = policy, clock, codec

@@ -322,16 +322,9 @@ def broadcast_snapshot(
 ) -> Snapshot | None:
     """Send the snapshot of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
 
-    What arrives is verified by checksum and returned; the receiver's state does not change before it loads it.
-
-    Args:
-        snapshot: on rank `source`; ignored on the others.
-        receives: this rank takes it; False: it returns None, as `source` does.
-        allocate: returns memory of so many bytes for what arrives.
-
-    Raises:
-        CollectiveError: the group broke.
-        StoreError: the bytes that arrived differ from those that were sent.
+    What arrives is verified by checksum and returned, or StoreError; the receiver's state does not change before it
+    loads it. snapshot: on rank `source`; ignored on the others. receives: this rank takes it; False: it returns None,
+    as `source` does. allocate: returns memory of so many bytes for what arrives.
     """
     if group.rank == source:
         assert snapshot is not None

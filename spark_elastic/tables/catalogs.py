@@ -81,7 +81,6 @@ class CatalogTable:
         """See `Credentials`."""
 
     def find_values(self) -> dict[str, Any]:
-        """The properties, with what variables and functions give now."""
         values = {name: value() if callable(value) else value for name, value in self.properties.items()}
         for name, value in values.items():
             if isinstance(value, str) and value.startswith(_VARIABLE):
@@ -95,7 +94,6 @@ class CatalogTable:
         return values
 
     def away(self, error: object) -> ConnectionError:
-        """What `fetch` raises if nobody answers."""
         return ConnectionError(
             f"the catalog {self.uri} does not answer ({self.hide(error)}): check its uri, and that driver and workers "
             "reach it"
@@ -219,7 +217,6 @@ class IcebergTable(CatalogTable):
 
 
 def _read_properties(properties: Mapping[str, Any]) -> Lease:
-    """What a catalog of Iceberg vends."""
     options: dict[str, Any] = {}
     ends = None
     for name, value in properties.items():
@@ -274,7 +271,6 @@ class UnityTable(CatalogTable):
         raise self.refusal("it vends credentials of no known store")
 
     def _call(self, path: str, body: Any = None) -> Any:
-        """The answer to a request: POST with a body, else GET."""
         token = self.find_values().get("token")
         headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         data = None

@@ -140,8 +140,9 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
         array = _to_ragged(values, column)
     else:
         for length in column.shape:
-            _check_length(values, length, column)
-            values = _flatten_elements(values, length)
+            # Arrow's own `flatten` imports a module that loads slowly.
+            first = _find_first(values, length, column)
+            values = values.values.slice(first, len(values) * length)
         if len(values) != rows * math.prod(column.shape):
             raise ValueError(
                 f"column {column.name!r} is not the {rows} rows of shape {column.shape} it should be"
@@ -188,27 +189,22 @@ def _to_numbers(values: Any) -> Array:
     return np.frombuffer(memory or b"", dtype, len(values), values.offset * dtype.itemsize if memory else 0)
 
 
-def _flatten_elements(values: Any, length: int) -> Any:
-    """The values of all rows, concatenated. Arrow's own `flatten` imports a module that loads slowly."""
-    is_fixed = types.is_fixed_size_list(values.type)
-    first = values.offset * length if is_fixed else _to_numbers(values.offsets)[0]
-    return values.values.slice(first, len(values) * length)
-
-
-def _check_length(values: Any, length: int, column: Column) -> None:
-    """Checks each row: wrong lengths may have the right sum, and the rows would be mixed up."""
+def _find_first(values: Any, length: int, column: Column) -> Any:
+    """Where the first row begins. Each row's length is checked: wrong ones may have the right sum, and the rows would
+    be mixed up."""
     if not is_list(values.type):
         raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
     if types.is_fixed_size_list(values.type):
-        same = values.type.list_size == length
+        first, same = values.offset * length, values.type.list_size == length
     else:
         offsets = _to_numbers(values.offsets)
         # That all ends are where they should be is cheaper to see than all differences.
-        same = bool(np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0]))
+        first, same = offsets[0], np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0])
     if not same:
         raise ValueError(
             f"column {column.name!r} has arrays of a length other than {length}: pad or cut them to one length"
         )
+    return first
 
 
 def _to_vectors(values: Any, column: Column) -> Array:

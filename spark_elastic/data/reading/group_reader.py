@@ -207,7 +207,8 @@ class ArrowReader(Reader):
         whole = entry.bytes * max(1, entry.parent_rows) // (entry.rows if entry.parent_rows else 1)
         names = self._find_names(number) if whole <= REMOTE_GROUP_BYTES else ()
         remote, loaded = self._remote, self._remote.take(group, names)
-        self._keep_open(number, lambda: remote.open_file(number, loaded.size), loaded.footer)
+        path = self._store.path(self._manifest.files[number])
+        self._keep_open(number, lambda: RemoteFile(remote.client, path, loaded.size), loaded.footer)
         file, source = self._files[number]
         source.keep(loaded.ranges)
         try:
@@ -266,7 +267,7 @@ class RemoteGroups:
     """Reads row groups of one data set ahead of the thread that decodes them."""
 
     def __init__(self, store: Store, client: RetryingClient, manifest: Manifest) -> None:
-        self._store, self._client, self._manifest = store, client, manifest
+        self._store, self.client, self._manifest = store, client, manifest
         self._changed = threading.Lock()
         # Row groups that will be needed, in this order, with the names of their columns in the file.
         self._wanted: dict[int, Collection[str]] = {}
@@ -294,10 +295,6 @@ class RemoteGroups:
             with self._changed:
                 self._begin_reads()
 
-    def open_file(self, number: int, size: int) -> RemoteFile:
-        """The file, of which nothing is in memory yet."""
-        return RemoteFile(self._client, self._store.path(self._manifest.files[number]), size)
-
     def cancel(self) -> None:
         """End the reads that are under way: other row groups will be needed."""
         with self._changed:
@@ -318,13 +315,13 @@ class RemoteGroups:
             self._reading[group] = self._begin(group, names)
 
     def _begin(self, group: int, names: Collection[str]) -> Future[LoadedGroup]:
-        return self._client.begin(self._load(self._manifest.row_groups[group], names))
+        return self.client.begin(self._load(self._manifest.row_groups[group], names))
 
     async def _load(self, entry: RowGroup, names: Collection[str]) -> LoadedGroup:
         path = self._store.path(self._manifest.files[entry.file])
         size, footer = await self._find_footer(entry.file, path)
         ranges = coalesce(find_chunks(footer, entry.index, names), GAP)
-        found = await self._client.read_ranges(path, ranges)
+        found = await self.client.read_ranges(path, ranges)
         contents = {start: content for (start, _), content in zip(ranges, found, strict=True)}
         return LoadedGroup(size, footer, contents)
 
@@ -342,9 +339,9 @@ class RemoteGroups:
             del self.footers[file]
 
     async def _read_footer(self, path: str) -> Footer:
-        size, tail = await self._client.read_tail(path, FOOTER_BYTES)
+        size, tail = await self.client.read_tail(path, FOOTER_BYTES)
         if find_footer_length(tail) > len(tail):
-            size, tail = await self._client.read_tail(path, find_footer_length(tail))
+            size, tail = await self.client.read_tail(path, find_footer_length(tail))
         return size, parse_footer(tail)
 
 

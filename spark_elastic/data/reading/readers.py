@@ -300,14 +300,8 @@ def open_reader(
 
 
 def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = "arrow") -> Manifest:
-    """The data set of sequences that the documents of a data set make; reads the documents' lengths.
-
-    Its rows, row groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any.
-
-    Raises:
-        InvalidInput: a column is missing or has no arrays, or a document is longer than allowed.
-        StoreError: the documents cannot be read.
-    """
+    """The data set of sequences that the documents of a data set make; reads the documents' lengths. Its rows, row
+    groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any."""
     columns = describe_packed(manifest, packing)
     names = [packing.length_column or packing.column]
     with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
@@ -334,8 +328,7 @@ def read_sample_rows(
     store: Store, manifest: Manifest, columns: Sequence[str], label: str | None = None
 ) -> ColumnArrays:
     """Four rows of a small row group, to try a function or a model on: its first and its last row, then two between
-    them; with as many values of the label as there are,
-    its lowest and its highest first."""
+    them; with as many values of the label as there are, its lowest and its highest first."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
     last = len(found[columns[0]]) - 1

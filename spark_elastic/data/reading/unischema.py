@@ -11,7 +11,6 @@ import pickle
 import posixpath
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,8 +175,9 @@ def find_unischema(store: Store, name: str) -> dict[str, Field]:
 def describe_field(field: Field, encoded: Any) -> Column:
     """The column of an encoded field. encoded: the value of the first row."""
     value = decode_value(field.codec_name, field.name, encoded)
-    sizes = zip_longest(value.shape, field.shape, fillvalue=-1)
-    if field.dtype != str(value.dtype) or any(wanted not in (None, size) for size, wanted in sizes):
+    sizes = zip(value.shape, field.shape, strict=False)
+    is_shape = value.ndim == len(field.shape) and all(wanted in (None, size) for size, wanted in sizes)
+    if field.dtype != str(value.dtype) or not is_shape:
         raise InvalidInput(
             f"The column {field.name!r} begins with {value.dtype} of shape {value.shape}, and petastorm's schema says "
             f"{field.dtype} of shape {field.shape}: write the data set again."

@@ -31,14 +31,8 @@ from spark_elastic.tables.predicate import Predicate
 from tests.component.readers import READERS
 from tests.planned_rows import list_row_ids
 
-VECTOR = pa.struct(
-    [
-        ("type", pa.int8()),
-        ("size", pa.int32()),
-        ("indices", pa.list_(pa.int32())),
-        ("values", pa.list_(pa.float64())),
-    ]
-)
+LISTS = [("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))]
+VECTOR = pa.struct([("type", pa.int8()), ("size", pa.int32()), *LISTS])
 
 
 def write(folder: Path, name: str, columns: dict[str, Any], **options: Any) -> None:
@@ -268,7 +262,6 @@ def test_files_that_keep_the_same_values_in_other_ways_are_read_together(
 )
 def test_an_unknown_reader_is_refused(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "petastorm", None)
-    monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.readers", raising=False)
     manifest = Manifest((), (), RowGroups.of([]), "", "")
     with pytest.raises(InvalidInput, match=says):
         open_reader(name, Store.open("memory://x"), manifest)

@@ -274,11 +274,13 @@ def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_o
     table = make_table()
     write_deltalake(str(tmp_path), table, partition_by=["word", "day"])
     DeltaTable(tmp_path).delete("id % 10 = 3")
-    opened = []
-    read_footer = footers.read_footer
-    monkeypatch.setattr(
-        footers, "read_footer", lambda store, name: (opened.append(name), read_footer(store, name))[1]
-    )
+    opened, read_footer = [], footers.read_footer
+
+    def note(store: Store, name: str) -> Any:
+        opened.append(name)
+        return read_footer(store, name)
+
+    monkeypatch.setattr(footers, "read_footer", note)
     snapshot = read_snapshot(tmp_path, None, {})
     for where, folders in (
         ([("word", "==", "b"), ("day", "<", date(2020, 2, 10))], "word=b/day=2020-02-0"),
@@ -311,9 +313,8 @@ def test_partitions_by_time_and_by_bool_are_compared_or_refused(tmp_path: Path) 
 
     assert find(("time", ">", datetime(1970, 1, 2, tzinfo=timezone.utc))) == [2, 5]
     assert find(("odd", "==", np.False_)) == find(("odd", "!=", True)) == [0, 2, 4]
-    with pytest.raises(
-        InvalidInput, match=r"'time', which is timestamp\[us, tz=UTC\], with datetime.* cannot be: give"
-    ):
+    says = r"'time', which is timestamp\[us, tz=UTC\], with datetime.* cannot be: give"
+    with pytest.raises(InvalidInput, match=says):
         find(("time", ">", datetime(1970, 1, 2)))
 
 
@@ -365,9 +366,8 @@ def test_texts_are_compared_with_partitions_of_texts_and_refused_for_those_of_nu
     months, mixed = pa.array([1, 9, 10, 12]), pa.array(["1", "9", "10", "b"])
     for number, (operator, value) in enumerate([(">=", "9"), ("==", "9"), ("in", ["9"])]):
         where = "k", operator, value
-        with pytest.raises(
-            InvalidInput, match=r"column 'k', which is int64, with .*9.* cannot be: give a value of"
-        ):
+        says = r"column 'k', which is int64, with .*9.* cannot be: give a value of"
+        with pytest.raises(InvalidInput, match=says):
             find_in_partitions(tmp_path / f"months{number}", months, where)
         assert 1 in find_in_partitions(tmp_path / f"mixed{number}", mixed, where)
     assert find_in_partitions(tmp_path / "months", months, ("k", ">=", 9)) == [1, 2, 3]
@@ -457,10 +457,8 @@ def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: 
         return rows
 
     store = Store.open(str(tmp_path / "store"))
-    with materialize_rows(open_rows("a", "seen"), asked, store, OwnedRun.acquire(store, "mine")) as (
-        record,
-        _,
-    ):
+    run = OwnedRun.acquire(store, "mine")
+    with materialize_rows(open_rows("a", "seen"), asked, store, run) as (record, _):
         pass
     write_deltalake(str(tmp_path / "a"), make_table(), mode="append")
     open_rows("a", "seen").check_same_rows(asked, record, "mine")

@@ -49,21 +49,14 @@ class FaultyServer(ThreadingHTTPServer):
 
     def reset(self, seed: int) -> None:
         """No faults from now on, and nothing counted."""
-        # Fault -> its probability; may be changed at any time.
-        self.rates: Mapping[str, float] = {}
-        # The session token that is valid; requests with others are refused as expired. None: all are valid.
+        self.rates: Mapping[str, float] = {}  # fault -> its probability; may be changed at any time
+        # The session token that is valid, or those and when each ends; others are refused as expired. None: all are.
         self.token: str | None = None
-        # The session tokens that are valid, and when each ends; None: all are.
         self.ends: Mapping[str, float] | None = None
-        # How many requests were refused as expired.
-        self.expired = 0
-        # Whether nobody answers.
-        self.away = False
-        # How often each fault was injected, and requests that came.
-        self.injected: Counter[str] = Counter()
-        self.requests = 0
-        # The most requests that were answered at once.
-        self.most_at_once = 0
+        self.expired = 0  # requests that were refused as expired
+        self.away = False  # whether nobody answers
+        self.injected: Counter[str] = Counter()  # how often each fault was injected
+        self.requests = self.most_at_once = 0  # requests that came, and the most that were answered at once
         self._random = random.Random(seed)
 
     def start(self) -> None:

@@ -57,10 +57,10 @@ def test_p2_a_step_is_the_same_in_every_world(
     assert [block.start for block in blocks] == [sum(lengths[:rank]) for rank in range(size)]
 
 
-def test_thousands_of_plans_have_each_row_once() -> None:
+def test_a_thousand_plans_have_each_row_once() -> None:
     """Places alone, without shuffling: N, b and L over a wide range, every step of the epoch."""
     draw = random.Random(7)
-    for _ in range(3000):
+    for _ in range(1000):
         rows, batch = draw.randint(1, 700), draw.randint(1, 300)
         lanes = draw.randint(1, min(64, DataPlan((rows,), batch, 0, 1).base_rows))
         plan = DataPlan((rows,), batch, 0, lanes, shuffle=False)
