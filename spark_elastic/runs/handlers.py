@@ -174,9 +174,8 @@ class VariablesHandler(SnapshotHandler):
         theirs = [ref.shape for ref in values]
         if mine != theirs:
             pairs = enumerate(zip(mine, theirs, strict=False))
-            odd = next((number for number, (own, other) in pairs if own != other), None)
-            counts = f"{len(mine)} here and {len(theirs)} there"
-            difference = counts if odd is None else f"number {odd} is of another shape"
+            odd = [f"number {number} is of another shape" for number, (own, other) in pairs if own != other]
+            difference = odd[0] if odd else f"{len(mine)} here and {len(theirs)} there"
             raise InvalidInput(
                 f"the workers' variables differ ({difference}): build the same model and optimizer on each, before the "
                 "state."

@@ -212,7 +212,8 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
 
 def _is_number(text: str, kind: type[int] | type[float]) -> bool:
     with suppress(ValueError):
-        is_in_range = kind is not int or -(2**63) <= kind(text) < 2**63
+        number = kind(text)
+        is_in_range = kind is float or -(2**63) <= number < 2**63
         return is_in_range and "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
     return False
 
@@ -223,11 +224,10 @@ class _Files:
     def __init__(self, store: Store, data: Sequence[DataFile], facts: Sequence[FileFacts]) -> None:
         self.store = store
         self.facts = [each for each in facts if each.rows]
-        self.data = [
-            file if known.deleted is None else replace(file, deleted=known.deleted)
-            for file, known in zip(data, facts, strict=True)
-            if known.rows
-        ]
+        self.data = []
+        for file, known in zip(data, facts, strict=True):
+            if known.rows:
+                self.data.append(file if known.deleted is None else replace(file, deleted=known.deleted))
         self.rows = sum(each.rows for each in self.facts)
         # Of each row group with rows: they are listed file by file.
         groups = [each.groups for each in self.facts]
@@ -293,8 +293,7 @@ def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
 
 
 def _parquet(store: Store, name: str) -> list[ObjectInfo]:
-    """What Spark and others take for data: not names that begin with _ or ., but for values of partitions, nor
-    texts."""
+    """What Spark and others take for data: not names with _ or . in front, but for values of partitions, nor texts."""
     listed = store.find(name)
     _refuse_table_formats(store, name, listed)
     files = []
