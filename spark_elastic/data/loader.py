@@ -170,9 +170,7 @@ class StepStream:
         epochs: int = 0,
     ) -> None:
         self._loader = loader
-        self._orders = {
-            order.epoch: order
-        }  # of the consumer's epoch, and of the next one once the thread reads it
+        self._orders = {order.epoch: order}  # the consumer's, and the next one once the thread reads it
         self._epoch, self._epochs = order.epoch, epochs
         self._next = first_step
         self._rank, self._division = rank, division
@@ -262,9 +260,8 @@ class StepStream:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(self._limit.deadline)
             if self._thread.is_alive():
-                seconds = f"{self._limit.deadline:g} s"
                 raise StoreError(
-                    f"A read of the store did not end within {seconds}: the store does not answer."
+                    f"A read of the store did not end within {self._limit.deadline:g} s: the store does not answer."
                 )
         self._ready.clear()
         self._loader.order = self._orders.get(self._epoch)
