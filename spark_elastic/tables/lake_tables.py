@@ -329,15 +329,13 @@ class DeletedRows:
             kinds[entry.data_file.content.name].append(entry)
         # A Puffin file is an entry for each of the data files that it has a vector of.
         by_position = list({each.data_file.file_path: each for each in kinds["POSITION_DELETES"]}.values())
-        for entry, positions in zip(
-            by_position, _map_in_threads(self._read_positions, by_position), strict=True
-        ):
-            for path, rows in positions:
+        positions = _map_in_threads(self._read_positions, by_position)
+        for entry, named in zip(by_position, positions, strict=True):
+            for path, rows in named:
                 self._positions[path].append((entry.sequence_number or 0, rows))
         by_equality = kinds["EQUALITY_DELETES"]
-        for entry, equality in zip(
-            by_equality, _map_in_threads(self._read_equality, by_equality), strict=True
-        ):
+        equalities = _map_in_threads(self._read_equality, by_equality)
+        for entry, equality in zip(by_equality, equalities, strict=True):
             self._equalities[self._find_partition(entry.data_file)].append(equality)
 
     def find(self, store: Store, entries: Sequence[Any], files: Sequence[DataFile]) -> list[Mask | None]:

@@ -295,11 +295,10 @@ class SplitGroupCache:
             raise
 
     def _make_room(self) -> None:
-        groups = self._groups_by_key
-        while (
-            groups
-            and sum(each.bytes for each in groups.values()) > shutil.disk_usage(tempfile.gettempdir()).free
-        ):
+        while self._groups_by_key:
+            taken = sum(each.bytes for each in self._groups_by_key.values())
+            if taken <= shutil.disk_usage(tempfile.gettempdir()).free:
+                break
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -379,13 +378,14 @@ def split_row_group(source: Any, index: int, columns: list[str], rows: int, path
 def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
     batches."""
-    columns = (
-        each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in batch.columns
-    )
-    return pa.RecordBatch.from_arrays(list(map(drop_views, columns)), names=batch.schema.names)
+    columns = []
+    for column in batch.columns:
+        is_encoded = pa.types.is_dictionary(column.type)
+        columns.append(drop_views(column.dictionary_decode() if is_encoded else column))
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    return (
-        batches[0] if len(batches) == 1 else pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
-    )
+    if len(batches) == 1:
+        return batches[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
