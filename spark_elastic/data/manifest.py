@@ -80,9 +80,7 @@ class RowGroup:
     first_row: int = 0  # of a part, its first row in the row group as it is in the file; 0 for a whole one
     parent_rows: int = 0  # of a part, the rows in the file of the whole row group; 0: this is the whole one
     part_rows: int = 0  # of a part, the rows in the file of each part but the last; 0 for a whole one
-    deleted: str = (
-        ""  # which rows in the file the table has no more, by `pack_deleted`; "": it has all of them
-    )
+    deleted: str = ""  # which rows in the file the table has no more, by `pack_deleted`; "": none
 
     @cached_property
     def keep_mask(self) -> npt.NDArray[np.bool_] | None:

@@ -66,9 +66,8 @@ class Division:
     """How ranks divide the rows of each step: into parts of equally many rows, give or take one, of which each rank
     takes some neighbours."""
 
-    cuts: tuple[
-        int, ...
-    ]  # rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last number is that of all parts
+    # Rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last number is that of all parts.
+    cuts: tuple[int, ...]
 
     @classmethod
     def equal(cls, size: int, shares: int = 0) -> Division:

@@ -220,9 +220,8 @@ class ObjectInfo:
     name: str  # within the store
     bytes: int  # its size
     modified: float | None  # when it was last written, in seconds since 1970; None if the store does not say
-    tag: str = field(
-        default="", repr=False
-    )  # an object store's name for this content of the object; "": none
+    # An object store's name for this content of the object; "": it has none.
+    tag: str = field(default="", repr=False)
 
     @property
     def state(self) -> str:
@@ -238,9 +237,8 @@ class Store:
     url: str  # as given, with a scheme where it was a local path; Spark and messages get it
     filesystem: Any = field(repr=False, compare=False)  # of fsspec, with the user's `storage_options`
     root: str = field(repr=False)  # the url's path as the file system takes it, without a slash at the end
-    retry_seconds: float = field(
-        default=RETRY_SECONDS, repr=False, compare=False
-    )  # for calls of object stores
+    # How long a call of an object store is tried again.
+    retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -676,9 +674,7 @@ class StoreEntry:
     name: str  # its path within the store
     kind: str  # data, run, probe, channel, or partial: a file whose writer was killed, or still writes
     bytes: int  # of all objects in it
-    modified: (
-        float | None
-    )  # when its newest object was written, in seconds since 1970; None: the store does not say
+    modified: float | None  # when its newest object was written, in seconds since 1970; None: not known
     needed: bool  # whether it is an unfinished run, or rows that one reads
 
 

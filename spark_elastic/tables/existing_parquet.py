@@ -441,9 +441,10 @@ def _take_ragged(column: Column, files: _Files, transformed: bool) -> Column:
 def align_ragged(one: Manifest, other: Manifest) -> Manifest:
     """The first, with those of its columns ragged that are so in the other: lengths may be the same by chance."""
     ragged = {column.name for column in other.columns if column.ragged}
-    columns = (
-        _make_ragged(each) if each.name in ragged and len(each.shape) == 1 else each for each in one.columns
-    )
+    columns = []
+    for column in one.columns:
+        is_ragged = column.name in ragged and len(column.shape) == 1
+        columns.append(_make_ragged(column) if is_ragged else column)
     return replace(one, columns=tuple(columns))
 
 

@@ -52,12 +52,8 @@ class DataFile:
     field_ids: Mapping[str, int] = field(default_factory=dict)
     mapped_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    deleted: Mask | None = (
-        None  # of each row in the file, whether the table has it no more; None: it has all of them
-    )
-    is_fixed: bool = (
-        True  # whether nobody writes a file of this name again, as in tables whose log names their files
-    )
+    deleted: Mask | None = None  # of each row in the file, whether the table has it no more; None: it has all
+    is_fixed: bool = True  # nobody writes a file of this name again, as in tables whose log names files
 
     def find_mapped_names(self, names: Container[str]) -> dict[str, str]:
         """Column -> its name in a file that has these names and no ids of fields, for the columns that are in it."""
@@ -82,9 +78,8 @@ class FileSchema:
 
     names: tuple[str, ...]  # the names of all columns in the file
     types: tuple[tuple[str, pa.DataType], ...]  # (wanted column, its type), of those that are in the file
-    stored_names: tuple[
-        tuple[str, str], ...
-    ]  # (column, its name in the file); (): columns have their own names
+    # (column, its name in the file); (): columns have their own names.
+    stored_names: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +92,8 @@ class FileFacts:
     # bytes before compression.
     groups: Int64s
     nulls: Mapping[str, int]  # wanted column -> its nulls; those that are not in the file are not in here
-    values: Mapping[
-        str, Int64s
-    ]  # wanted column of arrays -> its numbers in each row group, also of deleted rows
+    # Wanted column of arrays -> its numbers in each row group, those of deleted rows among them.
+    values: Mapping[str, Int64s]
     deleted: Mask | None  # of each row in the file, whether it is not taken; None: as the table says
 
 

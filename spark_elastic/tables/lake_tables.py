@@ -160,10 +160,8 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
     number, columns = table.version(), tuple(each.name for each in schema.fields)
-    name, single = (
-        f"version {number} of the Delta table {store.url}",
-        [n for n in types if not is_list(types[n])],
-    )
+    single = [column for column, kind in types.items() if not is_list(kind)]
+    name = f"version {number} of the Delta table {store.url}"
     return TableSnapshot(name, number, store, tuple(files), columns, tuple(single))
 
 
@@ -251,9 +249,8 @@ def _read_iceberg(
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     # A column with a default has that in the files that lack it, and is left to what the files say.
     defaults = {each.name for each in schema.fields if getattr(each, "initial_default", None) is not None}
-    with_types = [
-        each for each in schema.fields if "uuid" not in str(each.field_type)
-    ]  # which pyarrow 14 lacks
+    # pyarrow 14 has no such type
+    with_types = [each for each in schema.fields if "uuid" not in str(each.field_type)]
     declared = _find_types(type(schema)(*with_types).as_arrow())
     types = {name: kind for name, kind in declared.items() if name not in defaults}
     files = []

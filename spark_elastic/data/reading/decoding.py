@@ -28,9 +28,8 @@ from spark_elastic.errors import InvalidInput, StoreError
 
 ColumnArrays = dict[str, npt.NDArray[np.generic]]
 
-HAS_CHECKSUMS = (
-    "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
-)  # pyarrow 15 and newer
+# pyarrow 15 and newer
+HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
 VERIFIED = {"page_checksum_verification": True} if HAS_CHECKSUMS else {}  # options of a reader
 CHECKSUMS = {"write_page_checksum": True} if HAS_CHECKSUMS else {}  # options of a writer
 

@@ -44,9 +44,7 @@ class Field(NamedTuple):
     name: str  # as in the Parquet file
     numpy_dtype: Any  # numpy's dtype, "Decimal", or an object of `_Stored`
     shape: tuple[int | None, ...]  # of one row; None stands for a dimension of any length
-    codec: Any = (
-        None  # petastorm's object, by whose class `codec_name` goes; None: values are stored as they are
-    )
+    codec: Any = None  # petastorm's object, by whose class `codec_name` goes; None: none encodes the values
     nullable: Any = False  # not read here: the values tell
 
     def __setstate__(self, state: object) -> None:
