@@ -17,7 +17,7 @@ import pytest
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup, RowGroups
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import StoreError
 from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, describe_parquet
 from spark_elastic.tables.footers import DataFile, FileFacts, collect_footers, collect_footers_in_threads
@@ -82,12 +82,6 @@ def test_an_encrypted_footer_and_damaged_pages_are_one_sentence_with_the_file(tm
     for columns, condition in (["x"], None), (["id"], where):
         with pytest.raises(StoreError, match=r"^'000\.parquet' in the store .* cannot be read: .*$"):
             describe_files(store, [DataFile(store.describe("000.parquet"))], columns, where=condition)
-
-
-def test_the_first_file_of_another_type_is_named(tmp_path: Path) -> None:
-    write_files(tmp_path, 5)
-    with pytest.raises(InvalidInput, match=r"is double in '000.parquet' and float in '001.parquet'"):
-        describe_parquet(Store.open(str(tmp_path)), ["y"])
 
 
 def test_row_groups_are_equal_as_values_and_as_arrays() -> None:

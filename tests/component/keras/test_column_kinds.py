@@ -28,14 +28,7 @@ pytestmark = [
 
 def six_inputs() -> Any:
     """A model of vectors, arrays, whole numbers, pictures, days and tokens."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "v": (4,),
-        "a": (3,),
-        "n": (),
-        "image": (5,),
-        "day": (1,),
-        "tokens": (4,),
-    }
+    shapes = dict(zip(FEATURES, [(4,), (3,), (), (5,), (1,), (4,)], strict=True))
     kinds = {name: "int32" if name == "n" else "float64" for name in FEATURES}
     inputs = {name: keras.Input(shapes[name], dtype=kinds[name], name=name) for name in FEATURES}
     parts = [keras.layers.Embedding(7, 2)(x) if name == "n" else x for name, x in inputs.items()]

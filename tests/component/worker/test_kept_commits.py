@@ -53,14 +53,9 @@ class Owner:
     """A training process, as far as its commits go."""
 
     def __init__(self, key: bytes, attempt: int, timeout: float) -> None:
-        arguments = [key.hex(), str(attempt), str(timeout)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", OWNER, key.hex(), str(attempt), str(timeout)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen(command, text=True, **pipes)
 
     def commit(self, step: int, size: int = 1000) -> None:
         assert self.process.stdin is not None
@@ -170,9 +165,8 @@ def test_r23_what_is_not_whole_is_not_read(
     buffer, weights = SnapshotBuffer(keeper), np.ones(1000)
     for step in (4, 5):
         weights[:] = step
-        buffer.begin(
-            Position(0, Phase.TRAIN, step), lambda b, step=step: {"w": b.add_array(weights), "step": step}
-        )
+        position = Position(0, Phase.TRAIN, step)
+        buffer.begin(position, lambda b, step=step: {"w": b.add_array(weights), "step": step})
     for segment in keeper._segments[-1:] if left else keeper._segments:
         byte = os.pread(segment.fd, 1, offset)
         os.pwrite(segment.fd, bytes([byte[0] ^ 1]), offset)
