@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from spark_elastic.checks import COUNT, WHOLE, make_kind
 from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
+from spark_elastic.data.object_store import find_table
 from spark_elastic.data.packing import Packing
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.data.reading.group_reader import Reader
 from spark_elastic.data.reading.readers import open_reader, pack_rows
-from spark_elastic.data.renewal import find_table
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 

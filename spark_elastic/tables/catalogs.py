@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from spark_elastic.checks import require_package
-from spark_elastic.data.renewal import Lease, RenewedCredentials
+from spark_elastic.data.object_store import Lease, RenewedCredentials
 from spark_elastic.errors import InvalidInput, StoreError
 
 SECONDS = 10.0  # that Unity Catalog may take for an answer

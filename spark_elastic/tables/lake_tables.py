@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_elastic.checks import require_package
+from spark_elastic.data.object_store import join_filesystems
 from spark_elastic.data.reading.decoding import is_list, open_parquet, to_plain_type
-from spark_elastic.data.renewal import join_filesystems
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.tables.catalogs import CatalogTable, to_delta_options
