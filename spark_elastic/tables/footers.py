@@ -134,6 +134,7 @@ class FileFooter:
     def __init__(self, store: Store, data: DataFile) -> None:
         self.store, self.name, self.data = store, data.info.name, data
         self.footer: pq.FileMetaData = read_footer(store, self.name)
+        self.groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
         self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
         self.stored_names = {**data.stored_names, **self._find_by_id(data.field_ids)}
         if data.deleted is not None and len(data.deleted) != self.footer.num_rows:
@@ -187,7 +188,7 @@ class FileFooter:
 
     def keep_matching(self, where: Predicate) -> None:
         """Count the other rows among those that the table has no more."""
-        rows = [self.footer.row_group(index).num_rows for index in range(self.footer.num_row_groups)]
+        rows = [group.num_rows for group in self.groups]
         bounds = {name: self._find_bounds(name) for name in where.columns}
         judged = where.combine(lambda comparison: judge(bounds[comparison[0]], comparison))
         masks = []
@@ -221,8 +222,7 @@ class FileFooter:
         return where.combine(decide)
 
     def _find_bounds(self, column: str) -> Bounds:
-        groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
-        kind = self.find_type(column)
+        groups, kind = self.groups, self.find_type(column)
         if kind is None and column not in self.data.types:
             raise InvalidInput(
                 f"where compares column {column!r}, which is missing in {self.name!r}: compare one that all files have."
@@ -243,8 +243,7 @@ class FileFooter:
 
     def describe_groups(self) -> Int64s:
         """(3, n): the number, rows and bytes of each row group that has rows."""
-        found = (self.footer.row_group(index) for index in range(self.footer.num_row_groups))
-        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(found)]
+        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(self.groups)]
         return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
 
     def find_leaf(self, column: str) -> int:
@@ -269,7 +268,7 @@ class FileFooter:
         """The numbers of an array column in each of these row groups."""
         leaf, counts = self.find_leaf(column), []
         for group in groups.tolist():
-            chunk = self.footer.row_group(group).column(leaf)
+            chunk = self.groups[group].column(leaf)
             known = chunk.statistics
             # Parquet has a value for an empty array as well, and counts it among the nulls.
             counts.append(chunk.num_values - (known.null_count if known and known.has_null_count else 0))
@@ -280,8 +279,8 @@ class FileFooter:
         leaf, total = self.find_leaf(name), 0
         if not self.footer.schema.column(leaf).max_definition_level:
             return 0
-        for index in range(self.footer.num_row_groups):
-            statistics = self.footer.row_group(index).column(leaf).statistics
+        for group in self.groups:
+            statistics = group.column(leaf).statistics
             if statistics is None or not statistics.has_null_count:
                 return self._read_nulls(name)
             total += statistics.null_count
