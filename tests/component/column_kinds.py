@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.packing import Ragged
-from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.tables.existing_parquet import describe_parquet
+from tests.planned_rows import read_columns
 
 ROWS, CLASSES = 250, 3
 FEATURES = ("v", "a", "n", "image", "day", "tokens")
@@ -78,6 +77,4 @@ def open_data(folder: Path) -> tuple[Store, Manifest]:
 
 def read_table(store: Store, manifest: Manifest) -> dict[str, Any]:
     """The whole table in memory, as numbers, in the order of row ids."""
-    with closing(ArrowReader(store, manifest)) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-    return numbers({c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns})
+    return numbers(read_columns(store, manifest))

@@ -31,7 +31,7 @@ from spark_elastic.tables.existing_parquet import (
 from spark_elastic.tables.predicate import Predicate
 from tests.component.column_kinds import VECTOR
 from tests.component.readers import READERS
-from tests.planned_rows import list_row_ids
+from tests.planned_rows import list_row_ids, read_columns
 
 
 def write(folder: Path, name: str, columns: dict[str, Any], **options: Any) -> None:
@@ -51,12 +51,6 @@ def columns_of(first: int, rows: int) -> dict[str, Any]:
         "day": pa.array(ids, pa.int32()).cast(pa.date32()),
         "unused": pa.array([None] * rows, pa.string()),
     }
-
-
-def read_columns(store: Store, manifest: Manifest, reader: str = "arrow") -> dict[str, np.ndarray]:
-    with closing(open_reader(reader, store, manifest)) as opened:
-        groups = [opened.fetch(group) for group in range(len(manifest.row_groups))]
-    return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
@@ -80,7 +74,7 @@ def test_every_kind_of_column_from_folders_by_partition(
         Column("day", "datetime64[D]"),
         Column("year", "int64"),
     )
-    found, ids = read_columns(store, manifest, reader), np.arange(37)
+    found, ids = read_columns(store, manifest, reader=reader), np.arange(37)
     assert np.array_equal(found["id"], ids)
     assert np.array_equal(found["x"], np.stack([ids, -ids, np.ones(37)], axis=1))
     assert np.array_equal(found["price"], ids / 4)
@@ -141,7 +135,7 @@ def test_timestamps_of_all_years_as_spark_writes_them(
     write(tmp_path, "a.parquet", columns, use_deprecated_int96_timestamps=True)
     store = Store.open(str(tmp_path))
     manifest = describe_parquet(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes)
-    found = read_columns(store, manifest, reader)
+    found = read_columns(store, manifest, reader=reader)
     np.testing.assert_array_equal(found["t"], np.array(when, "datetime64[us]"))
     assert [found[name].tolist() for name in beside] == [list(range(40)) for _ in beside]
 

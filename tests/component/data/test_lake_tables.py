@@ -8,7 +8,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -29,7 +28,6 @@ from pyiceberg.utils.concurrent import ExecutorFactory
 from pyroaring import BitMap
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
 from spark_elastic.tables import lake_tables
@@ -38,6 +36,7 @@ from spark_elastic.tables.lake_tables import join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
 from tests.delta_files import delete_by_vector
 from tests.leaks import SessionOwned
+from tests.planned_rows import read_columns
 
 ROWS = 5000
 
@@ -58,14 +57,8 @@ def read_rows(table: Any, columns: list[str], version: Any = None, **options: An
     """All rows, by our own reader, through the manifest's document."""
     snapshot = read_snapshot(table, version, {})
     manifest = describe_files(snapshot.store, snapshot.files, columns, **options)
-    manifest = Manifest.from_json(manifest.to_json())
-    with closing(ArrowReader(snapshot.store, manifest, columns)) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-        found = [dict(group) for group in groups]
-    assert [len(group[columns[0]]) for group in found] == list(manifest.group_rows)
-    return sorted(
-        row for group in found for row in zip(*(group[name].tolist() for name in columns), strict=True)
-    )
+    found = read_columns(snapshot.store, Manifest.from_json(manifest.to_json()), columns)
+    return sorted(zip(*(found[name].tolist() for name in columns), strict=True))
 
 
 def expect(table: pa.Table, columns: list[str]) -> list[tuple[Any, ...]]:

@@ -30,6 +30,7 @@ from spark_elastic.tables.existing_parquet import (
     find_data_files,
 )
 from spark_elastic.tables.predicate import Predicate
+from tests.planned_rows import read_columns
 
 LENGTH = 64
 
@@ -37,12 +38,6 @@ LENGTH = 64
 def write(folder: Path, columns: dict[str, Any], name: str = "a.parquet", **options: Any) -> Store:
     pq.write_table(pa.table(columns), folder / name, **options)
     return Store.open(str(folder))
-
-
-def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
-    with closing(open_reader("arrow", store, manifest)) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-    return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
 
 
 KINDS = {
@@ -72,7 +67,7 @@ def test_a_row_is_a_read_only_view_of_its_own_values(
     assert manifest.columns == (Column("x", "object", ragged=dtype), Column("id", "int64"))
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert len(manifest.row_groups) == (len(rows) if piece_bytes == 1 else 3)
-    found = read(store, manifest)
+    found = read_columns(store, manifest)
     assert (found["x"].dtype, found["x"].shape) == (object, (len(rows),))
     for row, expected in zip(found["x"], rows, strict=True):
         assert row.dtype == np.dtype(dtype)
@@ -107,7 +102,7 @@ def test_arrays_of_one_length_stay_what_they_are(tmp_path: Path, parts: list[Any
     (column,) = (manifest := describe_parquet(store, ["x"], transformed=True)).columns
     assert bool(column.ragged) == ragged
     expected = [row for part in parts for row in (part.to_pylist() if isinstance(part, pa.Array) else part)]
-    assert [row.tolist() for row in read(store, manifest)["x"]] == expected
+    assert [row.tolist() for row in read_columns(store, manifest)["x"]] == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +146,7 @@ def test_only_rows_that_the_table_has_decide_on_their_lengths(
     file = file if by_where else replace(file, deleted=gone)
     manifest = describe_files(store, [file], ["x"], transformed=True, where=where)
     assert bool(manifest.column("x").ragged) != kept_alike
-    assert [row.tolist() for row in read(store, manifest)["x"]] == [
+    assert [row.tolist() for row in read_columns(store, manifest)["x"]] == [
         row for row, lost in zip(rows, gone, strict=True) if not lost
     ]
 
@@ -223,7 +218,7 @@ def test_p1_each_token_of_each_document_is_in_one_sequence(
     manifest = pack_rows(store, source, Packing(length=LENGTH, **options))
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.hash != pack_rows(store, source, Packing(length=LENGTH, pad_id=1, **options)).hash
-    found = read(store, manifest)
+    found = read_columns(store, manifest)
     tokens, labels = found["input_ids"], found["labels"]
     assert tokens.shape == (manifest.rows, LENGTH)
     assert np.array_equal(np.sort(tokens[tokens > 0]), np.arange(1, sum(map(len, rows)) + 1))
@@ -241,11 +236,11 @@ def test_some_of_the_sequences_are_read_as_they_are_among_all(
     store, _ = documents
     source = describe_parquet(store, ["input_ids"], transformed=True)
     manifest = pack_rows(store, source, Packing(length=LENGTH))
-    whole = read(store, manifest)
+    whole = read_columns(store, manifest)
     first, second, *_ = manifest.row_groups
     gone = np.arange(second.rows) % 3 == 0
     part = replace(second, deleted=pack_deleted(gone), rows=int(np.count_nonzero(~gone)))
-    found = read(store, replace(manifest, row_groups=RowGroups.of([part])))
+    found = read_columns(store, replace(manifest, row_groups=RowGroups.of([part])))
     for name, values in found.items():
         assert np.array_equal(values, whole[name][first.rows :][: second.rows][~gone])
 
@@ -262,10 +257,10 @@ def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]
             pack_rows(store, source, packing)
     manifest = pack_rows(store, source, Packing(length=LENGTH, length_column="wrong"))
     with pytest.raises(StoreError, match="have other lengths than 'wrong' said"):
-        read(store, manifest)
+        read_columns(store, manifest)
     manifest = pack_rows(store, source, Packing(length=32, length_column="at_most_32"))
     with pytest.raises(InvalidInput, match="documents of more than 32 tokens"):
-        read(store, manifest)
+        read_columns(store, manifest)
     with pytest.raises(InvalidInput, match="makes a column 'position_ids' of its own"):
         Packing(along={"position_ids": 0})
 
@@ -280,4 +275,4 @@ def test_rows_to_validate_with_are_ragged_as_those_to_train_on(tmp_path: Path) -
     assert first.columns != second.columns
     aligned = align_ragged(second, first)
     assert (aligned.columns, align_ragged(first, second)) == (first.columns, first)
-    assert [row.tolist() for row in read(store, aligned)["x"]] == [[4, 5], [6, 7]]
+    assert [row.tolist() for row in read_columns(store, aligned)["x"]] == [[4, 5], [6, 7]]

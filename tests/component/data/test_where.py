@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows, materialize_rows
@@ -26,6 +24,7 @@ from spark_elastic.tables.existing_parquet import describe_files, find_data_file
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
 from tests.leaks import SessionOwned
+from tests.planned_rows import read_columns
 from tests.unit.estimators.requests import request
 
 ROWS, GROUP = 3000, 250
@@ -93,11 +92,7 @@ def expect(table: pa.Table, where: Any) -> list[int]:
 
 
 def read_ids(store: Store, manifest: Manifest) -> list[int]:
-    manifest = Manifest.from_json(manifest.to_json())
-    with closing(ArrowReader(store, manifest, ["id"])) as reader:
-        groups = [reader.fetch(group)["id"] for group in range(len(manifest.row_groups))]
-    assert [len(group) for group in groups] == list(manifest.group_rows)
-    return sorted(np.concatenate(groups).tolist())
+    return sorted(read_columns(store, Manifest.from_json(manifest.to_json()), ["id"])["id"].tolist())
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 200])
@@ -428,10 +423,8 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
     for _ in range(2):
         run = OwnedRun.acquire(store, "mine")
         with materialize_rows(open_rows(columns, where), asked, store, run) as (record, data):
-            manifest = record.load_manifest()
-            with closing(ArrowReader(data, manifest)) as reader:
-                found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
-            assert sorted(np.concatenate(found).tolist()) == expect(table, where)
+            found = read_columns(data, record.load_manifest())["feature"]
+            assert sorted(found.tolist()) == expect(table, where)
         write_deltalake(folder, table, mode="append")  # a resumed run takes the version that it began with
     for other in (open_rows(columns, where[:1]), open_rows({"feature": "maybe"}, [("maybe", ">", 20)])):
         with pytest.raises(InvalidInput, match="'mine' began with other values of columns or where"):

@@ -157,8 +157,7 @@ def name_object(server: CatalogServer) -> dict[str, Any]:
 
 def read_ids(rows: Rows) -> list[int]:
     access = RowAccess(rows.store, rows.manifest)
-    groups = range(len(rows.manifest.row_groups))
-    return sorted(np.concatenate([access.reader.fetch(group)["id"] for group in groups]).tolist())
+    return sorted(access.take(range(rows.count))["id"].tolist())
 
 
 @pytest.mark.parametrize("name", [name_unity, name_rest, name_object])
