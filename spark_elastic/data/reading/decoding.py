@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import unquote
@@ -327,36 +327,29 @@ def _decode_ndarray(encoded: bytes) -> npt.NDArray[Any]:
 
 
 def _decode_image(encoded: bytes) -> npt.NDArray[Any]:
-    """An image as (height, width) or (height, width, 3) in the order red, green, blue."""
-    array = _find_image_decoder()(encoded)
+    """An image as (height, width) or (height, width, 3) in the order red, green, blue, by OpenCV, which is petastorm's
+    own, else by Pillow."""
+    try:
+        import cv2
+    except ImportError:
+        array = _decode_with_pillow(encoded)
+    else:
+        image: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_UNCHANGED)
+        if image is None:
+            raise ValueError("OpenCV cannot decode it")
+        array = np.asarray(image if image.ndim == 2 else image[:, :, ::-1])
     if array.ndim != 2 and array.shape[2:] != (3,):
         raise ValueError(f"it has shape {array.shape}, neither grey nor red, green and blue")
     return array
 
 
-def _find_image_decoder() -> Callable[[bytes], npt.NDArray[Any]]:
-    """OpenCV's, which is petastorm's own, else Pillow's."""
+def _decode_with_pillow(encoded: bytes) -> npt.NDArray[Any]:
     try:
-        import cv2
+        from PIL import Image
     except ImportError:
-        try:
-            from PIL import Image
-        except ImportError:
-            raise InvalidInput(
-                "The data set has compressed images, and neither Pillow nor OpenCV is installed here: pip install "
-                "pillow, on the executors' hosts, too."
-            ) from None
-
-        def decode_with_pillow(encoded: bytes) -> npt.NDArray[Any]:
-            with Image.open(io.BytesIO(encoded)) as image:
-                return np.asarray(image)
-
-        return decode_with_pillow
-
-    def decode_with_opencv(encoded: bytes) -> npt.NDArray[Any]:
-        image: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_UNCHANGED)
-        if image is None:
-            raise ValueError("OpenCV cannot decode it")
-        return np.asarray(image if image.ndim == 2 else image[:, :, ::-1])
-
-    return decode_with_opencv
+        raise InvalidInput(
+            "The data set has compressed images, and neither Pillow nor OpenCV is installed here: pip install pillow, "
+            "on the executors' hosts, too."
+        ) from None
+    with Image.open(io.BytesIO(encoded)) as image:
+        return np.asarray(image)
