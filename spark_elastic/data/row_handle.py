@@ -1,7 +1,7 @@
 """The rows of a table that lie in files: `RowHandle`, the base of the public `Rows`, and `RowAccess` to them.
 
-A handle names files, row groups and columns, and holds no row. An access takes rows by their numbers, in any order: row
-groups come through the cache of the process. Knows neither Spark nor frameworks. Any thread.
+A handle names files, row groups and columns, and holds no row. An access takes rows by their numbers, in any order, and
+opens files of its own in each process. Knows neither Spark nor frameworks. Any thread.
 """
 
 from __future__ import annotations
@@ -32,24 +32,10 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 
 
-class _OpenReader:
-    """A reader that closes once nobody in this process uses it."""
-
-    def __init__(self, store: Store, manifest: Manifest) -> None:
-        self.reader = open_reader("arrow", store, manifest)
-        weakref.finalize(self, _close_here, self.reader, os.getpid()).atexit = False
-
-
 def _close_here(reader: Reader, process: int) -> None:
     # In a fork, a thread that is not there may have been reading when the process was copied.
     if process == os.getpid():
         reader.close()
-
-
-# By process, file system (another one has other credentials), store and hash of the manifest.
-_open_readers: weakref.WeakValueDictionary[tuple[int, int, str, str], _OpenReader] = (
-    weakref.WeakValueDictionary()
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +47,13 @@ class RowAccess:
 
     @property
     def reader(self) -> Reader:
-        """The reader of this process; it lives as long as an access of the process that has used it."""
-        key = os.getpid(), id(self.store.filesystem), self.store.url, self.manifest.hash
-        opened: _OpenReader | None = self.__dict__.get("_opened", {}).get(key)
-        if opened is None:
-            opened = _open_readers.get(key) or _OpenReader(self.store, self.manifest)
-            _open_readers[key] = opened
-            self.__dict__["_opened"] = {key: opened}
-        return opened.reader
+        """The reader of this process; it lives as long as the access."""
+        process, opened = self.__dict__.get("_opened", (0, None))
+        if process != os.getpid():
+            opened = open_reader("arrow", self.store, self.manifest)
+            self.__dict__["_opened"] = os.getpid(), opened
+            weakref.finalize(self, _close_here, opened, os.getpid()).atexit = False
+        return opened
 
     def take(self, rows: Sequence[int] | Int64s) -> ColumnArrays:
         """Column -> (n, *shape), the values of these rows in their order.
