@@ -48,12 +48,11 @@ class RowAccess:
     @property
     def reader(self) -> Reader:
         """The reader of this process; it lives as long as the access."""
-        process, opened = self.__dict__.get("_opened", (0, None))
-        if process != os.getpid():
-            opened = open_reader("arrow", self.store, self.manifest)
-            self.__dict__["_opened"] = os.getpid(), opened
-            weakref.finalize(self, _close_here, opened, os.getpid()).atexit = False
-        return opened
+        opened: tuple[Reader, int] | None = self.__dict__.get("_opened")
+        if opened is None or opened[1] != os.getpid():
+            opened = self.__dict__["_opened"] = open_reader("arrow", self.store, self.manifest), os.getpid()
+            weakref.finalize(self, _close_here, *opened).atexit = False
+        return opened[0]
 
     def take(self, rows: Sequence[int] | Int64s) -> ColumnArrays:
         """Column -> (n, *shape), the values of these rows in their order.
