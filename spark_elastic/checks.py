@@ -129,11 +129,8 @@ def check_workers(least: int, number: int, most: int) -> None:
 
 
 def require_package(module: str, what: str, package: str) -> Any:
-    """A module of a package that is not installed with this one. what: needs it; package: its name for pip.
-
-    Raises:
-        InvalidInput: it is not there.
-    """
+    """A module of a package that is not installed with this one. what: needs it; package: its name for pip. Raises
+    InvalidInput: it is not there."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
@@ -21,15 +21,7 @@ CLIENT_EVENTS = (LaunchEnded, SlotsWanted, CancelRequested)  # what the client s
 
 
 @dataclass(frozen=True)
-class DriverStarted:
-    """The driver listens: slots can be launched."""
-
-    address: str  # host:port of its rendezvous server
-    certificate: str | None  # of that server, PEM; None: plain HTTP
-
-
-@dataclass(frozen=True)
-class Call:
+class ClientCall:
     """A method that the client is to call, if it is one of those that it lists."""
 
     target: str  # name of the object, which the client has
@@ -56,14 +48,14 @@ class RemoteLauncher:
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         self._post = post
-        self.channel.send(DriverStarted(spec.address, spec.certificate))
+        self.channel.send(ClientCall("client", "on_started", (spec.address, spec.certificate)))
         self.channel.start()
         self._watch.start()
 
     def launch(self, launch: int) -> None:
         with self._change:
             self._open.add(launch)
-        self.channel.send(Call("launcher", "launch", (launch,)))
+        self.channel.send(ClientCall("launcher", "launch", (launch,)))
 
     def close(self, timeout: float) -> list[str]:
         """Wait for the slots, which the driver has released by message. When the client learns of the job's end, it

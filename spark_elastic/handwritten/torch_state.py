@@ -34,15 +34,15 @@ from spark_elastic.runs.handlers import (
     StateHandler,
 )
 from spark_elastic.runs.snapshot import Bytes, Kept
-from spark_elastic.training.torch.frozen import FrozenCopies
 from spark_elastic.training.torch.module_state import (
+    FrozenCopies,
     ModelStateHandler,
     OptimizerStateHandler,
     find_difference,
     find_hooked,
 )
 from spark_elastic.worker.context import get_context, get_process_context
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
 __all__ = [
     "ElasticDataLoader",

@@ -23,7 +23,7 @@ from spark_elastic.errors import (
     StaleGeneration,
     Unauthorized,
 )
-from spark_elastic.protocol.messages import Request
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.rendezvous import auth, codec, http1
 from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.messages import (
@@ -41,6 +41,8 @@ MIN_TRY_SECONDS = 0.05  # a try that begins gets at least so long
 KEEP_SECONDS = 300.0  # for which an idle connection is used again
 RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
 POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
+
+R = TypeVar("R")
 
 
 class TransportError(Exception):
@@ -60,16 +62,10 @@ class Connection:
         self._is_last = False  # the driver closes it
 
     def send_hello(self, seconds: float) -> None:
-        """Prove the key, and have the driver prove it; raises as `post` does."""
         self.session = str(self.post(auth.HELLO, b"", seconds)["session"])
 
     def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer, proven to be its own. seconds: how long it may be silent.
-
-        Raises:
-            OSError, TransportError: there was none.
-            Unauthorized: one side does not prove the job's key.
-        """
+        """The driver's answer, proven to be its own. seconds: how long it may be silent."""
         credentials = auth.sign_request(self._key, path, self.session, self._count, body)
         self._count += 1
         self.socket.settimeout(seconds)
@@ -117,66 +113,87 @@ class Connection:
         received += part
 
 
-class ConnectionPool:
-    """Connections to one address, kept for later requests. Any number of threads may share it."""
+class RendezvousClient:
+    """Sends requests to one driver, over connections that it keeps for later ones."""
 
-    def __init__(self, address: str, key: bytes, clock: Clock, certificate: str | None = None) -> None:
-        """
-        Args:
-            address: "host:port".
-            certificate: the only one to accept, PEM; None: plain HTTP.
-        """
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        attempt: int,
+        clock: Clock,
+        timeout: float = 30.0,
+        certificate: str | None = None,
+    ) -> None:
+        """address: "host:port". certificate: the only one to accept, PEM; None: plain HTTP."""
         self._address = address
         self._key = key
+        self._attempt = attempt
         self._clock = clock
+        self._timeout = timeout
         self._context = auth.create_pinned_context(certificate) if certificate else None
-        self._lock = threading.Lock()  # guards the four below
-        self._closed = False
+        self._last_answered = float("-inf")
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards the three below
         self._idle: list[Connection] = []
         self._sockets: set[socket.socket] = set()  # of all connections
         # Sessions of connections that broke in a request, as far as the driver has not been told.
-        self.broken: frozenset[str] = frozenset()
+        self._broken: frozenset[str] = frozenset()
 
-    def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer, proven to be its own. seconds: how long it may be silent.
+    def ask(
+        self,
+        request: DriverRequest[R],
+        hold: float = 0.0,
+        within: float | None = None,
+        patience: float = ANSWER_SECONDS,
+    ) -> R:
+        """Sends the request and returns the reply; dials again until the time is over.
+
+        Args:
+            hold: seconds for which the server may hold a long poll. It is reduced to MAX_POLL_SECONDS and to 2/3 of
+                the remaining time.
+            within: seconds until the request must be answered. Without it, `timeout` begins when the first hold is
+                over.
+            patience: seconds that the first try waits for an answer beyond the hold, and each later one twice as long
+                as the one before, up to ANSWER_SECONDS. A firewall that has forgotten a connection answers nothing.
 
         Raises:
-            TransportError: there was none.
-            ConnectionClosed: `close` was called before or meanwhile.
+            DriverUnreachable: no answer in that time; names host:port.
             Unauthorized: one side does not prove the job's key, or another certificate was shown.
+            StaleGeneration: the request belongs to a driver's attempt or a generation that is over.
+            InvalidInput: the driver refuses the request's form or size.
+            ConnectionClosed: `close` was called.
         """
-        deadline = self._clock.now() + seconds
-        try:
-            connection = self._take_idle() or self._dial(seconds)
+        hold = min(hold, MAX_POLL_SECONDS, self._timeout * POLL_SHARE)
+        deadline = self._clock.now() + (self._timeout + hold if within is None else within)
+        tries = 0  # those that failed so far
+        while True:
+            sent = self._clock.now()
+            left = deadline - sent
+            # Short enough for a driver that went silent to be noticed in time, at a second try too.
+            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
+            broken = self._broken
+            body = self._build_envelope(request, hold_seconds, broken)
+            seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
             try:
-                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
-            except BaseException:
-                with self._lock:
-                    self.broken |= {connection.session}
-                self._drop(connection.socket)
-                raise
-        except ssl.SSLCertVerificationError:
-            message = f"Whatever answers at {self._address} does not show this job's certificate."
-            raise Unauthorized(message) from None
-        except (OSError, TransportError) as error:
-            if self._closed:
-                raise _closed() from None
-            raise TransportError(str(error) or type(error).__name__) from error
-        connection.idle_since = self._clock.now()
-        with self._lock:
-            self._idle.append(connection)
-        if self._closed:
-            self.close()  # which did not see this one
-        return answer
-
-    def forget_broken(self, told: frozenset[str]) -> None:
-        with self._lock:
-            self.broken -= told
+                answer = self._post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
+            except TransportError as error:
+                self._pause(tries, deadline, error)
+                tries += 1
+                continue
+            with self._lock:
+                self._broken -= broken
+            if "stale" in answer:
+                raise StaleGeneration(str(answer["stale"]))
+            if "error" in answer:
+                raise InvalidInput(str(answer["error"]))
+            self._last_answered = max(self._last_answered, sent)
+            return codec.read(reply_of(type(request)), answer.get("reply"))
 
     def close(self) -> None:
-        """Free every thread that waits in `post`, at once; any thread, any number of times."""
+        """Free every waiting thread at once; later requests raise `ConnectionClosed`. Any thread, repeatedly."""
+        self._closing.set()
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
             for sock in self._sockets:
                 with suppress(OSError):  # the peer was first
@@ -186,10 +203,70 @@ class ConnectionPool:
         for connection in idle:
             self._drop(connection.socket)
 
+    def __enter__(self) -> RendezvousClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def last_answered_at(self) -> float:
+        """When the newest request was sent that the driver of this attempt has answered. The answer's time
+        would not show when the driver last received something (R18, publication)."""
+        return self._last_answered
+
+    def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:
+        envelope = {"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request}
+        body = codec.dumps({**envelope, "broken": sorted(broken)} if broken else envelope)
+        if len(body) > MAX_BODY_BYTES:  # the driver would hang up while it is still being sent
+            raise InvalidInput(f"The driver refuses a request of {len(body)} bytes as too large.")
+        return body
+
+    def _pause(self, tries: int, deadline: float, error: TransportError) -> None:
+        """Before the next try; raises when there is no time for one."""
+        pause = RETRY_DELAYS[min(tries, len(RETRY_DELAYS) - 1)]
+        if self._clock.now() + pause > deadline:
+            raise DriverUnreachable(
+                f"The driver's rendezvous server at {self._address} does not answer ({error}): let executors reach "
+                "that host and port, or set advertise_address and driver_port to what they reach."
+            ) from error
+        if self._closing.wait(pause):
+            raise _closed()
+
+    # ---- connections
+
+    def _post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
+        """The driver's answer; raises `TransportError` if there was none. seconds: how long it may be silent."""
+        deadline = self._clock.now() + seconds
+        try:
+            connection = self._take_idle() or self._dial(seconds)
+            try:
+                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
+            except BaseException:
+                with self._lock:
+                    self._broken |= {connection.session}
+                self._drop(connection.socket)
+                raise
+        except ssl.SSLCertVerificationError:
+            message = f"Whatever answers at {self._address} does not show this job's certificate."
+            raise Unauthorized(message) from None
+        except (OSError, TransportError) as error:
+            if self._closing.is_set():
+                raise _closed() from None
+            raise TransportError(str(error) or type(error).__name__) from error
+        connection.idle_since = self._clock.now()
+        with self._lock:
+            self._idle.append(connection)
+        if self._closing.is_set():
+            self.close()  # which did not see this one
+        return answer
+
     def _take_idle(self) -> Connection | None:
         while True:
             with self._lock:
-                if self._closed:
+                if self._closing.is_set():
                     raise _closed()
                 if not self._idle:
                     return None
@@ -206,7 +283,7 @@ class ConnectionPool:
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
             with self._lock:
-                if self._closed:
+                if self._closing.is_set():
                     raise _closed()
                 self._sockets.add(sock)
             if isinstance(sock, ssl.SSLSocket):
@@ -226,118 +303,3 @@ class ConnectionPool:
 
 def _closed() -> ConnectionClosed:
     return ConnectionClosed("The connection to the driver was closed on this side.")
-
-
-R = TypeVar("R")
-
-
-class RendezvousClient:
-    """Sends requests to one driver."""
-
-    def __init__(
-        self,
-        address: str,
-        key: bytes,
-        attempt: int,
-        clock: Clock,
-        timeout: float = 30.0,
-        certificate: str | None = None,
-    ) -> None:
-        self._address = address
-        self._attempt = attempt
-        self._clock = clock
-        self._timeout = timeout
-        self._pool = ConnectionPool(address, key, clock, certificate)
-        self._closing = threading.Event()
-        self._last_answered = float("-inf")
-
-    def ask(
-        self,
-        request: Request[R],
-        hold: float = 0.0,
-        within: float | None = None,
-        patience: float = ANSWER_SECONDS,
-    ) -> R:
-        """Sends the request and returns the reply; dials again until the time is over.
-
-        Args:
-            hold: seconds for which the server may hold a long poll. It is reduced to MAX_POLL_SECONDS and to 2/3 of
-                the remaining time.
-            within: seconds until the request must be answered. Without it, `timeout` begins when the first hold is
-                over.
-            patience: seconds that the first try waits for an answer beyond the hold, and each later one twice as long
-                as the one before, up to ANSWER_SECONDS. A firewall that has forgotten a connection answers nothing.
-
-        Raises:
-            DriverUnreachable: no answer in that time; names host:port.
-            Unauthorized: one side does not prove the job's key.
-            StaleGeneration: the request belongs to a driver's attempt or a generation that is over.
-            InvalidInput: the driver refuses the request's form or size.
-            ConnectionClosed: `close` was called.
-        """
-        hold = min(hold, MAX_POLL_SECONDS, self._timeout * POLL_SHARE)
-        deadline = self._clock.now() + (self._timeout + hold if within is None else within)
-        tries = 0  # those that failed so far
-        while True:
-            sent = self._clock.now()
-            left = deadline - sent
-            # Short enough for a driver that went silent to be noticed in time, at a second try too.
-            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
-            broken = self._pool.broken
-            body = self._build_envelope(request, hold_seconds, broken)
-            seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
-            try:
-                answer = self._pool.post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
-            except TransportError as error:
-                self._pause(tries, deadline, error)
-                tries += 1
-                continue
-            self._pool.forget_broken(broken)
-            reply = _read_reply(request, answer)
-            self._last_answered = max(self._last_answered, sent)
-            return reply
-
-    def close(self) -> None:
-        """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
-        self._closing.set()
-        self._pool.close()
-
-    def __enter__(self) -> RendezvousClient:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def now(self) -> float:
-        return self._clock.now()
-
-    def last_answered_at(self) -> float:
-        """When the newest request was sent that the driver of this attempt has answered. The answer's time
-        would not show when the driver last received something (R18, publication)."""
-        return self._last_answered
-
-    def _build_envelope(self, request: Request[Any], hold: float, broken: frozenset[str]) -> bytes:
-        envelope = {"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request}
-        body = codec.dumps({**envelope, "broken": sorted(broken)} if broken else envelope)
-        if len(body) > MAX_BODY_BYTES:  # the driver would hang up while it is still being sent
-            raise InvalidInput(f"The driver refuses a request of {len(body)} bytes as too large.")
-        return body
-
-    def _pause(self, tries: int, deadline: float, error: TransportError) -> None:
-        """Before the next try; raises when there is no time for one."""
-        pause = RETRY_DELAYS[min(tries, len(RETRY_DELAYS) - 1)]
-        if self._clock.now() + pause > deadline:
-            raise DriverUnreachable(
-                f"The driver's rendezvous server at {self._address} does not answer ({error}): let executors reach "
-                "that host and port, or set advertise_address and driver_port to what they reach."
-            ) from error
-        if self._closing.wait(pause):
-            raise _closed()
-
-
-def _read_reply(request: Request[R], answer: dict[str, Any]) -> R:
-    if "stale" in answer:
-        raise StaleGeneration(str(answer["stale"]))
-    if "error" in answer:
-        raise InvalidInput(str(answer["error"]))
-    return codec.read(reply_of(type(request)), answer.get("reply"))

@@ -55,7 +55,7 @@ from spark_elastic.estimators.dataframes.store_access import (
     to_spark_url,
     translate_write_errors,
 )
-from spark_elastic.monitoring.log_forwarding import announce_phase
+from spark_elastic.monitoring.logs import announce_phase
 
 _FORM = 3  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
