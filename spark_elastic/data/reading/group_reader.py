@@ -11,7 +11,7 @@ import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,50 +189,45 @@ class ArrowReader(Reader):
         known = self._store.url, self._manifest.content, entry.file, entry.index, entry.part_rows
         names = sorted(self._find_names(entry.file))
         key = hashlib.sha256(repr((known, names)).encode()).hexdigest()
-        split = self._split_groups.get(key, lambda path: self._split(group, entry, path))
-        return split.read(entry.first_row // entry.part_rows)
 
-    def _split(self, group: int, entry: RowGroup, path: str) -> None:
-        with self._open(group, entry) as (_, source):
-            split_row_group(source, entry.index, list(self._names[entry.file]), entry.part_rows, path)
+        def split(path: str) -> None:
+            with self._open(group, entry) as (_, source):
+                split_row_group(source, entry.index, list(self._names[entry.file]), entry.part_rows, path)
+
+        return self._split_groups.get(key, split).read(entry.first_row // entry.part_rows)
 
     @contextmanager
     def _open(self, group: int, entry: RowGroup) -> Iterator[tuple[pq.ParquetFile, Any]]:
         """The file of a row group, whose bytes are in memory if they come from an object store."""
-        number = entry.file
         if self._remote is None:
-            self._keep_open(number, lambda: self._open_file(self._manifest.files[number]))
-            yield self._files[number]
+            yield self._keep_open(entry.file)
             return
         whole = entry.bytes * max(1, entry.parent_rows) // (entry.rows if entry.parent_rows else 1)
-        names = self._find_names(number) if whole <= REMOTE_GROUP_BYTES else ()
-        remote, loaded = self._remote, self._remote.take(group, names)
-        path = self._store.path(self._manifest.files[number])
-        self._keep_open(number, lambda: RemoteFile(remote.client, path, loaded.size), loaded.footer)
-        file, source = self._files[number]
+        names = self._find_names(entry.file) if whole <= REMOTE_GROUP_BYTES else ()
+        loaded = self._remote.take(group, names)
+        file, source = self._keep_open(entry.file, loaded)
         source.keep(loaded.ranges)
         try:
             yield file, source
         finally:
             source.keep({})
 
-    def _open_file(self, name: str) -> Any:
-        # No memory map: its pages would count as this process's memory while the file is open.
-        return pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
-
-    def _keep_open(
-        self, number: int, open_source: Callable[[], Any], footer: pq.FileMetaData | None = None
-    ) -> None:
+    def _keep_open(self, number: int, loaded: LoadedGroup | None = None) -> tuple[pq.ParquetFile, Any]:
         if number not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._close_oldest()
-            source = open_source()
-            pre_buffer = not (self._store.is_local or self._remote)
-            file = open_parquet(source, pre_buffer=pre_buffer, footer=footer)
+            name, store = self._manifest.files[number], self._store
+            if loaded is not None and self._remote is not None:
+                source: Any = RemoteFile(self._remote.client, store.path(name), loaded.size)
+            else:  # no memory map: its pages would count as this process's memory while the file is open
+                source = pa.OSFile(store.path(name)) if store.is_local else store.open_read(name)
+            pre_buffer = not (store.is_local or self._remote)
+            file = open_parquet(source, pre_buffer=pre_buffer, footer=loaded.footer if loaded else None)
             self._files[number] = (file, source)
             there, wanted = set(file.schema_arrow.names), self._find_names(number)
             self._names[number] = {name: own for name, own in wanted.items() if name in there}
         self._files.move_to_end(number)
+        return self._files[number]
 
     def _find_names(self, number: int) -> dict[str, str]:
         """The names that a file has for the columns that are needed, if they are in it -> ours."""
