@@ -270,7 +270,7 @@ def check_reader(name: str) -> None:
         raise InvalidInput(f"There is no reader {name!r}: choose one of {', '.join(READERS)}.")
     if name == "petastorm":
         try:
-            import petastorm  # noqa: F401 - an optional package
+            from petastorm import make_batch_reader  # noqa: F401 - an optional package
         except Exception as error:  # with unsupported versions beside it, petastorm fails in many ways
             raise InvalidInput(
                 f"petastorm cannot be imported ({type(error).__name__}: {error}): it needs pyarrow 14 or older and "
