@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import operator
@@ -115,8 +116,16 @@ SECONDS = make_number("a number of seconds above 0", lambda number: number > 0)
 FLAG = make_kind("True or False", bool)
 TEXT = Check("text", _to_text)
 FUNCTION = Check("a function", _to_function)
+SIXTEEN_BITS = make_choice("bf16", "fp16").or_none()
 COLUMN = make_kind("the name of a column", str)
 VERBOSE = Check("0, 1 or 2", lambda value: WHOLE.convert(int(value) if isinstance(value, bool) else value))
+
+
+def param(
+    check: Callable[[str, Any], Any], default: Any = dataclasses.MISSING, *, may_change: bool = False
+) -> Any:
+    """A field of a component's config. may_change: a later fit of the same run may have another value."""
+    return dataclasses.field(default=default, metadata={"check": check, "may_change": may_change})
 
 
 def check_workers(least: int, number: int, most: int) -> None:

@@ -77,7 +77,7 @@ class DataFrameRows(RowSource):
             return
         try:
             refuse_conversions(request)
-            names = list(dict.fromkeys(request.config.used_cols))
+            names = list(dict.fromkeys(request.config.data.used_cols))
             transformed = request.objects.transformation is not None
             self.found = find_scanned_rows(
                 self._df, names, transformed, choose_group_bytes(request), request.storage_options
@@ -105,15 +105,15 @@ class DataFrameRows(RowSource):
         config = request.config
         check_columns(
             self._df.schema,
-            config.feature_cols,
-            config.label_cols,
-            config.sample_weight_col,
+            config.data.feature_cols,
+            config.data.label_cols,
+            config.data.sample_weight_col,
             transformed=request.objects.transformation is not None,
         )
-        used = config.used_cols
-        if isinstance(config.validation, str):
-            check_validation_column(self._df.schema, config.validation)
-            used.append(config.validation)
+        used = config.data.used_cols
+        if isinstance(config.data.validation, str):
+            check_validation_column(self._df.schema, config.data.validation)
+            used.append(config.data.validation)
         check_distinct_names(self._df, used)
 
     def describe(self, record: RunRecord) -> str:
@@ -132,7 +132,7 @@ class DataFrameRows(RowSource):
             return
         validation = record.load_validation()
         written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
-        found = find_difference(self._df, request.config.used_cols, *_write_options(request), written)
+        found = find_difference(self._df, request.config.data.used_cols, *_write_options(request), written)
         if found is not None:
             raise InvalidInput(
                 f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
@@ -150,7 +150,7 @@ class DataFrameRows(RowSource):
         options, split = _write_options(request)
         try:
             rows, validation = write_dataframe(
-                self._df, request.config.used_cols, _open_folder(store, folder), options, split
+                self._df, request.config.data.used_cols, _open_folder(store, folder), options, split
             )
             record = RunRecord.create(request, folder, rows, validation)
             run.check()
@@ -181,15 +181,15 @@ def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | No
     options = WriteOptions(
         transformed=request.objects.transformation is not None,
         missing=request.missing,
-        row_order=config.row_order or ("hash" if config.shuffle else "table"),
+        row_order=config.data.row_order or ("hash" if config.data.shuffle else "table"),
         row_group_bytes=choose_group_bytes(request),
     )
-    validation = config.validation
+    validation = config.data.validation
     if validation is None:
         return options, None
     if isinstance(validation, str):
-        return options, ValidationSplit(column=validation, seed=config.seed)
-    return options, ValidationSplit(fraction=validation, seed=config.seed)
+        return options, ValidationSplit(column=validation, seed=config.data.seed)
+    return options, ValidationSplit(fraction=validation, seed=config.data.seed)
 
 
 def find_or_write_rows(
@@ -237,9 +237,9 @@ def refuse_conversions(request: Request) -> None:
     config, conversion = request.config, find_fit_conversion(request)
     if conversion is not None:
         raise NoFileScan(conversion[0])
-    if config.reader != "arrow":
-        raise NoFileScan(f"reader={config.reader!r} reads what was written for it")
-    if request.materialize == "auto" and config.row_order is None and config.shuffle:
+    if config.data.reader != "arrow":
+        raise NoFileScan(f"reader={config.data.reader!r} reads what was written for it")
+    if request.materialize == "auto" and config.data.row_order is None and config.data.shuffle:
         raise NoFileScan(
             "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
             "are, if the DataFrame only scans files)"

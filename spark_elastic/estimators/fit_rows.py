@@ -81,7 +81,7 @@ class RowSource(ABC):
 
     def has_validation(self, request: Request) -> bool:
         """Whether there are rows to validate with after each epoch."""
-        return request.config.validation is not None
+        return request.config.data.validation is not None
 
     def describe(self, record: RunRecord) -> str:
         """The rows of a run in words, such as the version of a table."""
@@ -153,7 +153,7 @@ class FileRows(RowSource):
                 f"{clause}; {self.call} reads files as they are: {remedy.format(argument=self.validation_argument)}."
             )
         options = {
-            "columns": request.config.used_cols,
+            "columns": request.config.data.used_cols,
             "transformed": request.objects.transformation is not None,
             "piece_bytes": choose_group_bytes(request),
             "collect": make_footer_collector(self.session),
@@ -308,10 +308,11 @@ class SnapshotRows(FileRows):
         return len(self._snapshots) > 1
 
     def check(self, request: Request) -> None:
-        if request.config.reader != "arrow":
+        reader = request.config.data.reader
+        if reader != "arrow":
             raise InvalidInput(
-                f"reader={request.config.reader!r} knows neither renamed columns nor deleted rows, which tables have: "
-                f"{self.call} needs reader='arrow'."
+                f"reader={reader!r} knows neither renamed columns nor deleted rows, which tables have: {self.call} "
+                "needs reader='arrow'."
             )
         super().check(request)
 
@@ -408,17 +409,18 @@ class HandleRows(RowSource):
     def check(self, request: Request) -> None:
         config = request.config
         avoids = "" if self._rows.has_no_nan else _avoid_nan_check(request)
-        conversion = find_conversion(request.missing, config.row_order, avoids_nan_check=avoids)
+        conversion = find_conversion(request.missing, config.data.row_order, avoids_nan_check=avoids)
         if conversion is not None:
             clause, remedy = conversion
             raise InvalidInput(
                 f"{clause}, and Rows are read as they are: {remedy.format(argument='validation')}."
             )
         rest, held_out = self._rows, None
-        if config.validation is not None:
-            rest, held_out = rest.split(config.validation, config.seed)
+        if config.data.validation is not None:
+            rest, held_out = rest.split(config.data.validation, config.data.seed)
         parts = [
-            None if each is None else each.select(*config.used_cols).manifest for each in (rest, held_out)
+            None if each is None else each.select(*config.data.used_cols).manifest
+            for each in (rest, held_out)
         ]
         assert parts[0] is not None
         for column in parts[0].columns if request.objects.transformation is None else ():
@@ -487,16 +489,18 @@ def find_conversion(
 def find_fit_conversion(request: Request) -> tuple[str, str] | None:
     """As `find_conversion`, of what a fit asks for."""
     config = request.config
-    return find_conversion(request.missing, config.row_order, config.validation, _avoid_nan_check(request))
+    return find_conversion(
+        request.missing, config.data.row_order, config.data.validation, _avoid_nan_check(request)
+    )
 
 
 def _avoid_nan_check(request: Request) -> str:
-    return "" if request.config.terminate_on_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
+    return "" if request.config.loss.terminate_on_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
 
 
 def choose_group_bytes(request: Request) -> int:
     """Decoded bytes of a row group, or of a piece of one, so that those of all lanes fit into a worker's memory."""
-    lanes = request.config.lanes
+    lanes = request.config.data.lanes
     # Row groups of less than twice that are left whole.
     return PIECE_BYTES if lanes is None else min(PIECE_BYTES, DEFAULT_CACHE_BYTES // (2 * (lanes + 2)))
 

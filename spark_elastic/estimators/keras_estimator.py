@@ -52,7 +52,7 @@ def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> Elastic
     result = train_model(rows, request, KERAS)
     archive = objects.model.with_weights(result.weights)
     transformation = None if objects.transformation is None else cloudpickle.dumps(objects.transformation)
-    predictor = KerasPredictor(archive, result.features, transformation, request.config.label_cols)
+    predictor = KerasPredictor(archive, result.features, transformation, request.config.data.label_cols)
     return ElasticKerasModel(predictor, result.summary, try_shapes(predictor, result.sample))
 
 

@@ -42,9 +42,10 @@ def check_keras_loss_scope(objects: KerasUserObjects, spec: TrainSpec) -> None:
 
     check_loss_scope(spec, "the model's loss", STEP_ADVICE, prepare)
     if tries and tries[0].model.losses:
-        what, scope = "what a layer adds to the loss (add_loss)", spec.config.loss_scope
+        what, scope = "what a layer adds to the loss (add_loss)", spec.config.loss.loss_scope
         advice = f"return from the model what it compares, compare it in the loss, and {STEP_ADVICE}"
-        spec = replace(spec, config=replace(spec.config, loss_scope=None if scope == "step" else scope))
+        loss = replace(spec.config.loss, loss_scope=None if scope == "step" else scope)
+        spec = replace(spec, config=replace(spec.config, loss=loss))
         check_loss_scope(spec, what, advice, lambda _: tries[0].make_trial(tries[0].compute_added))
 
 
@@ -64,13 +65,13 @@ class _Tries:
     """A copy of the model, and the rows that its losses are tried on, of outputs that it computed once."""
 
     def __init__(self, objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
-        self._seed, self._dtype = spec.config.seed, objects.model.default_dtype
+        self._seed, self._dtype = spec.config.data.seed, objects.model.default_dtype
         with MODEL_FACTORY_LOCK, seeded_rng(self._seed), self._dtype():
             self.model, self._found, self._whole = connect_model(objects, spec, rows)
         self._outputs = keras.tree.flatten(self._found.outputs)
         sixteen = any(each.dtype.size == 2 for each in self._outputs)
         self._tolerance = TOLERANCE_16 if sixteen else TOLERANCE
-        if spec.config.loss_scope == "step":
+        if spec.config.loss.loss_scope == "step":
             self._check_step()
 
     def make_trial(self, compute: Callable[[LocalBatch[Any], slice, bool], PartLoss]) -> Trial:

@@ -97,7 +97,7 @@ def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
 
 
 def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
-    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.data.seed), objects.model.default_dtype():
         _, found, batch = connect_model(objects, spec, rows)
         found.losses.check_labels(batch)
         labels = found.structure.outputs(list(batch.labels))

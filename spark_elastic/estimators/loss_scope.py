@@ -80,9 +80,12 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
         InvalidInput: in one sentence, with the losses that show it.
     """
     config = spec.config
-    most = min(len(_ROWS), config.batch_size)
+    most = min(len(_ROWS), config.data.batch_size)
     # With one worker, and with virtual shares, a step is cut alike for any number of workers.
-    is_alike, over_step = bool(config.shares) or config.max_workers == 1, config.loss_scope == "step"
+    is_alike, over_step = (
+        bool(config.exchange.shares) or config.world.max_workers == 1,
+        config.loss.loss_scope == "step",
+    )
     sample = None if most == 1 or (is_alike and not over_step) else read_rows(spec)
     if sample is None:
         return
@@ -118,7 +121,7 @@ def check_loss_scope(spec: TrainSpec, what: str, advice: str, prepare: Callable[
         return
     whole, first, rest = finding.values
     shown = f"of {finding.rows} rows of the data it is {whole:.5g}, of two parts of them {first:.5g} and {rest:.5g}"
-    if finding.couples and config.loss_scope is None:
+    if finding.couples and config.loss.loss_scope is None:
         raise InvalidInput(
             f"{what} compares the rows of a batch with each other ({shown}), so that the trained weights would depend "
             f"on the number of workers: {advice}, or set loss_scope='worker' to let each worker compare its own rows."

@@ -51,9 +51,9 @@ class RunRecord:
     ) -> RunRecord:
         """The record of a new run on these rows, which are in `data`."""
         config = request.config
-        plan, seen = plan_rows(request, rows, config.global_batch, config.shuffle), None
+        plan, seen = plan_rows(request, rows, config.global_batch, config.data.shuffle), None
         if validation is not None:
-            batch = config.validation_batch * config.num_workers
+            batch = config.data.validation_batch * config.world.num_workers
             order = plan_rows(request, validation, batch, shuffle=False)
             seen = {
                 "manifest": validation.to_json(),
@@ -157,16 +157,16 @@ def plan_rows(request: FitRequest[Any], manifest: Manifest, global_batch: int, s
     plan = DataPlan.for_run(
         manifest.group_rows,
         global_batch,
-        config.seed,
-        config.max_workers,
+        config.data.seed,
+        config.world.max_workers,
         decoded,
         DEFAULT_CACHE_BYTES,
         shuffle,
     )
     lanes = plan.lanes
-    if config.lanes is not None:
-        lanes = min(config.lanes, plan.base_rows, count_affordable_lanes(decoded, DEFAULT_CACHE_BYTES))
-    return replace(plan, lanes=lanes, shares=config.shares)
+    if config.data.lanes is not None:
+        lanes = min(config.data.lanes, plan.base_rows, count_affordable_lanes(decoded, DEFAULT_CACHE_BYTES))
+    return replace(plan, lanes=lanes, shares=config.exchange.shares)
 
 
 @dataclass(frozen=True)

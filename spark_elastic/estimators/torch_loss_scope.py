@@ -32,7 +32,7 @@ Output = tuple[str, Any]  # of a layer, with its name
 
 def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> Trial:
     """The trial of the loss, of train_minibatch_fn or of a LightningModule, on these rows."""
-    with seeded_rng(spec.config.seed):
+    with seeded_rng(spec.config.data.seed):
         tried = objects.model, objects.losses, objects.train_minibatch_fn, objects.transformation
         model, losses, minibatch_fn, transformation = copy_objects(tried)
         objects = replace(objects, losses=losses, train_minibatch_fn=minibatch_fn)
@@ -44,9 +44,10 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
         batch = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         tries = _Tries(objects.loss_fn(spec), model, spec, batch)
         outputs = tries.compute_outputs() if objects.losses else None
-        if outputs is not None and spec.config.precision is not None:
+        if outputs is not None and spec.config.optimizer.precision is not None:
             # Slopes of 16 bits are too rough. The loss alone can be tried in the precision of its rows' columns.
-            plain = replace(spec, config=replace(spec.config, precision=None))
+            config = replace(spec.config, optimizer=replace(spec.config.optimizer, precision=None))
+            plain = replace(spec, config=config)
             tries = _Tries(objects.loss_fn(plain), model, plain, batch)
             outputs = tree_map(lambda each: each.float() if is_half(each) else each, outputs)
     measure = tries.measure_step if outputs is None else partial(tries.measure_loss, outputs)
@@ -56,7 +57,7 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
             "the loss is another one when the same rows are given again: what it counts, or draws from a generator of "
             "its own, is no part of the training's state, so that a worker that joins and a resumed run begin it anew"
         )
-    halves = spec.config.precision is not None or any(map(is_half, model.parameters()))
+    halves = spec.config.optimizer.precision is not None or any(map(is_half, model.parameters()))
     rounding = TOLERANCE_16 if halves else TOLERANCE
     if outputs is None:
         return Trial(measure, lambda: tries.find_layer(tries.run_step, rounding), False, rounding)
@@ -79,7 +80,7 @@ class _Tries:
     def compute_outputs(self) -> Any:
         """The model's outputs of all rows; None if their first dimension is not the rows, as of a time series."""
         whole, two = self.run_model(self._batch), self.run_model(self._batch.cut(slice(0, 2)))
-        if self._config.loss_scope == "step":
+        if self._config.loss.loss_scope == "step":
             check_outputs([(len(self._batch), whole), (2, two)])
         pairs = zip(tree_leaves(whole), tree_leaves(two), strict=True)
         by_row = [
@@ -88,12 +89,12 @@ class _Tries:
         return whole if all(by_row) else None
 
     def run_model(self, batch: Batch) -> Any:
-        draw_rows(self._model, batch.row_ids, self._config.seed)
-        with torch.no_grad(), autocast(self._config.precision):
+        draw_rows(self._model, batch.row_ids, self._config.data.seed)
+        with torch.no_grad(), autocast(self._config.optimizer.precision):
             return self._model(*batch.features)
 
     def run_step(self, batch: Batch) -> Any:
-        draw_rows(self._model, batch.row_ids, self._config.seed)
+        draw_rows(self._model, batch.row_ids, self._config.data.seed)
         return self._loss_fn(self._model, batch)
 
     def measure_loss(self, outputs: Any, part: slice, seed: int, moved: bool) -> PartLoss:
@@ -111,7 +112,7 @@ class _Tries:
             return tree_unflatten(found, structure)
 
         stub: Any = cut_outputs
-        with seeded_rng(self._config.seed, seed):
+        with seeded_rng(self._config.data.seed, seed):
             return self._measure(lambda batch: self._loss_fn(stub, batch), part, [factor], [torch.ones(())])
 
     def measure_step(self, part: slice, seed: int, moved: bool) -> PartLoss:
@@ -124,7 +125,7 @@ class _Tries:
             with torch.no_grad():
                 for each, way in zip(trained if moved else (), ways, strict=False):
                     each.add_(way.roll(1) / max(1.0, way[:1].numel() ** 0.5) if way.ndim else way)
-            with seeded_rng(self._config.seed, seed):
+            with seeded_rng(self._config.data.seed, seed):
                 return self._measure(self.run_step, part, trained, ways)
         finally:
             before.restore()
@@ -171,7 +172,7 @@ class _Tries:
         ]
         before = BufferSnapshot(self._model, tuple(self._model.modules()))
         try:
-            with seeded_rng(self._config.seed, seed):
+            with seeded_rng(self._config.data.seed, seed):
                 run(batch)
         finally:
             before.restore()

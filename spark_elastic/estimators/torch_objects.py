@@ -240,7 +240,7 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
     tried = objects.model, objects.losses, objects.metrics, objects.train_minibatch_fn, objects.transformation
-    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed):
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.data.seed):
         model, losses, metrics, minibatch_fn, transformation = copy_objects(tried)
         objects = replace(
             objects, losses=losses, train_minibatch_fn=minibatch_fn, transformation=transformation
@@ -248,19 +248,19 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
         if not model.training:  # single parts may be in evaluation mode, as in training
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
-        draw_rows(model, part.row_ids, spec.config.seed)
+        draw_rows(model, part.row_ids, spec.config.data.seed)
         held = {
             each: {n: b.clone() for n, b in each.named_buffers()}
             for each in losses
             if isinstance(each, torch.nn.Module)
         }
         result = objects.loss_fn(spec)(model, part)
-        for name, loss, label in zip(spec.config.label_cols, losses, part.labels, strict=False):
+        for name, loss, label in zip(spec.config.data.label_cols, losses, part.labels, strict=False):
             wrong = label[(label < 0) | (label > 1)]  # on which torch would train in silence
             if len(wrong) and find_activation(loss) in ("sigmoid", "probability"):
                 rule = f"{float(wrong[0]):g}, and a loss of two classes takes labels from 0 to 1"
                 raise InvalidInput(f"column {name!r} has {rule}: number the classes 0 and 1.")
-        if spec.config.max_workers != 1 and spec.config.loss_scope != "worker":
+        if spec.config.world.max_workers != 1 and spec.config.loss.loss_scope != "worker":
             for loss, before in held.items():
                 _check_buffers_of_loss(loss, before)
         _try_metrics(metrics, result, part.labels, spec)
@@ -283,7 +283,7 @@ def _try_metrics(
     rows = min(MORE_ROWS, spec.config.global_batch)
     for name, metric in metrics.items():
         try:
-            Metrics({name: metric}, spec.config.label_cols, logs=False).try_rows(result, labels, rows)
+            Metrics({name: metric}, spec.config.data.label_cols, logs=False).try_rows(result, labels, rows)
         except Exception as error:
             if isinstance(error, InvalidInput) or is_accumulator(metric):
                 raise
@@ -309,7 +309,7 @@ def _find_advice(objects: TorchUserObjects, spec: TrainSpec, failure: Failure) -
     if objects.transformation is None:
         with contextlib.suppress(Exception):  # what fails may be the rows themselves
             part = make_batch_builder(spec, objects, objects.model).build(failure.rows)
-            names = [*shapes, *spec.config.label_cols]
+            names = [*shapes, *spec.config.data.label_cols]
             taken = {
                 name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
                 for name, tensor in zip(names, (*part.features, *part.labels), strict=True)

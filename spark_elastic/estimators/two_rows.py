@@ -76,7 +76,7 @@ def _find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure
     if sample is None:
         return None
     first: Failure | None = None
-    most = spec.config.batch_size
+    most = spec.config.data.batch_size
     for count in sorted({min(2, most), min(MORE_ROWS, most)}):
         rows = StepRows(
             0, 0, count, np.arange(count), {k: v[np.arange(count) % 2] for k, v in sample.items()}
@@ -95,12 +95,12 @@ def _find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure
 
 def read_rows(spec: TrainSpec) -> ColumnArrays | None:
     """Two rows, and two more; None if that is too much to read here, or if workers alone can read them."""
-    names = list(dict.fromkeys(spec.config.used_cols))
+    names = list(dict.fromkeys(spec.config.data.used_cols))
     store, manifest = spec.rows.data, spec.rows.manifest
     if find_sample_group(manifest, names).bytes > MAX_BYTES:
         return None
     try:
-        return read_sample_rows(store, manifest, names, next(iter(spec.config.label_cols), None))
+        return read_sample_rows(store, manifest, names, next(iter(spec.config.data.label_cols), None))
     except Exception as error:
         log.debug("the model was not tried on two rows: %r", error)
         return None

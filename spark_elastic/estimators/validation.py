@@ -64,7 +64,7 @@ def build_request(
     """
     config = FitConfig.from_params(values)
     objects = _reshape_inputs(check_objects(values), config)
-    if config.transformation_workers and objects.transformation is None:
+    if config.transformation.transformation_workers and objects.transformation is None:
         raise InvalidInput(
             "transformation_workers apply transformation_fn, which is missing: give it, or leave them out."
         )
@@ -88,9 +88,9 @@ def build_request(
 
 def _reshape_inputs(objects: O, config: FitConfig) -> O:
     """With a transformation, `input_shapes` are the shapes of what it returns."""
-    if config.input_shapes is None or objects.transformation is None:
+    if config.data.input_shapes is None or objects.transformation is None:
         return objects
-    shapes = dict(zip(config.feature_cols, config.input_shapes, strict=True))
+    shapes = dict(zip(config.data.feature_cols, config.data.input_shapes, strict=True))
     found: O = dataclasses.replace(  # type: ignore[type-var]
         objects, transformation=reshape_results(objects.transformation, shapes)
     )

@@ -104,7 +104,7 @@ class StepLossStep(TrainStep):
     def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
         """(gradients, loss), as in `TrainStep`. The graphs of two parts are never in memory together, so all but the
         newest part take a second forward pass."""
-        parts = list(enumerate(batch.micro_batches(self._config.batch_size)))
+        parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
         for number, part in parts:
             self._running_stats.seed(*self._key, group.rank, number)
@@ -128,7 +128,7 @@ class StepLossStep(TrainStep):
 
     def compute_loss(self, group: Group, batch: Batch) -> tuple[float, float]:
         chunks, loss = [], 0.0
-        for part in batch.micro_batches(self._config.validation_batch):
+        for part in batch.micro_batches(self._config.data.validation_batch):
             added, outputs = self._gradients.run(part, training=False)
             loss += float(added)
             chunks.append(self._take(part, outputs))

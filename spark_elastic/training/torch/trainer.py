@@ -81,8 +81,8 @@ def _list_tensors(batch: LocalBatch[torch.Tensor]) -> list[torch.Tensor]:
 
 def _advise_on_memory(config: FitConfig) -> str:
     return (
-        f"lower batch_size={config.batch_size} and raise backward_passes_per_step by as much, set precision='bf16', or "
-        "see that no other process uses this GPU"
+        f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
+        "precision='bf16', or see that no other process uses this GPU"
     )
 
 
@@ -98,24 +98,28 @@ class TorchTrainer:
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
-        if config.shares:
+        if config.exchange.shares:
             use_deterministic_arithmetic()
         self._device = select_device()
         initialize_device(self._device)
         self._copier = None if self._device == CPU else DeviceCopier(self._device)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.data.seed)
         model = objects.model
         # A fitted model is in evaluation mode; single parts in it are the user's choice
         if not model.training:
             model.train()
-        if config.shares:
+        if config.exchange.shares:
             align_tensors((*model.parameters(), *model.buffers()))
         optimizer, schedules = build_optimizer(
-            model, objects.optimizer, config.learning_rate, spec.lr_scale, build_trainer_plan(spec)
+            model, objects.optimizer, config.optimizer.learning_rate, spec.lr_scale, build_trainer_plan(spec)
         )
-        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision, self._device)
+        self._loss_fn, self._scaling = (
+            objects.loss_fn(spec),
+            GradientScaling(config.optimizer.precision, self._device),
+        )
         metrics = [
-            Metrics(objects.metrics, config.label_cols, self._loss_fn.logs, prefix) for prefix in ("", "val_")
+            Metrics(objects.metrics, config.data.label_cols, self._loss_fn.logs, prefix)
+            for prefix in ("", "val_")
         ]
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
@@ -135,12 +139,12 @@ class TorchTrainer:
         self._memory_advice = ExhaustedMemoryAdvice(_advise_on_memory(config))
         with self._memory_advice:
             move_to_device(model, self.state.optimizer, self._device)
-        if config.compile_model:
+        if config.optimizer.compile_model:
             model.compile()
         options = options_from_env(
-            wire=config.gradient_compression,
-            shares=config.shares,
-            arithmetic=describe_arithmetic() if config.shares else "",
+            wire=config.exchange.gradient_compression,
+            shares=config.exchange.shares,
+            arithmetic=describe_arithmetic() if config.exchange.shares else "",
         )
         self._exchange = GradientExchange(
             model.named_parameters(),
@@ -148,16 +152,16 @@ class TorchTrainer:
             get_thread=get_collective_thread,
             count_message_bytes=count_summary_bytes,
         )
-        self._train_step = (ShareStep if config.shares else TrainStep)(
+        self._train_step = (ShareStep if config.exchange.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
         )
-        self._train_step.shows_buffers = not config.shares and any(
+        self._train_step.shows_buffers = not config.exchange.shares and any(
             not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
         )
-        if config.verify_steps and isinstance(self._train_step, ShareStep):
+        if config.exchange.verify_steps and isinstance(self._train_step, ShareStep):
             self._train_step.checker = ShareChecker(
                 self._spec,
-                config.verify_steps,
+                config.exchange.verify_steps,
                 bind_transformation(config, self._objects.transformation),
                 self._build_checked_shares,
             )
@@ -188,11 +192,11 @@ class TorchTrainer:
             call.group,
         )
         batch = self._build(rows, group)
-        first = batch.first_share if config.shares else group.rank
+        first = batch.first_share if config.exchange.shares else group.rank
 
         def compute() -> tuple[float, float]:
             self._loss_fn.begin(group, batch, position)
-            step_loss = StepLoss(self._loss_fn) if config.loss_scope == "step" else None
+            step_loss = StepLoss(self._loss_fn) if config.loss.loss_scope == "step" else None
             losses = [
                 self._validate(part, number, step_loss)
                 for number, part in enumerate(batch.shares or [batch], first)
@@ -200,11 +204,11 @@ class TorchTrainer:
             self._build_ahead(call)
             sums = [(total.compute(), denominator) for total, denominator in losses]
             if step_loss is not None:
-                key = (config.seed, position.epoch, position.phase, position.step)
+                key = (config.data.seed, position.epoch, position.phase, position.step)
                 with torch.no_grad():
                     of_all, denominator = step_loss.compute(group, batch, key, metrics)
                 return of_all.compute(), denominator
-            if config.shares:  # all ranks have the same sums, so the step summary has them once
+            if config.exchange.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
                 return (loss, denominator) if group.rank == 0 else (0.0, 0.0)
             return sums[0]
@@ -229,7 +233,7 @@ class TorchTrainer:
             self._coming = None if rows is None else self._start_build(rows, call.group)
 
     def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
-        if self._spec.config.shares:
+        if self._spec.config.exchange.shares:
             batch = build_shares(self._batches, rows, group.rank)
         else:
             batch = self._batches.build(rows)
@@ -247,11 +251,11 @@ class TorchTrainer:
         """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
         part_number: their rank or virtual share."""
         config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
-        key = (config.seed, position.epoch, position.phase, position.step, part_number)
+        key = (config.data.seed, position.epoch, position.phase, position.step, part_number)
         with torch.no_grad(), seeded_rng(*key):
-            for part in batch.micro_batches(config.validation_batch):
+            for part in batch.micro_batches(config.data.validation_batch):
                 if step_loss is not None:
-                    with autocast(config.precision):
+                    with autocast(config.optimizer.precision):
                         step_loss.add(self.state.model(*part.features), part)
                     continue
                 result = self._loss_fn(self.state.model, part)
@@ -262,7 +266,7 @@ class TorchTrainer:
 
     def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
-        losses = _list_losses(self._objects, self._spec.config.label_cols)
+        losses = _list_losses(self._objects, self._spec.config.data.label_cols)
         for metrics, prefix, sums in zip(
             self._metrics,
             ("", "val_"),
@@ -273,7 +277,7 @@ class TorchTrainer:
             if losses and prefix + losses[0] in found:
                 parts = zip(self._objects.loss_weights, losses, strict=True)
                 found[prefix + "loss"] = sum(weight * found[prefix + name] for weight, name in parts)
-        if self._spec.config.precision == "fp16":
+        if self._spec.config.optimizer.precision == "fp16":
             found["skipped_steps"] = self._scaling.skipped
         return found
 
@@ -282,7 +286,7 @@ class TorchTrainer:
             metrics.reset()
 
     def describe_world_dependence(self) -> str | None:
-        return None if self._spec.config.shares else describe_world_dependence(self.state.model)
+        return None if self._spec.config.exchange.shares else describe_world_dependence(self.state.model)
 
     def export_weights(self) -> bytes:
         return dump_values(self.state.module.export())

@@ -25,6 +25,7 @@ from tests.component.threads import make_handle, make_world, run_task
 from tests.component.torch.elastic_jobs import JOBS
 from tests.component.torch.hooked_job import HookedJob, make_job
 from tests.component.torch.job import ROWS, RUN, make_data
+from tests.fit_configs import change
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
@@ -57,7 +58,7 @@ def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[
     def work(group: Group) -> Any:
         made = job.task(store, manifest)
         trainer: Any = made._trainer
-        config = replace(made._spec.config, label_cols=("y", "w"))
+        config = change(made._spec.config, label_cols=("y", "w"))
         spec = replace(made._spec, config=config, validation=seen)
         model, losses = TwoHeads(trainer._objects.model), (*trainer._objects.losses, torch.nn.MSELoss())
         objects = replace(trainer._objects, model=model, losses=losses, loss_weights=(0.25, 0.75))

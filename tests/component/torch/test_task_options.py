@@ -28,6 +28,7 @@ from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.threads import run_task
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
+from tests.fit_configs import change
 from tests.pages import blocks
 from tests.unit.torch.worlds import run_in_world
 
@@ -115,7 +116,7 @@ def own_rows(model: Any, features: Any, labels: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """kind: of the objective. options: fields of the FitConfig."""
+    """kind: of the objective. options: of `change`."""
 
     kind: str = "loss"
     dtype: torch.dtype = torch.float64
@@ -155,7 +156,7 @@ def train(
     job = Job(Net(), sgd, None, epochs=EPOCHS, batch_size=50, workers=WORKERS)
     seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
     spec = job.task(store, manifest)._spec
-    config = replace(spec.config, label_cols=("w",), **case.options)
+    config = change(spec.config, label_cols=("w",), **case.options)
     spec = replace(spec, config=config, validation=seen)
     objects = case.objects()  # once: threads that draw at the same time get other numbers
 

@@ -39,8 +39,13 @@ def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
     assert (back.getFeatureCols(), back.getPredictionCol(), back.getBatchSize()) == (["x"], "guess", 16)
     wanted = build_request(back._values, check_torch_objects)
     config = wanted.config
-    assert (config.epochs, config.num_workers, config.max_workers, config.seed) == (3, 2, 4, 7)
-    assert (config.input_shapes, wanted.elastic.lease) == (((2,),), 9.0)
+    assert (config.data.epochs, config.world.num_workers, config.world.max_workers, config.data.seed) == (
+        3,
+        2,
+        4,
+        7,
+    )
+    assert (config.data.input_shapes, wanted.elastic.lease) == (((2,),), 9.0)
     model, optimizer = wanted.objects.model, wanted.objects.optimizer
     assert model(torch.tensor([[1.0, 1.0]])).item() == 1.5
     assert optimizer.param_groups[0]["params"] == list(model.parameters()), "it is bound to another model"

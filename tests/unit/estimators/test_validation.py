@@ -21,7 +21,7 @@ from spark_elastic.estimators import torch_objects
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import FitRequest, build_request
-from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.fit_config import LossConfig
 from spark_elastic.training.torch.build_optimizer import build_optimizer
 from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from tests.unit.estimators.requests import net, values
@@ -40,7 +40,8 @@ def test_a_forward_that_does_not_take_the_feature_columns_is_refused_with_advice
 
 def test_good_values_become_a_request() -> None:
     request = ask(batch_size=16, num_workers=3, min_workers=2)
-    assert (request.config.global_batch, request.config.min_workers, request.config.max_workers) == (48, 2, 3)
+    world = request.config.world
+    assert (request.config.global_batch, world.min_workers, world.max_workers) == (48, 2, 3)
 
 
 def test_a_store_may_be_a_path() -> None:
@@ -49,12 +50,12 @@ def test_a_store_may_be_a_path() -> None:
 
 def test_shapes_may_begin_with_minus_one_as_horovods_do() -> None:
     request = ask(input_shapes=[[-1, 1, 2]], label_shapes=[(-1, 1)])
-    assert (request.config.input_shapes, request.config.label_shapes) == (((1, 2),), ((1,),))
+    assert (request.config.data.input_shapes, request.config.data.label_shapes) == (((1, 2),), ((1,),))
 
 
 def test_a_column_may_be_feature_and_label() -> None:
     request = ask(model=torch.nn.Bilinear(2, 2, 1), feature_cols=["x", "z"], label_cols=["x"], optimizer=sgd)
-    assert (request.config.feature_cols, request.config.label_cols) == (("x", "z"), ("x",))
+    assert (request.config.data.feature_cols, request.config.data.label_cols) == (("x", "z"), ("x",))
 
 
 def test_a_class_of_optimizers_that_takes_parameters_alone_is_the_function_that_makes_one() -> None:
@@ -403,7 +404,7 @@ def test_nan_is_refused_and_ends_a_training_unless_the_user_wants_it() -> None:
     assert (refused.nulls, refused.nans) == ("refuse", "refuse")
     assert (dropped.nulls, dropped.nans) == ("drop", "drop")
     assert (kept.nulls, kept.nans) == ("refuse", "keep")
-    assert FitConfig(feature_cols=("x",), label_cols=("y",)).terminate_on_nan
+    assert LossConfig().terminate_on_nan
     assert TorchParams().getOrDefault("terminate_on_nan")
 
 

@@ -13,7 +13,6 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import RunningStats, Structure, TrainStep, describe_world_dependence
@@ -21,6 +20,7 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.trainer import StepCall
 from tests.fake_group import FakeFabric
+from tests.fit_configs import make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # The change of BatchNorm's variance is larger than what float16 holds.
@@ -50,7 +50,7 @@ def take_step(model: Any, group: Group, compression: str | None) -> None:
     metrics = CompiledMetrics(model, losses.names, structure.outputs, eager=True)
     metrics.build(X, model(X))
     state = KerasTrainingState(model.weights, [], NoCallbacks(), TrainingProgress())
-    config = FitConfig(feature_cols=("x",), label_cols=("y",), gradient_compression=compression)
+    config = make_config(gradient_compression=compression)
     step = TrainStep(config, model, state, losses, structure, metrics, Ledger())
     rows = np.arange(4) + 4 * group.rank
     batch = LocalBatch(len(X), rows, (X[rows],), (X[rows],), None)

@@ -15,7 +15,6 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import RunningStats, Structure
@@ -24,6 +23,7 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.trainer import StepCall, take_validation_step
 from tests.fake_group import FakeFabric
+from tests.fit_configs import make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ROWS, WIDTH = 6, 4
@@ -121,9 +121,7 @@ class Trainee:
         self.state = KerasTrainingState(
             [*model.weights, *model.optimizer.variables], [], NoCallbacks(), TrainingProgress()
         )
-        config = FitConfig(
-            feature_cols=("x",), label_cols=("a", "b", "c"), batch_size=2, loss_scope="step", seed=7
-        )
+        config = make_config(label_cols=("a", "b", "c"), batch_size=2, loss_scope="step", seed=7)
         self.step = StepLossStep(config, model, self.state, losses, structure, self.metrics, Ledger())
 
     def take(self, group: Group, validates: bool = False) -> StepDecision:
