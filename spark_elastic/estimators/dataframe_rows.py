@@ -21,8 +21,12 @@ from spark_elastic.checks import make_choice
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
-from spark_elastic.estimators.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
+from spark_elastic.estimators.dataframes.file_scan import (
+    FileScan,
+    NoFileScan,
+    find_file_scan,
+    make_footer_collector,
+)
 from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, find_difference
 from spark_elastic.estimators.dataframes.materialize import materialize as write_dataframe
 from spark_elastic.estimators.dataframes.scan import MissingValues
@@ -38,12 +42,12 @@ from spark_elastic.estimators.fit_rows import (
     FoundRows,
     Request,
     RowSource,
+    RunRecord,
     choose_group_bytes,
     find_conversion,
     find_fit_conversion,
     list_names,
 )
-from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, find_data_files

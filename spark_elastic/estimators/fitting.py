@@ -26,8 +26,7 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import RowSource, materialize_rows
-from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RowSource, RunRecord, RunResult, materialize_rows
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -111,20 +111,17 @@ def name_failing(parameter: str) -> Iterator[None]:
         ) from error
 
 
-def build_model(
-    given: Any, kind: type[M], words: str, seeded: Callable[[], AbstractContextManager[Any]]
-) -> M:
-    """The user's model, or what the user's function makes.
+def build_model(given: Any, kind: type[M], words: str) -> M:
+    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded.
 
     Args:
         kind: class of models, words: in words.
-        seeded: makes a context in which the function is called, with the seed of the fit.
 
     Raises:
         InvalidInput: it is no model, or the function fails.
     """
     if not isinstance(given, kind) and not isinstance(given, type) and callable(given):
-        with MODEL_FACTORY_LOCK, seeded(), name_failing("model"):
+        with name_failing("model"):
             given = given()
     if isinstance(given, type):
         raise InvalidInput(f"model is the class {given.__name__}; pass an instance of it.")

@@ -124,7 +124,7 @@ def test_arrays_of_different_lengths_are_written_for_a_transformation(
 def test_a_table_is_read_by_one_job(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch, row_order: str, small: int, jobs: int
 ) -> None:
-    monkeypatch.setattr("spark_elastic.estimators.dataframes.row_order.SMALL_BYTES", small)
+    monkeypatch.setattr("spark_elastic.estimators.dataframes.materialize.SMALL_BYTES", small)
     context, group = spark.sparkContext, uuid.uuid4().hex
     context.setJobGroup(group, "writes rows")
     read = context.accumulator(0)

@@ -15,8 +15,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed
 from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.estimators.fit_rows import FileRows, materialize_rows
-from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.fit_rows import FileRows, RunRecord, materialize_rows
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.unit.estimators.requests import request

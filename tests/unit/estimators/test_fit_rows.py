@@ -15,8 +15,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
-from spark_elastic.estimators.fit_rows import choose_group_bytes
-from spark_elastic.estimators.run_record import plan_rows
+from spark_elastic.estimators.fit_rows import choose_group_bytes, plan_rows
 from tests.unit.estimators.requests import request
 
 

@@ -23,6 +23,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
+from spark_elastic.estimators.fit_rows import RunResult
 from spark_elastic.estimators.fitting import (
     FitRun,
     _ledger_folder,
@@ -31,7 +32,6 @@ from spark_elastic.estimators.fitting import (
     make_fit_limits,
     shape_features,
 )
-from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Limits

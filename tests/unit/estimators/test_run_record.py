@@ -17,8 +17,8 @@ from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.materialize import compare_digests
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.elastic_estimator import check_run_ids
+from spark_elastic.estimators.fit_rows import RunRecord, RunResult
 from spark_elastic.estimators.fitting import _load_finished_run
-from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore
