@@ -23,13 +23,12 @@ from spark_elastic.estimators.loss_scope import (
 from spark_elastic.estimators.two_rows import copy_objects, transform_rows
 from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.batch import Chunk, LocalBatch, join_chunks
 from spark_elastic.training.keras.batching import BatchBuilder
 from spark_elastic.training.keras.compiled import activity_by_row, widen
 from spark_elastic.training.keras.step import RunningStats, make_dense, to_arrays
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.step_columns import Chunk, join_chunks
 
 
 def check_keras_loss_scope(objects: KerasUserObjects, spec: TrainSpec) -> None:

@@ -21,7 +21,6 @@ from spark_elastic.estimators.keras_loss_scope import check_keras_loss_scope, co
 from spark_elastic.estimators.two_rows import MAX_BYTES, check_runs, describe_failure, has_hook
 from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.callback_states import check_watched_names
 from spark_elastic.training.keras.archive import (
     Archive,
     collect_custom_objects,
@@ -39,7 +38,7 @@ from spark_elastic.training.keras.compiled import (
     list_layer_metrics,
 )
 from spark_elastic.training.keras.trainer import KerasUserObjects
-from spark_elastic.training.progress import check_metric_names
+from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 

@@ -18,11 +18,11 @@ from spark_elastic.estimators.two_rows import copy_objects, transform_rows
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.torch.forward import BufferSnapshot, depends_on_batch
+from spark_elastic.training.torch.buffers import BufferSnapshot, depends_on_batch
+from spark_elastic.training.torch.determinism import draw_rows
 from spark_elastic.training.torch.loss import HALVES, LossFn, autocast
-from spark_elastic.training.torch.row_dropout import draw_rows
 from spark_elastic.training.torch.spec import TorchUserObjects, make_batch_builder
-from spark_elastic.training.torch.step_loss import check_outputs
+from spark_elastic.training.torch.step import check_outputs
 
 log = logging.getLogger("spark_elastic")
 
