@@ -41,8 +41,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits, heartbeat_interval
+from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 

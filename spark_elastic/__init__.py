@@ -33,7 +33,7 @@ _EXPORTS = {
     "Packing": "spark_elastic.data.packing",
     "PreflightError": "spark_elastic.errors",
     "Rows": "spark_elastic.estimators.rows",
-    "Ragged": "spark_elastic.data.ragged",
+    "Ragged": "spark_elastic.data.packing",
     "StaleGeneration": "spark_elastic.errors",
     "StoreError": "spark_elastic.errors",
     "TimeLimitReached": "spark_elastic.errors",
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from spark_elastic.clusters.run.call import run
     from spark_elastic.clusters.run.torch_distributor import TorchDistributor
     from spark_elastic.config import ElasticConfig
-    from spark_elastic.data.packing import Packing
-    from spark_elastic.data.ragged import Ragged
+    from spark_elastic.data.packing import Packing, Ragged
     from spark_elastic.driver.discovery import JobHandle
     from spark_elastic.errors import (
         ConnectionClosed,

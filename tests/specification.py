@@ -158,7 +158,7 @@ class Specification:
                 if message.exit_code < 0:
                     self.reached.add("a process was killed")
                 self._blame_host(message.slot)
-            case said.WorkerFailed():
+            case said.WorkerRaised():
                 self._workers[name].reasons.append("it raised")
                 self._failures += 1
                 self._blame_host(message.slot)

@@ -56,12 +56,12 @@ FOREIGN = {
     "pyspark": ("clusters.spark", "clusters.platforms", "estimators"),
     "py4j": ("clusters.spark", "estimators.dataframes"),
     "pandas": ("clusters.spark", "estimators", "integrations"),
-    "torch": ("training.torch", "gradients", "estimators", "handwritten", "horovod", "integrations", "data.ragged"),
+    "torch": ("training.torch", "gradients", "estimators", "handwritten", "horovod", "integrations", "data.packing"),
     "tensorflow": ("training.keras", "estimators", "horovod"),
     "keras": ("training.keras", "estimators", "horovod"),
     "transformers": ("integrations",),
     "accelerate": ("integrations",),
-    "petastorm": ("data.reading.petastorm_reader",),
+    "petastorm": ("data",),
     "deltalake": ("tables",),
     "pyiceberg": ("tables",),
     "pyarrow": ("data", "tables", "clusters.spark", "estimators"),
@@ -82,7 +82,7 @@ FOREIGN = {
 def _find_part(name: str) -> str:
     """The part of the table that a module belongs to: data.plan, protocol, errors ... ("" for the package itself)."""
     path = name.removeprefix("spark_elastic").removeprefix(".")
-    return path if path in (*PURE, *FACES) or path == "data.reading.petastorm_reader" else path.split(".")[0]
+    return path if path in (*PURE, *FACES) else path.split(".")[0]
 
 
 def _find_row(part: str) -> int:
@@ -115,8 +115,7 @@ def _list_imports() -> Iterator[tuple[Module, str, int]]:
 
 def test_every_part_has_a_layer() -> None:
     assert {_find_part(module.name) for module in _list_ours()} <= {part for row in ROWS for part in row} | {
-        "data.reading.petastorm_reader",
-        *FACES,
+        *FACES
     }
 
 
@@ -175,7 +174,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("data", "data.plan", True),
         ("data.plan", "data", False),
         ("gradients", "gradients.buckets", True),
-        ("data.reading.petastorm_reader", "data", True),
         ("errors", "clock", False),
     ],
 )

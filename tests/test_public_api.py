@@ -35,7 +35,7 @@ PUBLIC = {
     "Packing": "data.packing",
     "PreflightError": "errors",
     "Rows": "estimators.rows",
-    "Ragged": "data.ragged",
+    "Ragged": "data.packing",
     "StaleGeneration": "errors",
     "StoreError": "errors",
     "TimeLimitReached": "errors",

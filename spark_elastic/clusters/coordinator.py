@@ -25,7 +25,7 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Launcher
-from spark_elastic.driver.remote_launcher import Call, DriverStarted, RemoteLauncher
+from spark_elastic.driver.remote_launcher import ClientCall, DriverStarted, RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.log_forwarding import (
@@ -36,8 +36,7 @@ from spark_elastic.monitoring.log_forwarding import (
 )
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Checkpoint, Limits
+from spark_elastic.protocol.types import Checkpoint, Limits, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.runs.store_channel import (
@@ -86,7 +85,7 @@ class JobEndedInError:
 
 
 JobEnd: TypeAlias = JobSucceeded | JobEndedInError
-Message: TypeAlias = DriverStarted | Call | JobEnd
+Message: TypeAlias = DriverStarted | ClientCall | JobEnd
 COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
 
 
@@ -160,7 +159,7 @@ def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
     """
 
     def pass_on(method: str, *arguments: Any) -> None:
-        channel.send(Call(target, method, arguments))
+        channel.send(ClientCall(target, method, arguments))
 
     for method in CALLS[target]:
         setattr(proxy, method, partial(pass_on, method))
@@ -290,13 +289,13 @@ class CoordinatorClient:
                 log.info("the coordinator of %s runs in a task, at %s", self._spec.job_name, address)
                 spec = dataclasses.replace(self._spec, address=address, certificate=certificate)
                 self._launcher.start(spec, self._forward)
-            case Call():
+            case ClientCall():
                 self._call(message)
             case JobSucceeded() | JobEndedInError():
                 self._end = message
                 self._ended.set()
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: ClientCall) -> None:
         """
         Raises:
             KeyError: the method is not listed. MalformedMessage: an argument is of another type.

@@ -214,7 +214,7 @@ class PackedSource:
     """What a data set of packed sequences is made of."""
 
     manifest: Manifest  # that of the documents
-    packing: Mapping[str, Any]  # the fields of `data.packing.Packing`
+    packing: Mapping[str, Any]  # the fields of `Packing`
     # Row group g of the sequences is made of the row groups `cuts[g] ... cuts[g + 1]` of the documents.
     cuts: tuple[int, ...]
     documents: int  # how many were packed

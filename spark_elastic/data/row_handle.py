@@ -1,6 +1,7 @@
-"""The rows of a table that lie in files, as a value: `RowHandle`, the base of the public `Rows`.
+"""The rows of a table that lie in files: `RowHandle`, the base of the public `Rows`, and `RowAccess` to them.
 
-It names files, row groups and columns, and holds no row. Knows neither Spark nor frameworks. Any thread.
+A handle names files, row groups and columns, and holds no row. An access takes rows by their numbers, in any order: row
+groups come through the cache of the process. Knows neither Spark nor frameworks. Any thread.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import posixpath
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +23,90 @@ import numpy.typing as npt
 from spark_elastic.checks import COUNT, WHOLE, make_kind
 from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
 from spark_elastic.data.packing import Packing
-from spark_elastic.data.plan import draw_uniform
-from spark_elastic.data.reading.readers import pack_rows
+from spark_elastic.data.plan import Int64s, draw_uniform
+from spark_elastic.data.reading.decoding import ColumnArrays, Reader
+from spark_elastic.data.reading.readers import open_reader, pack_rows
 from spark_elastic.data.renewal import find_table
-from spark_elastic.data.row_access import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, format_columns
+
+
+class _OpenReader:
+    """A reader that closes once nobody in this process uses it."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.reader = open_reader("arrow", store, manifest)
+        weakref.finalize(self, _close_here, self.reader, os.getpid()).atexit = False
+
+
+def _close_here(reader: Reader, process: int) -> None:
+    # In a fork, a thread that is not there may have been reading when the process was copied.
+    if process == os.getpid():
+        reader.close()
+
+
+# By process, file system (another one has other credentials), store and hash of the manifest.
+_open_readers: weakref.WeakValueDictionary[tuple[int, int, str, str], _OpenReader] = (
+    weakref.WeakValueDictionary()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RowAccess:
+    """The rows of the files that a manifest describes."""
+
+    store: Store  # where the files are
+    manifest: Manifest  # columns, files and row groups
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of this process; it lives as long as an access of the process that has used it."""
+        key = os.getpid(), id(self.store.filesystem), self.store.url, self._hash
+        opened: _OpenReader | None = self.__dict__.get("_opened", {}).get(key)
+        if opened is None:
+            opened = _open_readers.get(key) or _OpenReader(self.store, self.manifest)
+            _open_readers[key] = opened
+            self.__dict__["_opened"] = {key: opened}
+        return opened.reader
+
+    def take(self, rows: Sequence[int] | Int64s) -> ColumnArrays:
+        """Column -> (n, *shape), the values of these rows in their order.
+
+        Raises:
+            StoreError: a file is gone, changed or damaged.
+        """
+        numbers = np.asarray(rows, np.int64)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.manifest.rows:
+            raise InvalidInput(
+                f"There is no row {numbers.max()}: the data set has {self.manifest.rows} rows."
+            )
+        groups = np.searchsorted(self._ends, numbers, "right")
+        reader = self.reader
+        taken = {
+            column.name: np.empty((len(numbers), *column.shape), column.dtype)
+            for column in self.manifest.columns
+        }
+        for group in np.unique(groups):
+            places = np.flatnonzero(groups == group)
+            inside = numbers[places] - (self._ends[group] - self.manifest.row_groups.rows[group])
+            decoded = reader.fetch(int(group))
+            for name, out in taken.items():
+                out[places] = decoded[name][inside]
+            reader.release(int(group))
+        return taken
+
+    @cached_property
+    def _ends(self) -> Int64s:
+        """The number behind the last row of each row group."""
+        return np.cumsum(self.manifest.row_groups.rows)
+
+    @cached_property
+    def _hash(self) -> str:
+        return self.manifest.hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"store": self.store, "manifest": self.manifest}
+
 
 H = TypeVar("H", bound="RowHandle")
 

@@ -33,9 +33,8 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractFileSystem
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.remote_file import RemoteFile
+from spark_elastic.data.object_store import RETRY_SECONDS, RemoteFile, RetryingClient
 from spark_elastic.data.renewal import RenewedCredentials, renew
-from spark_elastic.data.retries import RETRY_SECONDS, RetryingClient
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 
 T = TypeVar("T")

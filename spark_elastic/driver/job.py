@@ -40,8 +40,7 @@ from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
+from spark_elastic.protocol.types import Checkpoint, Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.file_limit import reserve_files
 from spark_elastic.rendezvous.http_server import Bind

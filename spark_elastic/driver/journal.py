@@ -28,7 +28,7 @@ log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
-FORMAT = 6  # of the file
+FORMAT = 7  # of the file
 
 
 class Journal:

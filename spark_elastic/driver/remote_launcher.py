@@ -13,7 +13,7 @@ from typing import Any
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 
 LOOK_EVERY = 1.0  # seconds between two looks at how long the client has been silent
@@ -29,7 +29,7 @@ class DriverStarted:
 
 
 @dataclass(frozen=True)
-class Call:
+class ClientCall:
     """A method that the client is to call, if it is one of those that it lists."""
 
     target: str  # name of the object, which the client has
@@ -63,7 +63,7 @@ class RemoteLauncher:
     def launch(self, launch: int) -> None:
         with self._change:
             self._open.add(launch)
-        self.channel.send(Call("launcher", "launch", (launch,)))
+        self.channel.send(ClientCall("launcher", "launch", (launch,)))
 
     def close(self, timeout: float) -> list[str]:
         """Wait for the slots, which the driver has released by message. When the client learns of the job's end, it

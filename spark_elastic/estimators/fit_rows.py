@@ -24,8 +24,8 @@ import numpy as np
 
 from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.packing import format_remedy
 from spark_elastic.data.plan import DataPlan, count_affordable_lanes
-from spark_elastic.data.ragged import format_remedy
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.data.store import Store, parse_document

@@ -34,8 +34,7 @@ from spark_elastic.estimators.two_rows import (
 )
 from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.callback_states import check_watched_names
+from spark_elastic.training.batch import Chunk, LocalBatch, join_chunks
 from spark_elastic.training.keras.archive import (
     Archive,
     collect_custom_objects,
@@ -56,9 +55,8 @@ from spark_elastic.training.keras.compiled import (
 )
 from spark_elastic.training.keras.step import RunningStats, make_dense, to_arrays
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
-from spark_elastic.training.progress import check_metric_names
+from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.step_columns import Chunk, join_chunks
 from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"

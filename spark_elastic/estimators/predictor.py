@@ -20,13 +20,14 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.outputs import Floats, Shape, count_numbers
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.model_io import (
+from spark_elastic.training.transformation import (
+    Transformation,
     check_numbers,
     find_input_dtype,
     list_output_parts,
     refuse_large_numbers,
+    transform_inputs,
 )
-from spark_elastic.training.transformation import Transformation, transform_inputs
 from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.

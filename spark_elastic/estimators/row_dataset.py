@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from spark_elastic.data.ragged import Ragged
-from spark_elastic.data.row_access import RowAccess
-from spark_elastic.data.row_handle import RowHandle
+from spark_elastic.data.packing import Ragged
+from spark_elastic.data.row_handle import RowAccess, RowHandle
 
 
 class RowDataset(Dataset[dict[str, Any]]):

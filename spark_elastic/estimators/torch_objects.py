@@ -42,17 +42,20 @@ from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.layout import find_trainable
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.torch.build_optimizer import build_optimizer, check_steps_alone
+from spark_elastic.training.torch.buffers import BufferSnapshot, depends_on_batch
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.training.torch.determinism import check_layers
-from spark_elastic.training.torch.forward import BufferSnapshot, depends_on_batch
-from spark_elastic.training.torch.lightning_loss import check_lightning, is_lightning
+from spark_elastic.training.torch.determinism import check_layers, draw_rows
+from spark_elastic.training.torch.lightning import check_lightning, is_lightning
 from spark_elastic.training.torch.loss import HALVES, LossFn, LossResult, autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_metrics
-from spark_elastic.training.torch.row_dropout import draw_rows
-from spark_elastic.training.torch.spec import TorchUserObjects, make_batch_builder
+from spark_elastic.training.torch.spec import (
+    TorchUserObjects,
+    build_optimizer,
+    check_steps_alone,
+    make_batch_builder,
+)
 from spark_elastic.training.torch.state import check_storable
-from spark_elastic.training.torch.step_loss import check_outputs
+from spark_elastic.training.torch.step import check_outputs
 from spark_elastic.training.transformation import check_transformation
 
 log = logging.getLogger("spark_elastic")

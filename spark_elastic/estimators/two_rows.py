@@ -76,10 +76,10 @@ def check_runs(
             failures.append((rows, error))
         else:
             return
-    for rows, error in failures[:1]:
-        if isinstance(error, InvalidInput):
-            raise error
-        raise InvalidInput(find_cause(rows) or _describe_failure(rows, error, what)) from error
+    for rows, failure in failures[:1]:
+        if isinstance(failure, InvalidInput):
+            raise failure
+        raise InvalidInput(find_cause(rows) or _describe_failure(rows, failure, what)) from failure
 
 
 def read_rows(spec: TrainSpec) -> ColumnArrays | None:

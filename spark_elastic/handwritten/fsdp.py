@@ -18,8 +18,7 @@ from spark_elastic.handwritten.shards import DividedTensor
 from spark_elastic.handwritten.torch_state import get_handler_registry
 from spark_elastic.runs.handlers import Registry
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
-from spark_elastic.training.torch.frozen import view_bytes
-from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
+from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler, view_bytes
 
 _TOO_OLD = (
     f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch {torch.__version__}."

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.data.loader import Prefetch, StepLoader
+from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import DataPlan, Division, Int64s, compute_share_bounds
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
-from spark_elastic.data.row_access import RowAccess
-from spark_elastic.data.row_handle import RowHandle
+from spark_elastic.data.row_handle import RowAccess, RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import iter_items, to_tensors
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng

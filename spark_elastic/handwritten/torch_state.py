@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from spark_elastic.data import sampler
+from spark_elastic.data import horovod_data
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.ranks import rank, size
 from spark_elastic.handwritten.applied_gradients import has_unapplied, is_distributed, mark_applied
@@ -34,8 +34,8 @@ from spark_elastic.runs.handlers import (
     StateHandler,
 )
 from spark_elastic.runs.snapshot import Bytes, Kept
-from spark_elastic.training.torch.frozen import FrozenCopies
 from spark_elastic.training.torch.module_state import (
+    FrozenCopies,
     ModelStateHandler,
     OptimizerStateHandler,
     find_difference,
@@ -96,10 +96,10 @@ def _registry() -> Registry:
     )
 
 
-class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):
+class ElasticSampler(horovod_data.ElasticSampler, torch.utils.data.Sampler[int]):
     """Yields the indices of this worker's rows that the epoch has not processed yet, in any world.
 
-    pad: see `spark_elastic.data.sampler.ElasticSampler`.
+    pad: see `spark_elastic.data.horovod_data.ElasticSampler`.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:

@@ -21,8 +21,7 @@ from spark_elastic.gradients.generators import get_generators, set_generators
 from spark_elastic.handwritten.torch_state import forget_gradients
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
 from spark_elastic.runs.snapshot import Kept, SnapshotBuilder, pickle_value
-from spark_elastic.training.torch.frozen import FrozenCopies
-from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
+from spark_elastic.training.torch.module_state import FrozenCopies, ModelStateHandler, OptimizerStateHandler
 
 
 def _choose_package() -> str:

@@ -116,7 +116,7 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     on.ConnectionLost: failure_detector.on_connection_lost,
     on.ConnectionBack: failure_detector.on_connection_back,
     messages.WorkerExited: workers.on_worker_exited,
-    messages.WorkerFailed: workers.on_worker_failed,
+    messages.WorkerRaised: workers.on_worker_raised,
     messages.WorkerDone: workers.on_worker_done,
     on.WorkerStalled: workers.on_worker_stalled,
     messages.CheckpointWritten: _on_checkpoint_written,

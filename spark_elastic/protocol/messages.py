@@ -22,19 +22,19 @@ TAKEN_OVER, SPARK_STOPPED = "was taken over by another driver", "the SparkContex
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Request(Generic[R_co]):
+class DriverRequest(Generic[R_co]):
     """A message to the driver; `R_co` is the class of its reply."""
 
 
 @dataclass(frozen=True)
-class SlotRequest(Request[R_co]):
+class SlotRequest(DriverRequest[R_co]):
     """A message from a slot."""
 
     slot: SlotId  # the sender
 
 
 @dataclass(frozen=True)
-class WorkerRequest(Request[R_co]):
+class WorkerRequest(DriverRequest[R_co]):
     """A message from a worker."""
 
     worker: WorkerId  # the sender
@@ -163,7 +163,7 @@ class WorldFormed(WorkerRequest[Acknowledged]):
 
 
 @dataclass(frozen=True)
-class WorkerFailed(WorkerRequest[Acknowledged]):
+class WorkerRaised(WorkerRequest[Acknowledged]):
     """User code raised an exception: R13 (deterministic failures). Sent before the worker closes its group."""
 
     # Of the world that it entered last; None before its first, or if it could not load the program.
@@ -215,7 +215,7 @@ DriverMessage: TypeAlias = (
     | WorkerExited
     | RequestNextWorld
     | WorldFormed
-    | WorkerFailed
+    | WorkerRaised
     | WorkerDone
     | CheckpointWritten
     | CheckpointStoreFull

@@ -23,7 +23,7 @@ from spark_elastic.errors import (
     StaleGeneration,
     Unauthorized,
 )
-from spark_elastic.protocol.messages import Request
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.rendezvous import auth, codec, http1
 from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.messages import (
@@ -253,7 +253,7 @@ class RendezvousClient:
 
     def ask(
         self,
-        request: Request[R],
+        request: DriverRequest[R],
         hold: float = 0.0,
         within: float | None = None,
         patience: float = ANSWER_SECONDS,
@@ -316,7 +316,7 @@ class RendezvousClient:
         would not show when the driver last received something (R18, publication)."""
         return self._last_answered
 
-    def _build_envelope(self, request: Request[Any], hold: float, broken: frozenset[str]) -> bytes:
+    def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:
         envelope = {"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request}
         body = codec.dumps({**envelope, "broken": sorted(broken)} if broken else envelope)
         if len(body) > MAX_BODY_BYTES:  # the driver would hang up while it is still being sent
@@ -335,7 +335,7 @@ class RendezvousClient:
             raise _closed()
 
 
-def _read_reply(request: Request[R], answer: dict[str, Any]) -> R:
+def _read_reply(request: DriverRequest[R], answer: dict[str, Any]) -> R:
     if "stale" in answer:
         raise StaleGeneration(str(answer["stale"]))
     if "error" in answer:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
-from spark_elastic.protocol.messages import ANOTHER_RELEASE, Request
+from spark_elastic.protocol.messages import ANOTHER_RELEASE, DriverRequest
 from spark_elastic.rendezvous import auth, codec, http1
 from spark_elastic.rendezvous.connections import AnswerBody
 from spark_elastic.rendezvous.http1 import Response
@@ -28,7 +28,9 @@ Handler = Callable[[Any], object]  # given a message: the reply, or the long pol
 class Dispatcher:
     """The application of the rendezvous server."""
 
-    def __init__(self, key: bytes, attempt: int, handlers: Mapping[type[Request[Any]], Handler]) -> None:
+    def __init__(
+        self, key: bytes, attempt: int, handlers: Mapping[type[DriverRequest[Any]], Handler]
+    ) -> None:
         self._key = key
         self._attempt = attempt
         self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}

@@ -1,7 +1,7 @@
 """The messages that the rendezvous server answers by itself, and how all messages travel.
 
 Messages that the driver machine consumes are in `protocol.messages`. The path of a message is its class name, and the
-class of its reply is the parameter of its `Request` base class. Nothing here knows HTTP, JSON or threads.
+class of its reply is the parameter of its `DriverRequest` base class. Nothing here knows HTTP, JSON or threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from spark_elastic.protocol.messages import Acknowledged, DriverMessage, Request, SlotRequest, WorkerRequest
+from spark_elastic.protocol.messages import (
+    Acknowledged,
+    DriverMessage,
+    DriverRequest,
+    SlotRequest,
+    WorkerRequest,
+)
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
 VERSION = 7  # of the wire format; client and server must have the same
@@ -26,7 +32,7 @@ R = TypeVar("R")
 class DriverClient(Protocol):
     """What slots and workers need of `rendezvous.client.RendezvousClient`."""
 
-    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R: ...
+    def ask(self, request: DriverRequest[R], hold: float = 0.0, within: float | None = None) -> R: ...
 
     def now(self) -> float: ...
 
@@ -132,7 +138,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class SetValues(Request[Values]):
+class SetValues(DriverRequest[Values]):
     """Stores values[i] under keys[i] of a scope."""
 
     scope: str  # a generation's, open while its world is, or any other, which the first write opens
@@ -141,7 +147,7 @@ class SetValues(Request[Values]):
 
 
 @dataclass(frozen=True)
-class GetValues(Request[Values]):
+class GetValues(DriverRequest[Values]):
     """Reads keys of a scope."""
 
     scope: str  # as in `SetValues`; one that nobody has written is empty
@@ -157,7 +163,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class ListKeys(Request[Keys]):
+class ListKeys(DriverRequest[Keys]):
     """Lists the keys of a scope that have a value."""
 
     scope: str  # as in `GetValues`
@@ -173,7 +179,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class CompareAndSet(Request[Comparison]):
+class CompareAndSet(DriverRequest[Comparison]):
     """Changes a key of a scope in one step, if it has the expected value."""
 
     scope: str  # as in `SetValues`
@@ -184,7 +190,7 @@ class CompareAndSet(Request[Comparison]):
     token: str
 
 
-REQUESTS: tuple[type[Request[Any]], ...] = (
+REQUESTS: tuple[type[DriverRequest[Any]], ...] = (
     *typing.get_args(DriverMessage),
     WatchSlot,
     LogLines,
@@ -198,12 +204,12 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
 )
 
 
-def path_of(request: type[Request[Any]]) -> str:
+def path_of(request: type[DriverRequest[Any]]) -> str:
     """The path to which the request is posted."""
     return f"/rendezvous/{request.__name__}"
 
 
-def reply_of(request: type[Request[R]]) -> type[R]:
+def reply_of(request: type[DriverRequest[R]]) -> type[R]:
     """The class of the reply to a request."""
     (reply,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return typing.cast("type[R]", reply)

@@ -20,8 +20,8 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import (
     Acknowledged,
     DriverMessage,
+    DriverRequest,
     NextWorld,
-    Request,
     SlotRequest,
     WorkerRequest,
 )
@@ -113,8 +113,8 @@ class Routes:
         self._clock = clock
         self._connections = ConnectionTracker(callbacks.post, clock)
 
-    def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        own: dict[type[Request[Any]], Handler] = {
+    def handlers(self) -> Mapping[type[DriverRequest[Any]], Handler]:
+        own: dict[type[DriverRequest[Any]], Handler] = {
             messages.RegisterSlot: self._register,
             messages.Heartbeat: self._heartbeat,
             messages.RequestNextWorld: self._next_world,

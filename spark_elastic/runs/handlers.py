@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.sampler import ElasticSampler
+from spark_elastic.data.horovod_data import ElasticSampler
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuffer, SnapshotBuilder

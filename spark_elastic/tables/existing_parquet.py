@@ -30,7 +30,7 @@ from spark_elastic.data.manifest import (
     pack_deleted,
     reuse_equal,
 )
-from spark_elastic.data.ragged import format_remedy
+from spark_elastic.data.packing import format_remedy
 from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector, partition_values
 from spark_elastic.data.reading.unischema import Field, describe_field, find_unischema
 from spark_elastic.data.store import ObjectInfo, Store

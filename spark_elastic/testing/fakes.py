@@ -12,8 +12,7 @@ from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.driver.ports import Post
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Phase, Position, WorldView
+from spark_elastic.protocol.types import Phase, Position, SlotSpec, WorldView
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
 WIDTH = 1000  # numbers in the state of a `CountingProgram`

@@ -46,7 +46,7 @@ from spark_elastic.horovod.torch.scattering import (
 )
 from spark_elastic.torch import elastic
 from spark_elastic.training.torch.callbacks import Progress, progress
-from spark_elastic.training.torch.row_dropout import RowDropout, draw_rows
+from spark_elastic.training.torch.determinism import RowDropout, draw_rows
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [

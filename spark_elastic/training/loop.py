@@ -53,11 +53,7 @@ class TrainingLoop:
         transformation: Transformation | None = None,
         shapes_nothing: bool = False,
     ) -> None:
-        """
-        Args:
-            transformation: the user's, of the columns of a step.
-            shapes_nothing: as in `BatchTransformation`.
-        """
+        """transformation: the user's, of the columns of a step. shapes_nothing: as in `BatchTransformation`."""
         self._spec = spec
         self._trainer = trainer
         self._transformation, self._shapes_nothing = transformation, shapes_nothing
@@ -306,10 +302,7 @@ class TrainingLoop:
 
     def _on_finalized(self, world: WorldView, version: MembershipVersion) -> None:
         """An exchange that applies no step is complete, so the step before it is finalized.
-
-        Args:
-            version: the newest membership version that came with the exchange.
-        """
+        version: the newest membership version that came with the exchange."""
         self._write_pending_and_build_next(world, applied=False)
         self._call_step_finalized()
         self._keep_commit()
@@ -317,10 +310,7 @@ class TrainingLoop:
 
     def _write_pending_and_build_next(self, world: WorldView, *, applied: bool) -> None:
         """An exchange is complete: write the snapshot of the step before it, and build the next one where it is due.
-
-        Args:
-            applied: the exchange applied a step of its own.
-        """
+        applied: the exchange applied a step of its own."""
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is None:
             return
@@ -390,11 +380,7 @@ class TrainingLoop:
 
     def _report(self, group: Group, handle: WorkerHandle, loss: float, rows: int) -> None:
         """Report progress, with the figures of the last closed epoch: validation losses, metrics, learning rate.
-
-        Args:
-            loss: of the newest step; at an epoch's end the mean of the epoch.
-            rows: of one step.
-        """
+        loss: of the newest step; at an epoch's end the mean of the epoch. rows: of one step."""
         position, history = self._state.position, self._state.progress.history
         handle.report_metrics(
             {
@@ -453,10 +439,8 @@ class Validation:
         transformations: TransformationPool,
         on_finalized: Callable[[WorldView, MembershipVersion], None],
     ) -> None:
-        """
-        Args:
-            on_finalized: called when an exchange is complete, which finalizes the step before it (R1, finalized steps).
-        """
+        """on_finalized: called when an exchange is complete, which finalizes the step before it (R1, finalized
+        steps)."""
         self._rows, self._trainer, self._on_finalized = rows, trainer, on_finalized
         self._transformations = transformations
         self._reader, self._loader = spec.open_reader(rows)
@@ -465,10 +449,7 @@ class Validation:
         self, world: WorldView, group: Group, handle: WorkerHandle, division: Division | None = None
     ) -> bool:
         """Take the steps of the position's epoch that are left. False if all stopped at a boundary.
-
-        Args:
-            division: how the ranks divide the rows of each step; None: equally.
-        """
+        division: how the ranks divide the rows of each step; None: equally."""
         trainer, position = self._trainer, self._trainer.state.position
         with (
             trainer.validation_mode(),

@@ -1,4 +1,4 @@
-"""How far a training has come, apart from its position: sums, history, why it stops.
+"""How far a training has come, apart from its position: sums, history, why it stops; and the states of callbacks.
 
 Part of the state: newcomers and checkpoints take it over as plain values. Pure.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,7 @@ class StepSums:
         return {name: math.nan if name in wrong else value for name, value in metrics.items()}
 
     def history_entry(self, epoch: int, planned: int) -> dict[str, Any]:
-        """The epoch as an entry of the history.
-
-        Args:
-            planned: rows that these steps were to have.
-        """
+        """The epoch as an entry of the history. planned: rows that these steps were to have."""
         return {
             "epoch": epoch,
             "loss": self.mean_loss(),
@@ -107,10 +103,7 @@ class TrainingProgress:
 
 
 def check_metric_names(names: Iterable[str]) -> None:
-    """
-    Raises:
-        InvalidInput: a metric would replace one of the fit's own numbers in the history.
-    """
+    """Raises InvalidInput: a metric would replace one of the fit's own numbers in the history."""
     wrong = OWN_NUMBERS.intersection(name.removeprefix("val_") for name in names)
     if wrong:
         raise InvalidInput(
@@ -125,10 +118,7 @@ def select_figures(entry: Mapping[str, Any]) -> dict[str, float]:
 
 def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A history entry as plain JSON values; callbacks may have added numbers of numpy or torch.
-
-    Raises:
-        InvalidInput: a callback added something that the history cannot keep.
-    """
+    Raises InvalidInput: a callback added something that the history cannot keep."""
 
     def to_list(value: Any) -> Any:
         if not hasattr(value, "tolist"):
@@ -140,3 +130,57 @@ def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
 
     values: dict[str, Any] = json.loads(json.dumps(entry, default=to_list))
     return values
+
+
+# ---- callbacks of any framework
+
+
+def name_classes(callbacks: Sequence[Any]) -> list[str]:
+    """The class of each, as it is kept beside its state."""
+    return [type(callback).__name__ for callback in callbacks]
+
+
+def pair_states(
+    callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]
+) -> list[tuple[Any, Any]]:
+    """Each callback with the state of the one that it continues: the first of its class continues the first, and so on.
+    A callback that is new keeps what it has, and the state of one that is gone is dropped.
+    classes: of `name_classes`, for each state."""
+    left: dict[str, list[Any]] = {}
+    for name, state in zip(classes, states, strict=True):
+        left.setdefault(name, []).append(state)
+    return [
+        (callback, left[name].pop(0))
+        for callback, name in zip(callbacks, name_classes(callbacks), strict=True)
+        if left.get(name)
+    ]
+
+
+def check_watched_names(
+    watched: Iterable[str], known: Sequence[str], validates: bool, may_exist: Callable[[str], bool]
+) -> None:
+    """Check that each number that a callback watches will exist.
+
+    Args:
+        watched: names of the numbers; those of a validation begin with `val_`.
+        known: the losses and metrics of each epoch.
+        validates: each epoch is followed by a validation.
+        may_exist: whether epochs may have a number that is not known, by its name without `val_`.
+
+    Raises:
+        InvalidInput: one of them will not exist.
+    """
+    for name in watched:
+        plain = name.removeprefix("val_")
+        if name not in known and plain not in known and not may_exist(plain):
+            names = [*known, *(f"val_{each}" for each in known if validates)]
+            needs = "" if validates or plain == name else " (those with val_ need a validation)"
+            raise InvalidInput(
+                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}"
+                f"{needs}."
+            )
+        if name.startswith("val_") and name not in known and not validates:
+            raise InvalidInput(
+                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
+                "fit_on_parquet, validation_table of fit_on_table), or the callback's monitor='loss'."
+            )

@@ -52,11 +52,8 @@ class TrainingState(Protocol):
 
 def sync_state(state: TrainingState, group: Group, source: int, receives: bool) -> Position:
     """Hand the state of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
-
-    Raises:
-        CollectiveError: the group broke; the state is as it was.
-        StoreError: what arrived differs from what was sent; the state is as it was.
-    """
+    Raises CollectiveError: the group broke; the state is as it was.
+    Raises StoreError: what arrived differs from what was sent; the state is as it was."""
     mine = build_snapshot(state.position, state.capture) if group.rank == source else None
     arrived = broadcast_snapshot(group, source, mine, state.codec, receives)
     if arrived is not None:
@@ -144,11 +141,7 @@ class CallbackList(Protocol):
         ...
 
     def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
-        """A step is finalized (R1, finalized steps).
-
-        Args:
-            logs: epoch, step, loss and rows of the step.
-        """
+        """A step is finalized (R1, finalized steps). logs: epoch, step, loss and rows of the step."""
         ...
 
     def wants_stop(self) -> bool:
@@ -156,11 +149,7 @@ class CallbackList(Protocol):
         ...
 
     def on_epoch_end(self, group: Group, logs: dict[str, Any]) -> str | None:
-        """Why training is to end, or None.
-
-        Raises:
-            CollectiveError: the group broke; the callbacks are as they were.
-        """
+        """Why training is to end, or None. Raises CollectiveError: the group broke; the callbacks are as they were."""
         ...
 
     def on_fit_end(self, history: list[dict[str, Any]]) -> None: ...
@@ -258,15 +247,9 @@ class ModelStep(ABC, Generic[R]):
         self._config, self._ledger, self.work = config, ledger, WorkClock()
 
     def run(self, batch: LocalBatch[R], call: StepCall, *, wants_stop: bool = False) -> StepDecision:
-        """Take one step.
-
-        Args:
-            wants_stop: a callback wants training to end after this step.
-
-        Raises:
-            CollectiveError: the exchange broke; the state is as before the step.
-            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
-        """
+        """Take one step. wants_stop: a callback wants training to end after this step.
+        Raises CollectiveError: the exchange broke; the state is as before the step.
+        Raises FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step."""
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
@@ -301,10 +284,7 @@ class ModelStep(ABC, Generic[R]):
         self, group: Group, batch: LocalBatch[R], summarize: Callable[..., StepSummary]
     ) -> StepSummary:
         """Compute gradients, and exchange all that the step needs but its summary.
-
-        Args:
-            summarize: makes that of the fields that only this knows: layout, loss and so on.
-        """
+        summarize: makes that of the fields that only this knows: layout, loss and so on."""
 
     def _finalize(self, previous: Callable[[], None]) -> None:
         """Call the function, which shows the model to the user's callbacks."""
@@ -329,10 +309,7 @@ def take_validation_step(
     compute: Callable[[], tuple[float, float]],
 ) -> StepDecision:
     """Take one step of validation.
-
-    Args:
-        compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics.
-    """
+    compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics."""
     try:
         loss, denominator = compute()
         metrics.gather(call.group)
@@ -354,10 +331,7 @@ MOST_NAMED = 3  # layers that the warning names; it counts the others
 
 def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | None:
     """The warning about layers that make a step depend on how its rows are split (R9, scope of P2); None: no layers.
-
-    Args:
-        dependent: the name of each such layer, and why.
-    """
+    dependent: the name of each such layer, and why."""
     layers = [f"{name} ({why})" for name, why in dependent]
     if not layers:
         return None

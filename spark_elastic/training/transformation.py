@@ -1,4 +1,5 @@
-"""The user's `transformation_fn`: its signature, its call, the checks of what it returns, and its random numbers.
+"""What goes into a model and comes out of it; above all the user's `transformation_fn`: its signature, its call, the
+checks of what it returns, and its random numbers.
 
 Training and predictions share these rules. Knows no framework, no engine and no processes. Any thread.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.checks import FUNCTION, WHOLE, make_choice, param
+from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 
 # A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
@@ -70,10 +71,7 @@ def transform_columns(
     rng: RowRandom | None = None,
 ) -> dict[str, Any]:
     """The wanted columns (None: all) of what the transformation makes of `rows` rows.
-
-    Raises:
-        InvalidInput: it returned no columns, not such a one, or another number of rows.
-    """
+    Raises InvalidInput: it returned no columns, not such a one, or another number of rows."""
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
@@ -113,10 +111,7 @@ def transform_inputs(
     inputs: Sequence[Any], names: Sequence[str], transformation: Transformation | None
 ) -> list[Any]:
     """The model's inputs for a prediction. Raises InvalidInput as `transform_columns`.
-
-    Args:
-        names: of the feature columns, in the order of `inputs`.
-    """
+    names: of the feature columns, in the order of `inputs`."""
     if transformation is None:
         return list(inputs)
     given = dict(zip(names, inputs, strict=True))
@@ -263,3 +258,44 @@ class RowRandom:
         shape = (size,) if isinstance(size, int) else size
         numbers = draw_uniform(self._rows, math.prod(shape), *self._words, self._calls)
         return numbers.reshape(len(self._rows), *shape)
+
+
+# ---- what goes into a model and comes out of it
+
+
+def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, whose whole numbers become int64. Raises InvalidInput for those that would become others."""
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidInput(
+            f"a column of uint64 has {array.max()}, and the model's whole numbers are int64: give numbers below 2**63, "
+            "or cast the column to double."
+        )
+    return array
+
+
+def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
+    """Raise InvalidInput for a column of which a transformation has not made numbers.
+
+    name: of the column.
+    """
+    if array.dtype.kind in "OSUMm":
+        first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
+        raise InvalidInput(
+            f"transformation_fn returned column {name!r} as {first}, of which no tensor can be made: return numbers "
+            "for it, as many in each row (StringIndexer numbers the classes of a label)."
+        )
+
+
+def find_input_dtype(parameters: Iterable[Any], default: Any) -> Any:
+    """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one
+    may have fewer bits. default: for models without floating point parameters."""
+    floats = [parameter for parameter in parameters if parameter.is_floating_point()]
+    trained = [parameter for parameter in floats if parameter.requires_grad]
+    return next((parameter.dtype for parameter in trained or floats), default)
+
+
+def list_output_parts(output: Any) -> tuple[Any, ...]:
+    """A model's outputs in order: each member of a tuple, list or dict (as transformers' models return)."""
+    if isinstance(output, Mapping):
+        return tuple(output.values())
+    return tuple(output) if isinstance(output, tuple | list) else (output,)

@@ -66,11 +66,7 @@ class PendingSteps:
     """The steps of a stream, in order, of which a few are transformed ahead. A context that drops those at its end."""
 
     def __init__(self, steps: StepStream, begin: Callable[[StepRows], PendingStep], most: int) -> None:
-        """
-        Args:
-            begin: begins to transform the rows of a step.
-            most: steps that are transformed ahead, or ready.
-        """
+        """begin: begins to transform the rows of a step. most: steps that are transformed ahead, or ready."""
         self._steps, self._begin, self._most = steps, begin, most
         self._coming: deque[PendingStep] = deque()
         self._has_more = True  # whether the stream has more steps
@@ -143,12 +139,8 @@ class TransformationPool:
         self._executor = ThreadPoolExecutor(threads, "transformation")
 
     def transform(self, steps: StepStream, plan: DataPlan, group: Group, augments: bool) -> PendingSteps:
-        """The steps of a stream, in order.
-
-        Args:
-            plan, group: those of the stream.
-            augments: whether the function gets random numbers for the rows.
-        """
+        """The steps of a stream, in order. plan, group: those of the stream.
+        augments: whether the function gets random numbers for the rows."""
 
         def begin(rows: StepRows) -> PendingStep:
             return self._begin(rows, cut_at_shares(plan, rows, group), augments)

@@ -177,10 +177,7 @@ def _send(channel: socket.socket, thing: Any) -> None:
 
 def _receive(channel: socket.socket) -> Any:
     """What the other end sent. Its arrays are views of the memory, which is freed with the last of them.
-
-    Raises:
-        EOFError: the other end is gone.
-    """
+    Raises EOFError: the other end is gone."""
     head, descriptors, _, _ = socket.recv_fds(channel, _PLACE.size, 1)
     if len(head) < _PLACE.size:
         raise EOFError

@@ -21,8 +21,7 @@ from typing import IO
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import KILLED_EXIT_CODES, WorkerId
+from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import Activation, ChildFds, Header
 from spark_elastic.worker.forking import ChildProcess, start_process
@@ -132,6 +131,10 @@ class Child:
         if sample.wants_dump:
             self._process.send_signal(DUMP_SIGNAL)  # the next sample contains the stack that it then writes
         return sample
+
+    def read_wait(self, now: float) -> float:
+        """Seconds for which it has waited for others; 0.0: it works. now: of this machine's monotonic clock."""
+        return self._reader.read_wait(now)
 
     def record_driver_seen(self, at: float) -> None:
         """Tell the child when the driver last answered its slot, on this machine's monotonic clock."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotIdentity, SlotSpec
 
 GPU = "gpu"  # Spark's name of the resource
 VISIBLE = "CUDA_VISIBLE_DEVICES"

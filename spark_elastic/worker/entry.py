@@ -26,9 +26,8 @@ from elastic_collectives import Endpoint
 from elastic_collectives.engine import await_exit
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
-from spark_elastic.protocol.messages import WorkerFailed
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec, WorkerIdentity
-from spark_elastic.protocol.types import Fence, Position, WorkerId
+from spark_elastic.protocol.messages import WorkerRaised
+from spark_elastic.protocol.types import Fence, Position, SlotIdentity, SlotSpec, WorkerId, WorkerIdentity
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
@@ -109,7 +108,7 @@ def main(fds: ChildFds | None = None) -> int:
     ) as client:
         driver = WaitRecordingClient(client, sampler)
         if program is None:
-            driver.ask(WorkerFailed(me.worker, None, None, *failure))
+            driver.ask(WorkerRaised(me.worker, None, None, *failure))
             return 1
         return _run_worker(me, program, driver, spec, sampler)
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.exits import describe_exit
 

@@ -32,15 +32,14 @@ from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopRecei
 from spark_elastic.protocol.messages import (
     CheckpointStoreFull,
     CheckpointWritten,
+    DriverRequest,
     NextWorld,
-    Request,
     RequestNextWorld,
     WorkerDone,
-    WorkerFailed,
+    WorkerRaised,
     WorkerStraggles,
     WorldFormed,
 )
-from spark_elastic.protocol.slot_spec import WorkerIdentity
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
@@ -48,6 +47,7 @@ from spark_elastic.protocol.types import (
     MembershipVersion,
     Position,
     WorkerId,
+    WorkerIdentity,
     WorldView,
 )
 from spark_elastic.rendezvous import codec
@@ -325,7 +325,7 @@ class WorkerLoop:
             case do.ReportFailure():
                 sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
                 failure = command.fence, command.position, command.fingerprint, command.traceback
-                self._driver.ask(WorkerFailed(self._identity.worker, *failure))
+                self._driver.ask(WorkerRaised(self._identity.worker, *failure))
             case do.ReportDone(_, fence, position, result):
                 self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
                 done = WorkerDone(self._identity.worker, fence, position, result, self._get_address())
@@ -350,7 +350,7 @@ class WorkerLoop:
     def _get_address(self) -> str:
         return "" if self._has_to_begin_again else self._groups.address
 
-    def _poll(self, request: Request[NextWorld]) -> on.WorkerEvent:
+    def _poll(self, request: DriverRequest[NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
         answer = self._driver.ask(request, MAX_POLL_SECONDS)
         while answer.is_undecided:

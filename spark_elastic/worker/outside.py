@@ -7,8 +7,7 @@ to the loop first, and asks for a world then. Main thread only.
 
 from __future__ import annotations
 
-from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import Fence, Member, WorldView
+from spark_elastic.protocol.types import Fence, Member, WorkerIdentity, WorldView
 from spark_elastic.rendezvous.messages import DriverClient, GetValues, SetValues
 
 ALONE = Fence(0, 0)  # of each world that a worker has for itself; the driver's worlds begin at 1

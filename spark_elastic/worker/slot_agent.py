@@ -22,14 +22,21 @@ from spark_elastic.protocol.messages import (
     JOB_OVER,
     SPARK_STOPPED,
     TAKEN_OVER,
+    DriverRequest,
     Heartbeat,
     RegisterSlot,
-    Request,
     WorkerExited,
     WorkerStarted,
 )
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import NOT_RUNNING, Checkpoint, WorkerId
+from spark_elastic.protocol.types import (
+    MAX_HEARTBEAT_INTERVAL,
+    NOT_RUNNING,
+    STOPPED,
+    Checkpoint,
+    SlotIdentity,
+    SlotSpec,
+    WorkerId,
+)
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
@@ -51,6 +58,9 @@ STACK_AFTER = 1.0  # seconds of work without waiting for others, after which hea
 SEND_LINES_EVERY = 0.2  # seconds between two messages of log lines
 LINES_AT_ONCE = 500  # in one message
 CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message can hold twice as many, whatever their encoding
+# In a job whose slots send heartbeats as often as any: what others wait for is told at once, R24 (suspicion).
+LOOK_EVERY = 0.1  # seconds between two looks at the worker
+TELL_WAIT = 0.25  # seconds that the worker has waited for others
 STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
@@ -102,6 +112,7 @@ class SlotAgent:
         self._started = 0
         self._oom_kills = OomKillCounter()
         self._heartbeat_every = 1.0
+        self._told_wait = False  # whether the newest heartbeat said that the worker has waited for others
         self._registered_at = clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
@@ -283,7 +294,7 @@ class SlotAgent:
 
     # ---- any thread
 
-    def _ask(self, request: Request[R], hold: float = 0.0) -> R:
+    def _ask(self, request: DriverRequest[R], hold: float = 0.0) -> R:
         """Ask until the slot ends since the driver is silent."""
         return self._client.ask(request, hold, max(0.0, self._seconds_left()))
 
@@ -326,9 +337,11 @@ class SlotAgent:
     # when the child is stopped.
     def _send_heartbeats(self) -> None:
         failed = ""
-        while not self._closing.wait(self._heartbeat_every):
-            child = self._active
+        while True:
             try:
+                if not self._await_heartbeat():
+                    return
+                child = self._active
                 heartbeat = Heartbeat(self._identity.slot) if child is None else self._create_heartbeat(child)
                 patience = HEARTBEAT_PATIENCE * self._heartbeat_every
                 self._heartbeat_every = self._client.ask(heartbeat, patience=patience).heartbeat_interval
@@ -343,12 +356,29 @@ class SlotAgent:
                     self._lines.put((None, f"{SLOT_LINE_PREFIX}{description}"))
                 failed = description
 
+    def _await_heartbeat(self) -> bool:
+        """Wait until a heartbeat is due. False: the slot ends."""
+        left = self._heartbeat_every
+        look_every = LOOK_EVERY if left <= MAX_HEARTBEAT_INTERVAL else left
+        while left > 0.0:
+            if self._closing.wait(min(left, look_every)):
+                return False
+            left -= look_every
+            child = self._active
+            if child is not None and (
+                child.state() == STOPPED
+                or (not self._told_wait and child.read_wait(self._clock.now()) >= TELL_WAIT)
+            ):
+                break
+        return True
+
     def _create_heartbeat(self, child: Child) -> Heartbeat:
         state = child.state()
         stopped = state in NOT_RUNNING
         sample = child.read_sample(self._clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
+        self._told_wait = sample.is_waiting and sample.seconds >= TELL_WAIT
         return Heartbeat(self._identity.slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
 
     def _send_lines(self) -> None:

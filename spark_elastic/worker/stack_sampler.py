@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
-from spark_elastic.protocol.messages import Request, RequestNextWorld, WorkerDone
+from spark_elastic.protocol.messages import DriverRequest, RequestNextWorld, WorkerDone
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.context import WaitRecorder
 
@@ -178,7 +178,7 @@ class WaitRecordingClient:
         self._client = client
         self._sampler = sampler
 
-    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
+    def ask(self, request: DriverRequest[R], hold: float = 0.0, within: float | None = None) -> R:
         with self._sampler.record_wait() if isinstance(request, self._WAITING) else nullcontext():
             return self._client.ask(request, hold, within)
 
@@ -256,12 +256,21 @@ class StackReader:
         with self._lock:
             if self._closed:
                 return StackSample(is_waiting=False, seconds=0.0, stack=self._newest)
-            page = os.pread(self.activity, 2 * _NUMBER.size, 0)
+            number, sampled = self._read_numbers()
             text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
             self._newest = parse_newest_stack(text) or self._newest
-            (number,), (sampled,) = _NUMBER.unpack_from(page), _NUMBER.unpack_from(page, _SAMPLED)
             due = self._wants_dump(sampled, now, stopped)
         return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+
+    def read_wait(self, now: float) -> float:
+        """Seconds for which the child has waited for others; 0.0: it works."""
+        with self._lock:
+            number = 0.0 if self._closed else self._read_numbers()[0]
+        return max(0.0, now - number) if number > 0 else 0.0
+
+    def _read_numbers(self) -> tuple[float, float]:
+        page = os.pread(self.activity, 2 * _NUMBER.size, 0)
+        return _NUMBER.unpack_from(page)[0], _NUMBER.unpack_from(page, _SAMPLED)[0]
 
     def read_activation(self) -> bytes:
         """What the child wrote before it ended; b"": nothing."""

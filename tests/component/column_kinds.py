@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.ragged import Ragged
+from spark_elastic.data.packing import Ragged
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.tables.existing_parquet import describe_parquet

@@ -23,8 +23,7 @@ from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import HeldProgram

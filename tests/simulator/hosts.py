@@ -16,6 +16,8 @@ from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
+    MAX_HEARTBEAT_INTERVAL,
+    STOPPED,
     Fence,
     Position,
     SlotId,
@@ -24,6 +26,7 @@ from spark_elastic.protocol.types import (
     heartbeat_interval,
 )
 from spark_elastic.protocol.worker_machine import WorkerStage
+from spark_elastic.worker.slot_agent import LOOK_EVERY
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
 
@@ -137,17 +140,25 @@ class SimSlot:
         self.worker = SimWorker(self.sim, WorkerId.build(self.name, self.started), self)
         self.server.receive_started(self, self.worker.name)
 
-    def send_heartbeat(self) -> None:
+    def tell_stop(self) -> None:
+        """As slots of small jobs do, which look at their worker often."""
+        worker, small = self.worker, self._heartbeat_interval() <= MAX_HEARTBEAT_INTERVAL
+        if worker is not None and worker.alive and worker.stopped and small:
+            self.send_heartbeat(again=False)
+            self.sim.schedule(LOOK_EVERY, self.tell_stop)
+
+    def send_heartbeat(self, again: bool = True) -> None:
         if self.alive and not self.is_silent:
             worker = self.worker
-            state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
+            state = "" if worker is None or not worker.alive else STOPPED if worker.stopped else "S"
             since = None if worker is None else worker.waits_since
             waited = 0.0 if since is None else self.sim.now - since
             name = worker.name if worker is not None else ""
             self.server.send_heartbeat(
                 Heartbeat(self.name, name, state, since is not None, waited), self.host
             )
-            self.sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
+            if again:
+                self.sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 
     def report_exit(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, and start another in its place."""
@@ -228,6 +239,7 @@ class SimWorker:
 
     def stop(self) -> None:
         self.stopped = True
+        self.sim.schedule(LOOK_EVERY, self.slot.tell_stop)
 
     def resume(self) -> None:
         self.stopped = False

@@ -25,7 +25,7 @@ from spark_elastic.protocol.messages import (
     RequestNextWorld,
     WorkerDone,
     WorkerExited,
-    WorkerFailed,
+    WorkerRaised,
     WorkerStarted,
     WorldFormed,
 )
@@ -166,7 +166,7 @@ class SimServer:
         self._send(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
 
     def receive_failure(self, worker: SimWorker, report: do.ReportFailure) -> None:
-        event = WorkerFailed(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
+        event = WorkerRaised(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
         self._send(worker.slot.host, lambda: self.post(event), most=0.002)
 
     def receive_checkpoint(self, worker: SimWorker, checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.torch.hand_written import Run
 from tests.devices import ACCELERATORS, use_device

@@ -23,12 +23,11 @@ from spark_elastic.clusters.coordinator import (
 from spark_elastic.clusters.platforms import MOST_IDLE, resume_after_coordinator_loss
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
-from spark_elastic.driver.remote_launcher import Call, DriverStarted
+from spark_elastic.driver.remote_launcher import ClientCall, DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
@@ -150,9 +149,9 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
     end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
     with turn.alive_lock, turn:
-        client._on_message(Call("scheduler", "finish_gathering", ()))
-        client._on_message(Call("scheduler", "report_shortage", (True,)))
-        client._on_message(Call("listener", "on_world", (2, "all are there")))  # its listener is behind
+        client._on_message(ClientCall("scheduler", "finish_gathering", ()))
+        client._on_message(ClientCall("scheduler", "report_shortage", (True,)))
+        client._on_message(ClientCall("listener", "on_world", (2, "all are there")))  # its listener is behind
         clock.advance(60.0)
         assert turn._is_short()
 
@@ -160,21 +159,23 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
 @pytest.mark.parametrize(
     "call",
     [
-        Call("launcher", "close", (0.0,)),
-        Call("listener", "__class__", ()),
-        Call("os", "system", ("true",)),
-        Call("launcher", "launch", ("3",)),
-        Call("launcher", "launch", (3, 4)),
-        Call("log", "emit", ({"level": 20, "logger": "x"},)),
+        ClientCall("launcher", "close", (0.0,)),
+        ClientCall("listener", "__class__", ()),
+        ClientCall("os", "system", ("true",)),
+        ClientCall("launcher", "launch", ("3",)),
+        ClientCall("launcher", "launch", (3, 4)),
+        ClientCall("log", "emit", ({"level": 20, "logger": "x"},)),
     ],
 )
-def test_p6_a_coordinator_has_only_listed_methods_called_with_arguments_of_their_types(call: Call) -> None:
+def test_p6_a_coordinator_has_only_listed_methods_called_with_arguments_of_their_types(
+    call: ClientCall,
+) -> None:
     channel_end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     called: list[Any] = []
     launcher: Any = SimpleNamespace(launch=called.append, close=called.append)
     clock = FakeClock()
     client = CoordinatorClient(channel_end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
-    client._on_message(codec.read(Call, codec.to_plain(Call("launcher", "launch", (3,)))))
+    client._on_message(codec.read(ClientCall, codec.to_plain(ClientCall("launcher", "launch", (3,)))))
     with pytest.raises((KeyError, ValueError)):
-        client._on_message(codec.read(Call, codec.to_plain(call)))
+        client._on_message(codec.read(ClientCall, codec.to_plain(call)))
     assert called == [3]

@@ -18,10 +18,8 @@ from typing import Protocol
 
 from spark_elastic.clock import Clock
 from spark_elastic.clusters.local.slot import LocalSlot
-from spark_elastic.driver.ports import Post
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import is_own_address
 from spark_elastic.worker import pickling

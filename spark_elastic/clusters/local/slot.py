@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import ElasticError
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import find_address_towards, split_address
 from spark_elastic.rendezvous.client import CONNECT_SECONDS, RendezvousClient

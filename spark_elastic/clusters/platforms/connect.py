@@ -24,11 +24,10 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import FIRST_ATTEMPT, LaunchResult
-from spark_elastic.driver.ports import Discovery
-from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Discovery, ThreadPerSlotLauncher
 from spark_elastic.errors import StoreError
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.runs.store_channel import ChannelEnd
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.worker.imports import find_packages, list_early_imports
 

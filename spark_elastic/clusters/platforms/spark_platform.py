@@ -27,10 +27,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.job import DriverOptions, LaunchResult, check_driver_settings, supervise
-from spark_elastic.driver.ports import Discovery
-from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Discovery, ThreadPerSlotLauncher
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind
 

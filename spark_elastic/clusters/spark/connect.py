@@ -40,11 +40,10 @@ from spark_elastic.clusters.spark.settings import (
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import get_job_queue
-from spark_elastic.driver.ports import Post
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.monitoring.log_forwarding import announce_phase
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.http_server import Bind
 

@@ -21,9 +21,8 @@ from pyspark.resource import ResourceProfile
 from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import mark_jobs
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, SlotTask, classify_error
-from spark_elastic.driver.ports import Post
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.protocol.types import SlotSpec
 
 log = logging.getLogger("spark_elastic.spark")
 

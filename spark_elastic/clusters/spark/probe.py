@@ -25,7 +25,7 @@ from spark_elastic.config import find_interface_address
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import JobQueue, QueueTimeout
 from spark_elastic.errors import ElasticError, InvalidInput, PreflightError, StoreError
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.worker.devices import check_host_device
 from spark_elastic.worker.load_check import LOAD_SECONDS, find_load_error, find_load_error_in_fork

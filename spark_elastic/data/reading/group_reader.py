@@ -1,31 +1,28 @@
 """Reads row groups of Parquet files as numpy arrays, by Arrow; `GroupReader` is the base of all readers.
 
-A row group that is too large for memory is split once on a machine, by the first worker that needs it, into parts in a
-file of that worker's scratch folder, which the others open. Any thread may fetch; one decodes at a time.
+Of an object store only the ranges of the columns that are needed are read, some row groups ahead, in fsspec's thread.
+Any thread may fetch and announce; one decodes at a time.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import asyncio
 import hashlib
-import mmap
-import os
-import shutil
-import struct
-import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup
+from spark_elastic.data.object_store import TAIL_BYTES, Range, RemoteFile, RetryingClient, coalesce
 from spark_elastic.data.reading.decoding import (
     ColumnArrays,
     decode_columns,
@@ -33,16 +30,14 @@ from spark_elastic.data.reading.decoding import (
     open_parquet,
     partition_values,
 )
-from spark_elastic.data.reading.remote_groups import RemoteGroups
-from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache
-from spark_elastic.data.store import Store, find_scratch_folders, make_scratch_folder
+from spark_elastic.data.reading.row_group_cache import (
+    DEFAULT_CACHE_BYTES,
+    RowGroupCache,
+    SplitGroupCache,
+    split_row_group,
+)
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-
-_STREAMED = 1 << 20  # bytes of a column that are read at a time
-_END = struct.Struct("<q")  # a number behind the parts of a split row group
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class GroupReader(ABC):
@@ -254,175 +249,121 @@ class ArrowReader(GroupReader):
             self._remote.forget(number)
 
 
-class SplitGroupCache:
-    """Split row groups by key. Before another one is split, the least recently used ones are dropped until the disk has
-    as much free space as the rest takes, since other workers use the disk, too."""
+GROUPS_AHEAD = 8  # row groups that are read at once
+BYTES_AHEAD = 32 << 20  # of these, by their sizes before compression; at least one is read
+GAP = 256 << 10  # bytes between two columns that cost less than another request
+_TRAILER = 8  # the footer's length and the magic word
 
-    def __init__(self) -> None:
-        self._groups_by_key: OrderedDict[str, SplitRowGroup] = OrderedDict()
-        self._resources = ExitStack()
-        self._folder: Path | None = None  # this process's own
+Footer: TypeAlias = tuple[int, pq.FileMetaData]  # with the bytes of its file
 
-    def get(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
-        """A split row group: its own, another worker's of this machine, or one that is split now.
 
-        Args:
-            key: names the row group and its parts, a name of a file.
-            split: splits it into a new file of that path.
-        """
-        if key not in self._groups_by_key:
-            self._make_room()
-            self._groups_by_key[key] = self._find_shared(key) or self._create(key, split)
-        self._groups_by_key.move_to_end(key)
-        return self._groups_by_key[key]
+@dataclass(frozen=True)
+class LoadedGroup:
+    """The bytes of a row group that were read."""
 
-    def close(self) -> None:
-        """Drop all split row groups."""
-        while self._groups_by_key:
-            self._drop_oldest()
-        self._resources.close()
-        self._folder = None
+    size: int  # bytes of the file
+    footer: pq.FileMetaData  # of that file
+    ranges: Mapping[int, bytes]  # first byte -> content of the columns
 
-    def _find_shared(self, key: str) -> SplitRowGroup | None:
-        """What another worker has split. None if it is still at it: it may have stopped."""
-        for folder in find_scratch_folders():
-            # It is not there, not complete yet, or never will be
-            with suppress(OSError, ValueError, struct.error):
-                with open(folder / key, "rb") as file:
-                    if os.fstat(file.fileno()).st_uid == os.getuid():
-                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                        return SplitRowGroup(f"/proc/self/fd/{file.fileno()}")
-        return None
 
-    def _create(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
-        if self._folder is None:
-            self._folder = self._resources.enter_context(make_scratch_folder())
-        path = self._folder / key
+class RemoteGroups:
+    """Reads row groups of one data set ahead of the thread that decodes them."""
+
+    def __init__(self, store: Store, client: RetryingClient, manifest: Manifest) -> None:
+        self._store, self._client, self._manifest = store, client, manifest
+        self._changed = threading.Lock()
+        # Row groups that will be needed, in this order, with the names of their columns in the file.
+        self._wanted: dict[int, Collection[str]] = {}
+        self._reading: dict[int, Future[LoadedGroup]] = {}
+        # Reads of footers by file, under way or done. Only fsspec's thread adds one.
+        self._footers: dict[int, asyncio.Task[Footer]] = {}
+
+    def announce(self, groups: Iterable[tuple[int, Collection[str]]]) -> None:
+        """Row groups that will be taken soon, in this order, and the columns that will be needed of each."""
+        with self._changed:
+            self._wanted.update((group, names) for group, names in groups if group not in self._reading)
+            self._begin_reads()
+
+    def take(self, group: int, names: Collection[str]) -> LoadedGroup:
+        """The bytes of a row group; raises what the client does."""
+        with self._changed:
+            self._wanted.pop(group, None)
+            future = self._reading.pop(group, None)
+            # What failed before it was needed may succeed now.
+            if future is None or (future.done() and future.exception() is not None):
+                future = self._begin(group, names)
         try:
-            with open(path, "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                split(str(path))
-            return SplitRowGroup(str(path), owned=True)
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in _FULL:
-                raise StoreError(
-                    f"A row group too large for memory could not be cut in {tempfile.gettempdir()} "
-                    f"({os.strerror(error.errno)}): set TMPDIR to a folder with more room, or write smaller row groups."
-                ) from error
-            raise
+            return future.result()
+        finally:
+            with self._changed:
+                self._begin_reads()
 
-    def _make_room(self) -> None:
-        while self._groups_by_key and self._bytes() > shutil.disk_usage(tempfile.gettempdir()).free:
-            self._drop_oldest()
+    def open_file(self, number: int, size: int) -> RemoteFile:
+        """The file, of which nothing is in memory yet."""
+        return RemoteFile(self._client, self._store.path(self._manifest.files[number]), size, {})
 
-    def _bytes(self) -> int:
-        return sum(each.bytes for each in self._groups_by_key.values())
+    def forget(self, file: int) -> None:
+        """Drop the footer of a file."""
+        self._footers.pop(file, None)
 
-    def _drop_oldest(self) -> None:
-        self._groups_by_key.popitem(last=False)[1].close()
+    def cancel(self) -> None:
+        """End the reads that are under way: other row groups will be needed."""
+        with self._changed:
+            self._wanted.clear()
+            for future in self._reading.values():
+                future.cancel()
+            self._reading.clear()
 
+    def _begin_reads(self) -> None:
+        """Called with the lock."""
+        size = sum(int(self._manifest.row_groups.bytes[group]) for group in self._reading)
+        while self._wanted and len(self._reading) < GROUPS_AHEAD:
+            group, names = next(iter(self._wanted.items()))
+            size += int(self._manifest.row_groups.bytes[group])
+            if self._reading and size > BYTES_AHEAD:
+                return
+            del self._wanted[group]
+            self._reading[group] = self._begin(group, names)
 
-class SplitRowGroup:
-    """The rows of one row group on disk, as `split_row_group` wrote them. Readable even after whoever has the file has
-    deleted it."""
+    def _begin(self, group: int, names: Collection[str]) -> Future[LoadedGroup]:
+        return self._client.begin(self._load(self._manifest.row_groups[group], names))
 
-    def __init__(self, path: str, owned: bool = False) -> None:
-        """
-        Args:
-            owned: whether `close` deletes the file.
+    async def _load(self, entry: RowGroup, names: Collection[str]) -> LoadedGroup:
+        path = self._store.path(self._manifest.files[entry.file])
+        size, footer = await self._find_footer(entry.file, path)
+        ranges = coalesce(find_chunks(footer, entry.index, names), GAP)
+        found = await self._client.read_ranges(path, ranges)
+        contents = {start: content for (start, _), content in zip(ranges, found, strict=True)}
+        return LoadedGroup(size, footer, contents)
 
-        Raises:
-            ValueError: the file is not complete.
-        """
-        self._path = path if owned else None
-        self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
-        self.bytes = os.fstat(self._file.fileno()).st_size
-        try:
-            self._ends = self._read_ends()
-        except BaseException:
-            self._file.close()
-            raise
+    async def _find_footer(self, file: int, path: str) -> Footer:
+        """Several row groups of a file share one read of its footer, which outlives those that are cancelled."""
+        task = self._footers.get(file)
+        if task is None:
+            task = self._footers[file] = asyncio.ensure_future(self._read_footer(path))
+            task.add_done_callback(lambda ended: self._forget_failed(file, ended))
+        return await asyncio.shield(task)
 
-    def read(self, number: int) -> pa.RecordBatch:
-        """A part, mapped until nobody uses its arrays: its pages count as this process's memory, as a copy would."""
-        if len(self._ends) == 1:  # all columns that are needed are constants, and there are no parts
-            return pa.RecordBatch.from_arrays([], names=[])
-        begin, end = self._ends[number], self._ends[number + 1]
-        before = begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self._file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=begin - before
-        )
-        mapped.madvise(mmap.MADV_WILLNEED)  # rows are taken in any order
-        return pa.ipc.open_stream(pa.py_buffer(mapped).slice(before)).read_next_batch()
+    def _forget_failed(self, file: int, task: asyncio.Task[Footer]) -> None:
+        """The next read of that file tries again, even if nobody waited for this one."""
+        if (task.cancelled() or task.exception() is not None) and self._footers.get(file) is task:
+            del self._footers[file]
 
-    def close(self) -> None:
-        """Close the parts; they are deleted once the others that read them close them, too."""
-        self._file.close()
-        if self._path is not None:
-            os.unlink(self._path)
-
-    def _read_ends(self) -> list[int]:
-        self._file.seek(max(0, self.bytes - _END.size))
-        (count,) = _END.unpack(self._file.read())
-        begin = self.bytes - (count + 1) * _END.size
-        self._file.seek(max(0, begin))
-        *ends, _ = struct.unpack(f"<{max(0, count) + 1}q", self._file.read())
-        if not ends or ends[-1] != begin:
-            raise ValueError(f"{self._file.name} is not complete")
-        return ends
+    async def _read_footer(self, path: str) -> Footer:
+        size, tail = await self._client.read_tail(path, TAIL_BYTES)
+        length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
+        if length > len(tail):
+            size, tail = await self._client.read_tail(path, length)
+        return size, pq.read_metadata(pa.BufferReader(tail[-length:]))
 
 
-def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
-    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
-    each, then where they end, from 0, and how many numbers these are.
-
-    Args:
-        source: an open Parquet file, which is read once and stays open.
-    """
-    file = open_parquet(source, buffer_size=_STREAMED)
-    batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
-    waiting: list[pa.RecordBatch] = []
-    ends = [0]
-    with pa.OSFile(path, "wb") as target:
-
-        def write(part: pa.RecordBatch) -> None:
-            with pa.ipc.new_stream(target, part.schema) as writer:
-                writer.write_batch(part)
-            ends.append(target.tell())
-
-        for batch in map(_make_plain, batches if columns else ()):
-            waiting.append(batch)
-            if sum(each.num_rows for each in waiting) >= rows:
-                waiting = _write_full(write, waiting, rows)
-        if waiting:
-            write(_concatenate(waiting))
-        target.write(struct.pack(f"<{len(ends) + 1}q", *ends, len(ends)))
-
-
-def _write_full(
-    write: Callable[[pa.RecordBatch], None], waiting: list[pa.RecordBatch], rows: int
-) -> list[pa.RecordBatch]:
-    """Write parts of exactly `rows` rows, since Arrow's batches may be shorter. Returns the remaining rows."""
-    joined = _concatenate(waiting)
-    while joined.num_rows >= rows:
-        write(joined.slice(0, rows))
-        joined = joined.slice(rows)
-    return [joined] if joined.num_rows else []
-
-
-def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
-    batches."""
-    columns = [
-        each.dictionary_decode() if pa.types.is_dictionary(each.type) else drop_views(each)
-        for each in batch.columns
-    ]
-    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
-
-
-def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
-    table = pa.Table.from_batches(batches).combine_chunks()
-    return table.to_batches()[0]
+def find_chunks(footer: pq.FileMetaData, index: int, names: Collection[str]) -> Iterator[Range]:
+    """Where the chunks of these columns are, of one row group."""
+    group = footer.row_group(index)
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        path = chunk.path_in_schema
+        if any(path == name or path.startswith(f"{name}.") for name in names):
+            starts = (chunk.dictionary_page_offset, chunk.data_page_offset)
+            start = min(each for each in starts if each)
+            yield start, start + chunk.total_compressed_size

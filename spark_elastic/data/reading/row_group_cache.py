@@ -1,19 +1,33 @@
-"""A cache of decoded row groups, bounded in bytes and by the memory that this process may still take.
+"""Decoded row groups in memory, bounded in bytes and by the memory that this process may still take, and on disk.
 
 Any thread may fetch; one decodes at a time. A bound above DEFAULT_CACHE_BYTES holds only while a quarter of the memory
-(of the machine, the container, the address space) is free. Knows no files.
+(of the machine, the container, the address space) is free. A row group that is too large for memory is split once on a
+machine, by the first worker that needs it, into parts in a file of that worker's scratch folder, which others open.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import mmap
 import os
 import resource
+import shutil
+import struct
+import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
-from spark_elastic.data.reading.decoding import ColumnArrays, nbytes
+import pyarrow as pa
+import pyarrow.ipc
+
+from spark_elastic.data.reading.decoding import ColumnArrays, drop_views, nbytes, open_parquet
+from spark_elastic.data.store import find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
 
 NEVER_LIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
@@ -237,3 +251,184 @@ class RowGroupCache:
             room[0] >> 20,
             room[1] >> 20,
         )
+
+
+# ---- row groups too large for memory, split on disk
+
+_STREAMED = 1 << 20  # bytes of a column that are read at a time
+_END = struct.Struct("<q")  # a number behind the parts of a split row group
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class SplitGroupCache:
+    """Split row groups by key. Before another one is split, the least recently used ones are dropped until the disk has
+    as much free space as the rest takes, since other workers use the disk, too."""
+
+    def __init__(self) -> None:
+        self._groups_by_key: OrderedDict[str, SplitRowGroup] = OrderedDict()
+        self._resources = ExitStack()
+        self._folder: Path | None = None  # this process's own
+
+    def get(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
+        """A split row group: its own, another worker's of this machine, or one that is split now.
+
+        Args:
+            key: names the row group and its parts, a name of a file.
+            split: splits it into a new file of that path.
+        """
+        if key not in self._groups_by_key:
+            self._make_room()
+            self._groups_by_key[key] = self._find_shared(key) or self._create(key, split)
+        self._groups_by_key.move_to_end(key)
+        return self._groups_by_key[key]
+
+    def close(self) -> None:
+        """Drop all split row groups."""
+        while self._groups_by_key:
+            self._drop_oldest()
+        self._resources.close()
+        self._folder = None
+
+    def _find_shared(self, key: str) -> SplitRowGroup | None:
+        """What another worker has split. None if it is still at it: it may have stopped."""
+        for folder in find_scratch_folders():
+            # It is not there, not complete yet, or never will be
+            with suppress(OSError, ValueError, struct.error):
+                with open(folder / key, "rb") as file:
+                    if os.fstat(file.fileno()).st_uid == os.getuid():
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        return SplitRowGroup(f"/proc/self/fd/{file.fileno()}")
+        return None
+
+    def _create(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
+        if self._folder is None:
+            self._folder = self._resources.enter_context(make_scratch_folder())
+        path = self._folder / key
+        try:
+            with open(path, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                split(str(path))
+            return SplitRowGroup(str(path), owned=True)
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise StoreError(
+                    f"A row group too large for memory could not be cut in {tempfile.gettempdir()} "
+                    f"({os.strerror(error.errno)}): set TMPDIR to a folder with more room, or write smaller row groups."
+                ) from error
+            raise
+
+    def _make_room(self) -> None:
+        while self._groups_by_key and self._bytes() > shutil.disk_usage(tempfile.gettempdir()).free:
+            self._drop_oldest()
+
+    def _bytes(self) -> int:
+        return sum(each.bytes for each in self._groups_by_key.values())
+
+    def _drop_oldest(self) -> None:
+        self._groups_by_key.popitem(last=False)[1].close()
+
+
+class SplitRowGroup:
+    """The rows of one row group on disk, as `split_row_group` wrote them. Readable even after whoever has the file has
+    deleted it."""
+
+    def __init__(self, path: str, owned: bool = False) -> None:
+        """
+        Args:
+            owned: whether `close` deletes the file.
+
+        Raises:
+            ValueError: the file is not complete.
+        """
+        self._path = path if owned else None
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        self.bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            self._ends = self._read_ends()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, number: int) -> pa.RecordBatch:
+        """A part, mapped until nobody uses its arrays: its pages count as this process's memory, as a copy would."""
+        if len(self._ends) == 1:  # all columns that are needed are constants, and there are no parts
+            return pa.RecordBatch.from_arrays([], names=[])
+        begin, end = self._ends[number], self._ends[number + 1]
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            self._file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=begin - before
+        )
+        mapped.madvise(mmap.MADV_WILLNEED)  # rows are taken in any order
+        return pa.ipc.open_stream(pa.py_buffer(mapped).slice(before)).read_next_batch()
+
+    def close(self) -> None:
+        """Close the parts; they are deleted once the others that read them close them, too."""
+        self._file.close()
+        if self._path is not None:
+            os.unlink(self._path)
+
+    def _read_ends(self) -> list[int]:
+        self._file.seek(max(0, self.bytes - _END.size))
+        (count,) = _END.unpack(self._file.read())
+        begin = self.bytes - (count + 1) * _END.size
+        self._file.seek(max(0, begin))
+        *ends, _ = struct.unpack(f"<{max(0, count) + 1}q", self._file.read())
+        if not ends or ends[-1] != begin:
+            raise ValueError(f"{self._file.name} is not complete")
+        return ends
+
+
+def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
+    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
+    each, then where they end, from 0, and how many numbers these are.
+
+    Args:
+        source: an open Parquet file, which is read once and stays open.
+    """
+    file = open_parquet(source, buffer_size=_STREAMED)
+    batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
+    waiting: list[pa.RecordBatch] = []
+    ends = [0]
+    with pa.OSFile(path, "wb") as target:
+
+        def write(part: pa.RecordBatch) -> None:
+            with pa.ipc.new_stream(target, part.schema) as writer:
+                writer.write_batch(part)
+            ends.append(target.tell())
+
+        for batch in map(_make_plain, batches if columns else ()):
+            waiting.append(batch)
+            if sum(each.num_rows for each in waiting) >= rows:
+                waiting = _write_full(write, waiting, rows)
+        if waiting:
+            write(_concatenate(waiting))
+        target.write(struct.pack(f"<{len(ends) + 1}q", *ends, len(ends)))
+
+
+def _write_full(
+    write: Callable[[pa.RecordBatch], None], waiting: list[pa.RecordBatch], rows: int
+) -> list[pa.RecordBatch]:
+    """Write parts of exactly `rows` rows, since Arrow's batches may be shorter. Returns the remaining rows."""
+    joined = _concatenate(waiting)
+    while joined.num_rows >= rows:
+        write(joined.slice(0, rows))
+        joined = joined.slice(rows)
+    return [joined] if joined.num_rows else []
+
+
+def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
+    batches."""
+    columns = [
+        each.dictionary_decode() if pa.types.is_dictionary(each.type) else drop_views(each)
+        for each in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    table = pa.Table.from_batches(batches).combine_chunks()
+    return table.to_batches()[0]

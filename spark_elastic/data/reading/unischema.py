@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.reading.codecs import decode_value
-from spark_elastic.data.reading.decoding import read_footer
+from spark_elastic.data.reading.decoding import decode_value, read_footer
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 

@@ -18,7 +18,7 @@ from pyspark.sql import Column, DataFrame, Observation, Row
 from pyspark.sql import functions as F
 
 from spark_elastic.data import manifest
-from spark_elastic.data.ragged import format_remedy
+from spark_elastic.data.packing import format_remedy
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.schema import ColumnType
 from spark_elastic.estimators.dataframes.sorted_rows import RowSums

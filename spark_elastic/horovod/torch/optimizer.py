@@ -36,8 +36,8 @@ from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.horovod.torch.adasum import AdasumSync
 from spark_elastic.horovod.torch.gradient_sync import GradientSync
-from spark_elastic.training.torch.build_optimizer import multiply_rates
 from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic
+from spark_elastic.training.torch.module_state import multiply_rates
 from spark_elastic.worker.context import get_context
 
 

@@ -21,12 +21,20 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
-from spark_elastic.protocol.types import NOT_RUNNING, SlotId, WorkerId, WorkerStatus, heartbeat_interval
+from spark_elastic.protocol.types import (
+    NOT_RUNNING,
+    STOPPED,
+    SlotId,
+    WorkerId,
+    WorkerStatus,
+    heartbeat_interval,
+)
 
 CHECKS_PER_LEASE = 20
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
+LONGEST_STOP = 0.25  # seconds for which a process that a signal has stopped may keep others waiting
 WAITS = 0.25  # seconds that a member waits for others, from which on silence of others is suspicious
 SHORTEST_DELAY = 0.6  # seconds by which a heartbeat may be late on any host, however punctual it was
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
@@ -228,7 +236,12 @@ def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) 
     late = tx.now - slot.last_seen - interval
     runs = event.state not in NOT_RUNNING
     stack = "" if runs else event.stack
-    slot = replace(slot, last_seen=tx.now, delay=max(late, FORGET * slot.delay), stack=stack)
+    stopped_at = (slot.stopped_at or tx.now) if event.state == STOPPED else None
+    slot = replace(
+        slot, last_seen=tx.now, delay=max(late, FORGET * slot.delay), stack=stack, stopped_at=stopped_at
+    )
+    if stopped_at is not None:
+        connections.next_lease_check = tx.now
     tx.state.slots.put(slot)
     worker = tx.state.workers.get(event.worker) if event.waits and event.worker is not None else None
     if worker is not None and worker.is_member and event.seconds >= WAITS and runs:
@@ -273,7 +286,8 @@ def check_connections_and_leases(tx: Transition) -> None:
         return
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
-        if tx.now - worker.last_seen > shortest or (slot is not None and tx.now - slot.last_seen > shortest):
+        silent_since = worker.last_seen if slot is None else min(worker.last_seen, slot.last_seen)
+        if tx.now - silent_since > shortest or (slot is not None and slot.stopped_at is not None):
             _judge_silence(tx, worker, slot)
     _evict_silent_slots(tx)
 
@@ -305,6 +319,8 @@ def _is_suspicious(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None
     connections = tx.state.connections
     if slot is None or not worker.is_member or connections.waited_at <= seen:
         return False
+    if slot.stopped_at is not None and seen == worker.last_seen:  # it is known, and not inferred from silence
+        return tx.now - max(slot.stopped_at, connections.driver_late_at) > LONGEST_STOP
     patience = _get_interval(tx) + max(SHORTEST_DELAY, LONGEST_DELAYS * slot.delay)
     return tx.now - max(seen, connections.driver_late_at) > patience
 

@@ -13,7 +13,7 @@ from itertools import chain
 from spark_elastic.protocol.commands import JobOutcome
 from spark_elastic.protocol.driver.failure_detector import evict_externally_lost
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
-from spark_elastic.protocol.driver.state import DriverState, Failure, JobStage, Transition, WorkerRecord
+from spark_elastic.protocol.driver.state import DriverState, JobStage, Transition, WorkerFailure, WorkerRecord
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
@@ -39,7 +39,7 @@ WORKER_EXIT_CODES = (1, DRIVER_SILENT_EXIT_CODE)
 # ---- recording
 
 
-def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True) -> None:
+def record_failure(tx: Transition, failure: WorkerFailure, slot_at_fault: bool = True) -> None:
     """Count a failure. It ends the job if it is deterministic or exceeds the budget; a slot at fault cools down.
     Failures of excluded slots do not count, nor any after the job's result: R15 (end)."""
     state = tx.state
@@ -89,7 +89,9 @@ def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: boo
     host = state.slots[slot].host if slot in state.slots else ""
     record_failure(
         tx,
-        Failure(tx.now, state.generation, event.worker, position, fingerprint, detail, crash, host, is_exit),
+        WorkerFailure(
+            tx.now, state.generation, event.worker, position, fingerprint, detail, crash, host, is_exit
+        ),
     )
 
 
@@ -98,7 +100,7 @@ def _is_chosen(exit_code: int) -> bool:
     return exit_code >= 0 and exit_code not in WORKER_EXIT_CODES
 
 
-def _count(tx: Transition, failure: Failure) -> None:
+def _count(tx: Transition, failure: WorkerFailure) -> None:
     state, history = tx.state, tx.state.failures
     oldest = tx.now - state.limits.failure_window
     earlier = tuple(f for f in history.records if f.at >= oldest)
@@ -127,7 +129,7 @@ def _count(tx: Transition, failure: Failure) -> None:
         )
 
 
-def _find_common_cause(failure: Failure) -> Hashable:
+def _find_common_cause(failure: WorkerFailure) -> Hashable:
     """What failures that count once have in common: all exceptions in one world may be consequences of the first."""
     return failure.generation if failure.generation and failure.fingerprint else failure.worker
 
@@ -167,7 +169,9 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
 # ---- R13 (deterministic failures)
 
 
-def _find_repeated_exception(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
+def _find_repeated_exception(
+    state: DriverState, earlier: tuple[WorkerFailure, ...], new: WorkerFailure
+) -> str:
     """Why this exception is the program's fault and not a host's; "" if that is not certain."""
     if not new.fingerprint:
         return ""
@@ -200,7 +204,7 @@ def _find_exception_on_all_slots(state: DriverState) -> str:
     return ""
 
 
-def _find_repeated_crash(state: DriverState, new: Failure) -> str:
+def _find_repeated_crash(state: DriverState, new: WorkerFailure) -> str:
     """Why the program's native code will crash again, "" if it need not: it did so at one place in two worlds, and of
     several hosts, one of which may be broken, on two. Before there is a world, each slot has to have seen it twice."""
     if not new.crash:
@@ -228,7 +232,7 @@ def _find_repeated_crash(state: DriverState, new: Failure) -> str:
     return f"{len(alike)} workers crashed {where}, all of them {new.crash}"
 
 
-def _find_exception_of_all(state: DriverState, new: Failure) -> tuple[str, str]:
+def _find_exception_of_all(state: DriverState, new: WorkerFailure) -> tuple[str, str]:
     """Reason and detail, where every member of the world has raised. The detail is the first one's, since the other
     exceptions may be consequences of it."""
     world = state.world

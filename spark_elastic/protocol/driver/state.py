@@ -193,6 +193,9 @@ class SlotRecord:
     kept: Checkpoint | None = None
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
+    stopped_at: float | None = (
+        None  # when the first heartbeat came that said that its worker is stopped; None: it runs
+    )
 
     @property
     def machine(self) -> str:
@@ -489,7 +492,7 @@ class Connections(Part):
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """A failure that is a worker's own."""
 
     at: float  # when the driver learned of it
@@ -507,7 +510,7 @@ class Failure:
 class FailureHistory(Part):
     """Failures, kills and worlds without progress, as far as they still count."""
 
-    records: tuple[Failure, ...] = ()  # within the failure window, oldest first
+    records: tuple[WorkerFailure, ...] = ()  # within the failure window, oldest first
     oom_kills: tuple[float, ...] = ()  # when workers were killed because memory ran out
     # By slot, how many of its workers were killed in a row before they took part in a world.
     kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)

@@ -19,12 +19,18 @@ from spark_elastic.protocol.driver.failure_detector import (
 )
 from spark_elastic.protocol.driver.failures import record_exit, record_failure
 from spark_elastic.protocol.driver.slots import register_worker
-from spark_elastic.protocol.driver.state import DepartedWorker, Failure, JobStage, Transition, WorkerRecord
+from spark_elastic.protocol.driver.state import (
+    DepartedWorker,
+    JobStage,
+    Transition,
+    WorkerFailure,
+    WorkerRecord,
+)
 from spark_elastic.protocol.messages import (
     RequestNextWorld,
     WorkerDone,
     WorkerExited,
-    WorkerFailed,
+    WorkerRaised,
     WorldFormed,
 )
 from spark_elastic.protocol.types import (
@@ -164,7 +170,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
 # ---- ends
 
 
-def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
+def on_worker_raised(tx: Transition, event: WorkerRaised) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
@@ -181,7 +187,9 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     else:
         return
     generation = event.fence.generation if event.fence is not None else 0
-    failure = Failure(tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
+    failure = WorkerFailure(
+        tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback
+    )
     record_failure(tx, failure, slot_at_fault=not world_ended)
 
 

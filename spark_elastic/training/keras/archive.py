@@ -77,10 +77,7 @@ class Archive:
 
     def load(self) -> Any:
         """The model, compiled as it was saved.
-
-        Raises:
-            InvalidInput: Keras runs on another backend here than on the driver.
-        """
+        Raises InvalidInput: Keras runs on another backend here than on the driver."""
         if keras.backend.backend() != "tensorflow":
             raise InvalidInput(
                 f"Keras runs on {keras.backend.backend()} in this process: set KERAS_BACKEND=tensorflow in the "
@@ -115,11 +112,7 @@ class Archive:
 
     def with_weights(self, trained: bytes) -> Archive:
         """This model with the weights and the optimizer's variables of another `.keras` file, of which nothing else is
-        read: neither configuration nor code.
-
-        Raises:
-            StoreError: the file is of another model.
-        """
+        read: neither configuration nor code. Raises StoreError: the file is of another model."""
         model = self.load()
         model.optimizer.build(model.trainable_variables)
         with _make_temporary_file(trained) as path:
@@ -189,10 +182,8 @@ def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequ
 
 def collect_custom_objects(model: Any) -> dict[str, Any]:
     """Classes and functions of the user's in a model, by the names under which Keras looks for them.
-
-    Raises:
-        InvalidInput: two of them have one name, or one has the name of a function of Keras that the model uses, too.
-    """
+    Raises InvalidInput: two of them have one name, or one has the name of a function of Keras that the model uses,
+    too."""
     found = select_user_objects(iter_model_parts(model))
     compiled = keras.tree.flatten(getattr(getattr(model, "_compile_config", None), "config", {}))
     named = {each for each in compiled if isinstance(each, str)}  # such as "mse"
@@ -207,10 +198,7 @@ def collect_custom_objects(model: Any) -> dict[str, Any]:
 
 def select_user_objects(things: Iterable[Any]) -> dict[str, Any]:
     """The same of objects, functions and classes.
-
-    Raises:
-        InvalidInput: two of them have one name, so that Keras would take one for both.
-    """
+    Raises InvalidInput: two of them have one name, so that Keras would take one for both."""
     found: dict[str, Any] = {}
     for thing in things:
         known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)

@@ -16,17 +16,14 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.model_io import check_numbers
+from spark_elastic.training.transformation import check_numbers
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place.
 
 
 def order_features(model: Any, columns: Sequence[str]) -> list[str]:
     """In the order of the model's inputs; as they are given for a class of the user's, which takes what comes.
-
-    Raises:
-        InvalidInput: the inputs are a dict of other keys.
-    """
+    Raises InvalidInput: the inputs are a dict of other keys."""
     tensors = list(getattr(model, "inputs", None) or ())
     names = [tensor.name for tensor in tensors]
     return _order_columns(
@@ -36,10 +33,7 @@ def order_features(model: Any, columns: Sequence[str]) -> list[str]:
 
 def order_labels(model: Any, outputs: Any, columns: Sequence[str]) -> list[str]:
     """In the order of the model's outputs. outputs: what a call of it returned, or its symbolic `output`.
-
-    Raises:
-        InvalidInput: the outputs are a dict of other keys.
-    """
+    Raises InvalidInput: the outputs are a dict of other keys."""
     names = list(getattr(model, "output_names", None) or ())
     return _order_columns(columns, outputs, names, "label_cols", "outputs")
 

@@ -18,8 +18,8 @@ import numpy as np
 from elastic_collectives import Group
 from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import build_snapshot
-from spark_elastic.training.callback_states import name_classes, pair_states
 from spark_elastic.training.keras.state import from_json_tree, is_plain, read_value, to_json_tree
+from spark_elastic.training.progress import name_classes, pair_states
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))
@@ -30,10 +30,7 @@ class KerasCallbackList:
     """The callbacks of one worker, in order. See `training.trainer.CallbackList`."""
 
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
-        """
-        Args:
-            params: the `params` of Keras's callbacks: epochs, steps, verbose.
-        """
+        """params: the `params` of Keras's callbacks: epochs, steps, verbose."""
         self._callbacks = list(callbacks)
         self._model = model
         self._rank = 0
@@ -41,8 +38,7 @@ class KerasCallbackList:
         self._epoch = -1
         self._step = [-1, -1]
         self._tested = -1
-        # Numbers of the callbacks whose on_train_begin was called.
-        self._started: set[int] = set()
+        self._started: set[int] = set()  # numbers of the callbacks whose on_train_begin was called
         model.stop_training = False
         for callback in self._callbacks:
             callback.set_params(dict(params))

@@ -144,10 +144,7 @@ class CompiledLosses:
         self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any
     ) -> tuple[Any, list[Any]]:
         """(these rows' part of the step's loss, the part of each loss). Called while TensorFlow traces.
-
-        Args:
-            part: fraction of the step's rows that these rows are.
-        """
+        part: fraction of the step's rows that these rows are."""
         total, own = self.total_of_outputs(labels, outputs, weights, factors)
         return total + self.total_of_layers(tf.shape(tf.nest.flatten(outputs)[0])[0], part), own
 
@@ -322,11 +319,8 @@ class CompiledMetrics(StepMetrics):
     def __init__(
         self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool
     ) -> None:
-        """
-        Args:
-            names: of the losses that the history lists one by one.
-            pack: puts a list into the structure of the model's outputs.
-        """
+        """names: of the losses that the history lists one by one.
+        pack: puts a list into the structure of the model's outputs."""
         super().__init__()
         self._names, self._pack = list(names), pack
         self._model, self._compiled = model, model._compile_metrics
@@ -350,10 +344,7 @@ class CompiledMetrics(StepMetrics):
         self, part: LocalBatch[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays
     ) -> None:
         """Add a micro-batch of this rank.
-
-        Args:
-            losses: the part of each loss in the step's loss; (): `add_losses` has those of all rows.
-        """
+        losses: the part of each loss in the step's loss; (): `add_losses` has those of all rows."""
         self.add_losses(losses, len(part), part.planned)
         logged = {name: (total, len(part)) for name, total in self._layers.take().items()}
         weights = [] if part.weights is None else [part.weights]

@@ -26,10 +26,8 @@ ITEMS = "__items__"  # the only key of a dict that stands for one with numbers f
 
 def to_json_tree(value: Any, builder: SnapshotBuilder) -> Any:
     """The value as JSON; arrays go to the builder, with references in their place.
-
-    Raises:
-        TypeError: it holds something else than numbers, text, lists, dicts with text or numbers for keys, and arrays.
-    """
+    Raises TypeError: it holds something else than numbers, text, lists, dicts with text or numbers for keys, and
+    arrays."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -97,11 +95,8 @@ class KerasTrainingState:
         callbacks: Capturable,
         progress: TrainingProgress,
     ) -> None:
-        """
-        Args:
-            replicas: variables that are equal on all ranks (P4).
-            others: further variables that are part of the state.
-        """
+        """replicas: variables that are equal on all ranks (P4).
+        others: further variables that are part of the state."""
         self._replicas, self._variables = list(replicas), [*replicas, *others]
         self._callbacks = callbacks
         self.progress = progress

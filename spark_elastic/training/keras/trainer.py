@@ -28,8 +28,7 @@ from spark_elastic.training.keras.callback_list import KerasCallbackList
 from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.training.keras.devices import let_gpu_memory_grow
 from spark_elastic.training.keras.state import KerasTrainingState
-from spark_elastic.training.keras.step import Structure, TrainStep, describe_world_dependence
-from spark_elastic.training.keras.step_loss import StepLossStep
+from spark_elastic.training.keras.step import StepLossStep, Structure, TrainStep, describe_world_dependence
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
@@ -105,10 +104,7 @@ class KerasTrainProgram(TrainingLoop):
 
 def prepare_gpus(device: str) -> None:
     """Let TensorFlow use what the worker trains on, and before it uses a GPU.
-
-    Raises:
-        InvalidInput: TensorFlow finds no GPU, and the slot was given one.
-    """
+    Raises InvalidInput: TensorFlow finds no GPU, and the slot was given one."""
     gpus = tf.config.list_physical_devices("GPU")
     if device == "cuda" and not gpus:
         raise InvalidInput(

@@ -1,5 +1,5 @@
-"""What `determinism="bitwise"` asks of a process and of a model: the same bits from the same rows, wherever they are
-computed.
+"""Results that do not depend on who computes a row: `RowDropout`, and what `determinism="bitwise"` asks of a process
+and of a model.
 
 torch's kernels give the same bits for the same shapes if the number of threads, the processor and the alignment of
 memory are the same. Training thread only.
@@ -7,18 +7,63 @@ memory are the same. Training thread only.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
+from spark_elastic.data.plan import draw_uniform
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.torch.row_dropout import exchanges_statistics
+
+
+class RowDropout(torch.nn.Module):
+    """As torch.nn.Dropout over inputs of shape (rows, ...), drawn from the numbers of the rows (R9, scope of P2).
+
+    The estimators call `draw_rows` before each forward pass; a hand-written loop must call it itself.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise InvalidInput(f"RowDropout takes a probability within 0 and 1, without 1; got {p}.")
+        self.p = p
+        self._words: tuple[int, ...] = ()
+        self._rows: npt.NDArray[np.int64] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        if self._rows is None or len(self._rows) != len(x):
+            count = "none" if self._rows is None else str(len(self._rows))
+            raise InvalidInput(
+                f"RowDropout got {len(x)} rows, draw_rows() was called for {count}: call it before each forward pass."
+            )
+        numbers = draw_uniform(self._rows, math.prod(x.shape[1:]), *self._words).reshape(x.shape)
+        return x * torch.from_numpy((numbers >= self.p) / (1.0 - self.p)).to(x)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def draw_rows(model: torch.nn.Module, rows: npt.NDArray[np.int64], *words: int) -> None:
+    """Set what the RowDropouts of a model draw from in the next forward pass. Two layers draw differently.
+    rows: (n,) row numbers. words: such as seed, epoch and step."""
+    for number, module in enumerate(m for m in model.modules() if isinstance(m, RowDropout)):
+        module._words, module._rows = (*words, number), rows
+
+
+def exchanges_statistics(module: torch.nn.Module) -> bool:
+    """Whether a layer exchanges statistics with the other ranks in each forward pass, as `SyncBatchNorm` does."""
+    return bool(getattr(module, "exchanges_statistics", False))
+
 
 ALIGN = 64  # bytes: what torch's own allocator aligns to
 
@@ -72,14 +117,9 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:
     """Refuse layers whose results depend on how rows are divided over workers, even by whole shares.
-
-    Args:
-        model: one in evaluation mode is trained as a whole.
-        keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
-
-    Raises:
-        InvalidInput: a layer cannot be trained so.
-    """
+    model: one in evaluation mode is trained as a whole.
+    keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
+    Raises InvalidInput: a layer cannot be trained so."""
     for name, layer in _list_dependent_layers(model, keeps_buffers):
         raise InvalidInput(
             f"determinism='bitwise' cannot train layer {name!r}, {type(layer).__name__}, which "

@@ -30,7 +30,7 @@ from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.gradients.devices import CPU, read_later
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.model_io import list_output_parts
+from spark_elastic.training.transformation import list_output_parts
 from spark_elastic.worker.context import get_process_context
 
 # ---- sums of losses
@@ -63,10 +63,7 @@ class LossSum(NamedTuple):
 
 def find_loss_module(loss: Any) -> Any:
     """Return the loss module for one of torch's functions or a `functools.partial` of it; any other loss unchanged.
-
-    Raises:
-        InvalidInput: the partial has an argument that the module does not take.
-    """
+    Raises InvalidInput: the partial has an argument that the module does not take."""
     module = _find_loss_class(loss)
     if module is None:
         return loss
@@ -94,11 +91,7 @@ def _find_loss_class(loss: Any) -> type[_Loss] | None:
 
 def refuse_broadcast(name: str, output: Any, labels: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """Let a user's function of (output, *labels) make no matrix of an output (n, 1) and a label (n,), or the other way
-    round: the mean over it would be another number.
-
-    Args:
-        name: of the function, for the error.
-    """
+    round: the mean over it would be another number. name: of the function, for the error."""
     outputs = [each for each in list_output_parts(output) if isinstance(each, torch.Tensor)]
     if any(_are_column_and_row(one, label) for one in outputs for label in labels):
         return _BroadcastGuard(name, outputs, labels)
@@ -151,11 +144,8 @@ class LabelConverter:
     """
 
     def __init__(self, loss: Any, label: str = "label", ahead: bool = False) -> None:
-        """
-        Args:
-            label: name of the first label's column, for errors.
-            ahead: labels of classes are also converted before the model's output exists.
-        """
+        """label: name of the first label's column, for errors.
+        ahead: labels of classes are also converted before the model's output exists."""
         self._kind, self._label, self._ahead = _find_loss_class(loss) or type(loss), label, ahead
         self.of_classes = issubclass(self._kind, nn.CrossEntropyLoss | nn.NLLLoss)
         self.elementwise = is_elementwise(loss)
@@ -165,10 +155,7 @@ class LabelConverter:
     ) -> tuple[torch.Tensor, ...]:
         """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
         stay as they are; if the output is unknown, every array of floats counts as probabilities.
-
-        Raises:
-            InvalidInput: a class is not a whole number.
-        """
+        Raises InvalidInput: a class is not a whole number."""
         if not self.of_classes:
             return labels
         label = labels[0]
@@ -219,8 +206,7 @@ class RowLoss:
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
         self._weighted, self._converter = weighted, LabelConverter(loss, label, ahead)
-        # Whether the user wants the loss summed, not averaged.
-        self.is_summed = reduction == "sum"
+        self.is_summed = reduction == "sum"  # whether the user wants the loss summed, not averaged
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
         # On the CPU, computes the sum over rows at once where each has one number; None: only `_loss` is known to.

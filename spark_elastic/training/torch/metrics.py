@@ -180,10 +180,7 @@ def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
 
 def _average_rows(name: str, value: Any, rows: int) -> float:
     """What a metric's function returned for these rows: one number, or one for each row, whose mean counts.
-
-    Raises:
-        InvalidInput: it returned something else.
-    """
+    Raises InvalidInput: it returned something else."""
     try:
         numbers = torch.as_tensor(value).double()
     except (TypeError, ValueError, RuntimeError):
@@ -217,11 +214,8 @@ class _MetricLabels:
 def name_metrics(metrics: Any) -> dict[str, Any]:
     """The metrics by name: that of the function ("metric" for a lambda), or of the class in lower case. Each member of
     a collection (torchmetrics) has its own name, with the name of the collection before it if the user gave one.
-
-    Raises:
-        InvalidInput: one is neither a function nor a metric object, two have the same name, or one has the name of one
-            of the fit's own numbers.
-    """
+    Raises InvalidInput: one is neither a function nor a metric object, two have the same name, or one has the name of
+    one of the fit's own numbers."""
     if is_accumulator(metrics) or callable(metrics) or not isinstance(metrics, Iterable):
         metrics = [metrics]
     pairs: list[tuple[str, Any]] = []

@@ -26,7 +26,92 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, SnapshotCopy
 from spark_elastic.runs.handlers import SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, Extent, Kept, SnapshotBuilder
-from spark_elastic.training.torch.frozen import FrozenCopies, view_bytes
+
+_SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
+
+
+class FrozenCopies:
+    """The copies, until their parameters change.
+
+    A possible change is seen by the parameter's version and memory, and, since writing through `.data` leaves no such
+    trace, by some of its elements. A parameter that has changed once, as that of a moving average, is copied each time.
+    """
+
+    def __init__(self) -> None:
+        # By the parameter's id: itself, its memory and version, elements of it, and the copy.
+        self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, Kept]] = {}
+        self._moving: set[int] = set()
+        # Whether nothing was trained yet: what is frozen then, the program makes in each process.
+        self._is_first = True
+
+    def take(self, frozen: Mapping[str, torch.Tensor]) -> dict[int, Kept]:
+        """The copies of these parameters, by id; without those that change."""
+        held = {name: p for name, p in frozen.items() if id(p) not in self._moving and p.numel()}
+        former, self._kept = self._kept, {}
+        for (name, tensor), sample in zip(held.items(), _sample(held.values()), strict=True):
+            place, known = (tensor.data_ptr(), tensor._version), former.get(id(tensor))
+            if known is None or known[0] is not tensor:
+                known = tensor, place, sample, _copy(name, tensor, self._is_first)
+            elif known[1] != place or not torch.equal(known[2], sample):
+                if _make_key(name, view_bytes(tensor)[0]) != known[3].key:
+                    self._moving.add(id(tensor))
+                    continue
+                known = tensor, place, sample, known[3]  # it has gone to another device
+            self._kept[id(tensor)] = known
+        self._is_first = False
+        return {key: known[3] for key, known in self._kept.items()}
+
+    def list_copies(self) -> dict[tuple[str, int, int], Kept]:
+        """The copies by what they contain."""
+        return {kept.key: kept for *_, kept in self._kept.values()}
+
+    def holds(self, tensor: torch.Tensor, kept: Kept) -> bool:
+        """Whether the parameter still has that content."""
+        known = self._kept.get(id(tensor))
+        if known is None or known[3].key != kept.key or known[1] != (tensor.data_ptr(), tensor._version):
+            return False
+        (sample,) = _sample([tensor])
+        return torch.equal(known[2], sample)
+
+    def put(self, tensor: torch.Tensor, kept: Kept) -> None:
+        """The parameter has got that content."""
+        (sample,) = _sample([tensor])
+        self._kept[id(tensor)] = tensor, (tensor.data_ptr(), tensor._version), sample, kept
+
+
+def _copy(name: str, tensor: torch.Tensor, is_made: bool) -> Kept:
+    memory, shared = view_bytes(tensor)
+    return Kept(_make_key(name, memory), memory.copy() if shared else memory, is_made)
+
+
+def _make_key(name: str, memory: Bytes) -> tuple[str, int, int]:
+    return name, memory.nbytes, zlib.crc32(memory.data)
+
+
+def _sample(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The bits of some elements of each."""
+    taken = [
+        each.detach().as_strided((min(each.numel(), _SAMPLES),), (max(each.numel() // _SAMPLES, 1),)).double()
+        for each in tensors
+    ]
+    if not taken:
+        return ()
+    sizes = [len(each) for each in taken]
+    return torch.split(torch.cat(taken).cpu().view(torch.int64), sizes)
+
+
+def view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
+    """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
+    if hasattr(tensor, "to_local"):  # a DTensor
+        raise InvalidInput(
+            "a DTensor has a part of its values on each worker, and TorchState holds whole models: divide the model by "
+            "fully_shard and use FSDPState."
+        )
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if not dense.numel():
+        return np.empty(0, np.uint8), False
+    return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
+
 
 PLAIN = {bool, int, float, str, type(None)}  # types of the attributes that are part of the state
 _FEW = 64  # most entries of a list, tuple or dict of them; looking through more before each commit would take long
@@ -93,8 +178,7 @@ class Views:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             if tensor.device != CPU and not hasattr(tensor, "to_local"):
-                # This thread waits once, for the copies of all tensors.
-                copied = SnapshotCopy(tensor.device)
+                copied = SnapshotCopy(tensor.device)  # this thread waits once, for the copies of all tensors
                 builder.allocate, builder.wait_remote = copied.allocate, copied.wait
                 return builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
             memory, shared = view_bytes(tensor)
@@ -430,6 +514,14 @@ def find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
+def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
+    """Multiply every group's learning rate, and the first rate that a scheduler made before has noted."""
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * times
+
+
 def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where they are that are not on the host."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
@@ -437,10 +529,7 @@ def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
     """Return the value that was saved, in the live tensor if shape and dtype fit.
-
-    Args:
-        device: for tensors that were not on the host.
-    """
+    device: for tensors that were not on the host."""
     if isinstance(saved, TensorRef | torch.Tensor):
         arrived = view_tensor(saved, memory)
         if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
@@ -499,10 +588,9 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
 
     Statistics of normalization layers are not compared: each rank may keep those of its own rows. Collective.
 
-    Args:
-        counts: this rank's state is one that others should have; False: it takes part without one.
-
     Returns a sentence on the first object that differs; None: nothing does. The same on all ranks.
+
+    counts: this rank's state is one that others should have; False: it takes part without one.
     """
     own = dict(_describe_parts(model)) if counts else None
     described = json.dumps(own).encode()

@@ -1,4 +1,4 @@
-"""The user's objects of a torch training, their digests, and the batches that model and loss receive.
+"""The user's objects of a torch training, their digests, the optimizer, and the batches that model and loss receive.
 
 `TorchUserObjects` is shipped to the workers. Its digests are equal in every process, so that a resumed run can be
 compared with the run that it continues (R19, resuming a run). The digest of the initial weights alone may differ: a
@@ -20,6 +20,7 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import DeviceCopier
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import (
@@ -32,12 +33,15 @@ from spark_elastic.training.identity import (
     pick_comparable,
     to_text,
 )
-from spark_elastic.training.model_io import check_numbers, find_input_dtype, refuse_large_numbers
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.torch.build_optimizer import TrainerPlan, build_optimizer
 from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
-from spark_elastic.training.torch.frozen import view_bytes
-from spark_elastic.training.torch.lightning_loss import LightningLoss
+from spark_elastic.training.torch.lightning import (
+    TRIAL,
+    LightningLoss,
+    TrainerPlan,
+    attach_trainer,
+    call_configure_optimizers,
+)
 from spark_elastic.training.torch.loss import (
     DtypeHints,
     FunctionLoss,
@@ -46,7 +50,13 @@ from spark_elastic.training.torch.loss import (
     MultiOutputLoss,
     find_loss_module,
 )
-from spark_elastic.training.transformation import Transformation
+from spark_elastic.training.torch.module_state import multiply_rates, view_bytes
+from spark_elastic.training.transformation import (
+    Transformation,
+    check_numbers,
+    find_input_dtype,
+    refuse_large_numbers,
+)
 
 # ---- digests
 
@@ -71,11 +81,7 @@ def digest_loss(loss: Any) -> str:
 
 
 def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
-    """Digest of an optimizer's class and the settings of its groups.
-
-    Args:
-        given: as `TorchUserObjects.optimizer`.
-    """
+    """Digest of an optimizer's class and the settings of its groups. given: as `TorchUserObjects.optimizer`."""
     is_optimizer = isinstance(given, torch.optim.Optimizer)
     optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
@@ -200,6 +206,66 @@ class TorchUserObjects:
 def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
     """The properties of a training that a LightningModule may read when it builds its optimizer."""
     return TrainerPlan(max_epochs=spec.config.data.epochs, num_training_batches=spec.plan.steps)
+
+
+# ---- the optimizer
+
+
+def build_optimizer(
+    model: torch.nn.Module,
+    given: Any,
+    learning_rate: float | None,
+    times: int = 1,
+    trainer: TrainerPlan = TRIAL,
+) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
+    """Return (the optimizer, the schedules that came with it).
+
+    Args:
+        given: `TorchUserObjects.optimizer`.
+        learning_rate: of all groups.
+        times: factor of the rates, also of those that a schedule made before starts from.
+        trainer: the module's `self.trainer` in `configure_optimizers`.
+
+    Raises:
+        InvalidInput: the optimizer cannot be used here; the sentence says why.
+    """
+    schedules: tuple[Callback, ...] = ()
+    if given is None:
+        with attach_trainer(model, trainer):
+            given, schedules = call_configure_optimizers(model)
+    elif not isinstance(given, torch.optim.Optimizer):
+        given = given(model.parameters())
+    if not isinstance(given, torch.optim.Optimizer):
+        raise InvalidInput(
+            f"optimizer must return a torch optimizer when called with parameters; it returned {type(given).__name__}."
+        )
+    if learning_rate is not None:
+        _set_rate(given, learning_rate)
+    multiply_rates(given, times)
+    return given, schedules
+
+
+def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step needs a closure, such as LBFGS or SAM. optimizer: of a trial, without gradients.
+    Raises InvalidInput: its step needs a closure."""
+    try:
+        optimizer.step()
+    except Exception as error:  # it may fail for lack of what only a training has
+        if "closure" in str(error):
+            raise InvalidInput(
+                f"optimizer is {type(optimizer).__name__}, whose step evaluates the loss several times (a closure): a "
+                "step here has one forward and one backward pass, so use an optimizer whose step() needs no closure."
+            ) from None
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of all groups; a schedule made before starts from it, and keeps its first factor."""
+    for group in optimizer.param_groups:
+        first = group.get("initial_lr")
+        if not first or "max_lr" in group:  # OneCycleLR and CyclicLR set rates of their own
+            group["lr"] = rate
+        else:
+            group["lr"], group["initial_lr"] = rate * (group["lr"] / first), rate
 
 
 # ---- batches

@@ -21,15 +21,14 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
-from spark_elastic.training.callback_states import name_classes, pair_states
-from spark_elastic.training.progress import TrainingProgress
-from spark_elastic.training.torch.forward import rng_state, set_rng_state
-from spark_elastic.training.torch.frozen import view_bytes
+from spark_elastic.training.progress import TrainingProgress, name_classes, pair_states
+from spark_elastic.training.torch.buffers import rng_state, set_rng_state
 from spark_elastic.training.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
     TensorRef,
     Views,
+    view_bytes,
     view_tensor,
 )
 
@@ -62,10 +61,7 @@ class TorchTrainingState:
         schedulers: Sequence[Any] = (),
         progress: TrainingProgress | None = None,
     ) -> None:
-        """
-        Args:
-            schedulers: anything with `state_dict` and `load_state_dict`.
-        """
+        """schedulers: anything with `state_dict` and `load_state_dict`."""
         self.model = model
         self.optimizer = optimizer
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
@@ -191,19 +187,13 @@ def load_values(data: bytes) -> dict[str, Any]:
 
 def check_storable(value: Any, name: str) -> None:
     """Raises InvalidInput if a checkpoint that holds the value could not be read.
-
-    Args:
-        name: what the value belongs to, for the message.
-    """
+    name: what the value belongs to, for the message."""
     _simplify(value, name, check=True)
 
 
 def _simplify(value: Any, name: str, check: bool = False) -> Any:
     """The value as torch saves and reads it, with numpy's numbers as Python's.
-
-    Args:
-        check: raise for what could be written but not read.
-    """
+    check: raise for what could be written but not read."""
     if isinstance(value, dict):
         mapped = copy.copy(value)  # keeps OrderedDict and its metadata
         for key in value:

@@ -29,29 +29,30 @@ from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.callback_states import check_watched_names
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.progress import TrainingProgress, check_watched_names
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.torch.build_optimizer import build_optimizer
-from spark_elastic.training.torch.callback_list import TorchCallbackList
+from spark_elastic.training.torch.buffers import describe_world_dependence
+from spark_elastic.training.torch.callbacks import TorchCallbackList
 from spark_elastic.training.torch.determinism import (
     align_tensors,
     describe_arithmetic,
+    exchanges_statistics,
     use_deterministic_arithmetic,
 )
-from spark_elastic.training.torch.forward import describe_world_dependence
 from spark_elastic.training.torch.loss import autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator
-from spark_elastic.training.torch.row_dropout import exchanges_statistics
-from spark_elastic.training.torch.share_check import ShareChecker
-from spark_elastic.training.torch.share_step import ShareStep, build_shares, sum_over_shares
-from spark_elastic.training.torch.spec import TorchUserObjects, build_trainer_plan, make_batch_builder
+from spark_elastic.training.torch.share_step import ShareChecker, ShareStep, build_shares, sum_over_shares
+from spark_elastic.training.torch.spec import (
+    TorchUserObjects,
+    build_optimizer,
+    build_trainer_plan,
+    make_batch_builder,
+)
 from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
-from spark_elastic.training.torch.step import GradientScaling, TrainStep
-from spark_elastic.training.torch.step_loss import StepLoss
+from spark_elastic.training.torch.step import GradientScaling, StepLoss, TrainStep
 from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
 from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_collective_thread
@@ -307,13 +308,8 @@ NOT_METRICS = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "st
 
 def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
     """Check that each number that a callback watches will exist, before the first job.
-
-    Args:
-        validates: each epoch is followed by a validation.
-
-    Raises:
-        InvalidInput: a callback watches a number that no epoch will have.
-    """
+    validates: each epoch is followed by a validation.
+    Raises InvalidInput: a callback watches a number that no epoch will have."""
     known = list_epoch_numbers(objects, labels)
     # A metric object may report further numbers whose names begin with its own.
     prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))

@@ -267,7 +267,7 @@ def test_files_that_keep_the_same_values_in_other_ways_are_read_together(
 )
 def test_an_unknown_reader_is_refused(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "petastorm", None)
-    monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.petastorm_reader", raising=False)
+    monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.readers", raising=False)
     manifest = Manifest((), (), RowGroups.of([]), "", "")
     with pytest.raises(InvalidInput, match=says):
         open_reader(name, Store.open("memory://x"), manifest)

@@ -32,7 +32,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
-from spark_elastic.tables import iceberg_deletes
+from spark_elastic.tables import lake_tables
 from spark_elastic.tables.existing_parquet import describe_files
 from spark_elastic.tables.lake_tables import join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
@@ -433,10 +433,8 @@ def test_a_file_with_many_deletion_vectors_is_read_once(
     write_puffin(path, task.file.file_path, [3])
     for _ in range(3):
         commit_deletes(table, DataFileContent.POSITION_DELETES, path, file_format=FileFormat.PUFFIN)
-    read = iceberg_deletes._read_puffin
-    monkeypatch.setattr(
-        iceberg_deletes, "_read_puffin", lambda content: reads.append(content) or read(content)
-    )
+    read = lake_tables._read_puffin
+    monkeypatch.setattr(lake_tables, "_read_puffin", lambda content: reads.append(content) or read(content))
     assert read_rows(table, ["x"]) == [(x,) for x in range(ROWS) if x != 3]
     assert len(reads) == 1
 

@@ -17,9 +17,8 @@ import pytest
 
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
-from spark_elastic.data.packing import Packing
+from spark_elastic.data.packing import Packing, Ragged
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.data.reading.decoding import nbytes
 from spark_elastic.data.reading.readers import open_reader, pack_rows
 from spark_elastic.data.store import Store

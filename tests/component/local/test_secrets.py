@@ -24,7 +24,7 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import WorkerFailed
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.auth import create_pinned_context
 from spark_elastic.testing.fakes import ProcessLauncher
 

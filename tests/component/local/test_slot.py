@@ -9,7 +9,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 from spark_elastic.protocol.messages import RegisterSlot
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 
 

@@ -19,8 +19,7 @@ from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.monitoring.console import OutputListener
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.testing.fakes import NumberedHosts
 from tests.component.worker.moments import HeldProgram
 

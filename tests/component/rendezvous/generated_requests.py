@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, get_type_hints
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.protocol.messages import Request
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.protocol.types import Fence
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, path_of
@@ -59,7 +59,7 @@ def _generate_wire_values(hint: Any) -> st.SearchStrategy[Any]:
     return kinds.get(hint, st.binary(max_size=40).map(codec.to_plain))
 
 
-def _messages(request: type[Request[Any]]) -> st.SearchStrategy[Any]:
+def _messages(request: type[DriverRequest[Any]]) -> st.SearchStrategy[Any]:
     """Well formed, with a field replaced by anything, or anything at all."""
     good = _generate_wire_values(request)
     fields = [field.name for field in dataclasses.fields(request)]  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def _ask(
     return answer.status, answer.read(), answer.headers.get(auth.REPLY_HEADER, "")
 
 
-def with_key(asking: http.client.HTTPConnection, request_class: type[Request[Any]]) -> Asks:
+def with_key(asking: http.client.HTTPConnection, request_class: type[DriverRequest[Any]]) -> Asks:
     """Whoever has the key is answered, whatever it says."""
     path = path_of(request_class)
     hello = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"")

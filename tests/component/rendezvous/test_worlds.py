@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from spark_elastic.errors import StaleGeneration
-from spark_elastic.protocol.messages import NextWorld, RequestNextWorld, WorkerDone, WorkerFailed, WorldFormed
+from spark_elastic.protocol.messages import NextWorld, RequestNextWorld, WorkerDone, WorkerRaised, WorldFormed
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
 from spark_elastic.rendezvous.codec import encode_numbers
 from spark_elastic.rendezvous.connections import ConnectionLimits
@@ -180,8 +180,8 @@ def test_world_formed_and_worker_failed_become_events(driver: Driver) -> None:
     fence = Fence(ATTEMPT, 1)
     worker.ask(WorldFormed(A, fence))
     assert driver.await_event(WorldFormed).fence == fence
-    worker.ask(WorkerFailed(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
-    failed = driver.await_event(WorkerFailed)
+    worker.ask(WorkerRaised(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
+    failed = driver.await_event(WorkerRaised)
     assert (failed.worker, failed.fence, failed.position) == (A, fence, HERE)
     assert (failed.fingerprint, failed.traceback) == ("ValueError@loss:3", "Traceback …")
 

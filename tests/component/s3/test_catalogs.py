@@ -21,7 +21,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyspark import cloudpickle
 
 from spark_elastic import Rows
-from spark_elastic.data.row_access import RowAccess
+from spark_elastic.data.row_handle import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.runs.checkpoint import CheckpointStore

@@ -29,8 +29,7 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits, Phase
+from spark_elastic.protocol.types import Limits, Phase, SlotSpec
 from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher

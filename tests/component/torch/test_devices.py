@@ -27,7 +27,7 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.handwritten.torch_state import OptimizerStateHandler
 from spark_elastic.integrations.torch_distributed.process_group import ElasticProcessGroup
-from spark_elastic.training.torch.forward import rng_state, set_rng_state
+from spark_elastic.training.torch.buffers import rng_state, set_rng_state
 from spark_elastic.training.torch.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
 from spark_elastic.worker.context import WaitRecorder
 from tests.checkpoints import reload_from_checkpoint

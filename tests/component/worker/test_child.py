@@ -10,8 +10,7 @@ import threading
 
 import cloudpickle
 
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId, WorkerId
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.entry import Activation
 

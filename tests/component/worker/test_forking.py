@@ -19,8 +19,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child

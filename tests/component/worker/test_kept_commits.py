@@ -17,8 +17,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import StoreError
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, SlotIdentity, SlotSpec
 from spark_elastic.runs import kept_commits
 from spark_elastic.runs.kept_commits import CommitKeeper, KeptCommits
 from spark_elastic.runs.snapshot import SnapshotBuffer

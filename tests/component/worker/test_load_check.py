@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.load_check import find_load_error, find_load_error_in_fork
 

@@ -26,8 +26,7 @@ from spark_elastic.protocol.messages import (
     WorkerExited,
     WorkerStarted,
 )
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import child, pickling, slot_agent

@@ -9,6 +9,7 @@ from spark_elastic.data.packing import (
     IGNORED,
     LEAST_SEQUENCES,
     Packing,
+    Ragged,
     check_lengths,
     cumulate_lengths,
     cut_windows,
@@ -17,7 +18,6 @@ from spark_elastic.data.packing import (
     pack_groups,
     pack_window,
 )
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 
 Int64s = np.ndarray

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.data.ragged import Ragged
+from spark_elastic.data.packing import Ragged
 from spark_elastic.errors import InvalidInput
 
 ROWS = [

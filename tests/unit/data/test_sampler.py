@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.sampler import ElasticSampler
+from spark_elastic.data.horovod_data import ElasticSampler
 from spark_elastic.errors import InvalidInput
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from spark_elastic.driver.remote_launcher import Call, DriverStarted, RemoteLauncher
+from spark_elastic.driver.remote_launcher import ClientCall, DriverStarted, RemoteLauncher
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
@@ -19,7 +19,7 @@ def test_requests_reach_the_client_and_its_events_the_driver() -> None:
     events: list[Any] = []
     client = StoreChannel(
         ChannelEnd(store, "m", b"key", "client", "task"),
-        [DriverStarted, Call],
+        [DriverStarted, ClientCall],
         requests.append,
         clock,
     )
@@ -36,7 +36,7 @@ def test_requests_reach_the_client_and_its_events_the_driver() -> None:
     assert launcher.close(20.0) == []  # returns once launch 3 has ended
     launcher.channel.close(10.0)
     client.poll()
-    assert requests == [DriverStarted("10.0.0.1:7", None), Call("launcher", "launch", (3,))]
+    assert requests == [DriverStarted("10.0.0.1:7", None), ClientCall("launcher", "launch", (3,))]
     assert events == [
         LaunchEnded(clock.now(), 3, "lost", False, True),
         SlotsWanted(clock.now(), "others", True),

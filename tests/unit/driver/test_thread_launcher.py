@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 
 
 class Slots(ThreadPerSlotLauncher):

@@ -223,7 +223,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
 ) -> None:
     store = make_memory_store()
     ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
-    manifest = SimpleNamespace(content="digest")
+    manifest = SimpleNamespace(content="digest", column=lambda name: Column(name, "float32"))
     record = SimpleNamespace(check=lambda *given: None, load_manifest=lambda: manifest)
 
     class OtherDriverEndsIt:
@@ -252,7 +252,6 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         run_id="r",
         epochs=1,
         num_workers=1,
-        feature_cols=(),
         objects=SimpleNamespace(transformation=None),
         verbose=2,
     )
@@ -286,7 +285,7 @@ def test_a_parameter_that_cannot_be_pickled_is_named_before_the_preflight(
     objects = TorchUserObjects(module, None, **{"losses": (torch.nn.MSELoss(),), **changes})
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None)
     monkeypatch.setattr(fitting, "make_platform", lambda *given: SimpleNamespace(master="local"))
-    wanted = request(objects=objects, store=str(tmp_path), num_workers=1, feature_cols=(), storage_options={})
+    wanted = request(objects=objects, store=str(tmp_path), num_workers=1, storage_options={})
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     with pytest.raises(
         InvalidInput, match=rf"^the parameter {name} cannot be pickled \(.*lock.*: create such"

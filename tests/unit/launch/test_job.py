@@ -26,8 +26,7 @@ from spark_elastic.errors import (
 )
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.commands import End, JobOutcome
-from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.memory_store import make_memory_store

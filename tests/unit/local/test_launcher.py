@@ -13,7 +13,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher, find_remote_hosts
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 
 
 def test_hosts_are_filled_in_their_order() -> None:

@@ -23,7 +23,7 @@ from spark_elastic.clusters.local.ssh import (
 )
 from spark_elastic.clusters.local.ssh_launcher import SshLauncher
 from spark_elastic.errors import PreflightError
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from tests.patience import until
 
 KEY = b"7" * 32

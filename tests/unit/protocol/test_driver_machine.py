@@ -21,7 +21,7 @@ from spark_elastic.protocol.messages import (
     RegisterSlot,
     RequestNextWorld,
     WorkerDone,
-    WorkerFailed,
+    WorkerRaised,
     WorkerStarted,
 )
 from spark_elastic.protocol.types import (
@@ -262,7 +262,7 @@ def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cos
     _finish(bench, 1)
     bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    bench.on(WorkerFailed(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
+    bench.on(WorkerRaised(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
     bench.exit(name(2), -9, out_of_memory=True)
     assert not bench.find_commands(AnnounceChange)
     assert not bench.find_commands(AbortWorld)

@@ -12,8 +12,7 @@ from spark_elastic.clusters import cli
 from spark_elastic.clusters.local.slot import LocalSlot
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 
 SETTINGS: dict[str, Any] = {

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.protocol.messages import Heartbeat, NextWorld, RegisterSlot, Request, RequestNextWorld
+from spark_elastic.protocol.messages import (
+    DriverRequest,
+    Heartbeat,
+    NextWorld,
+    RegisterSlot,
+    RequestNextWorld,
+)
 from spark_elastic.protocol.types import Fence, Member, Phase, Position, SlotId, WorkerId, WorldView
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import (
@@ -81,7 +87,7 @@ def test_facts_and_nested_messages_come_back_as_they_were(message: Any) -> None:
 
 @pytest.mark.parametrize("request_class", REQUESTS)
 def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
-    request_class: type[Request[Any]],
+    request_class: type[DriverRequest[Any]],
 ) -> None:
     for cls in (request_class, reply_of(request_class)):
         with pytest.raises(codec.MalformedMessage, match=cls.__name__):

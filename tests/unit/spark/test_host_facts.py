@@ -20,7 +20,7 @@ from spark_elastic.clusters.spark.host_facts import (
 )
 from spark_elastic.clusters.spark.launcher import SparkLauncher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.testing.fakes import FakeClock
 
 

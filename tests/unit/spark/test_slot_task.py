@@ -20,9 +20,9 @@ from spark_elastic.clusters.spark.launcher import SparkLauncher
 from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
-from spark_elastic.driver.thread_launcher import SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 
 ADDRESS = "10.0.0.7"

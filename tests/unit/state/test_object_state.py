@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_collectives import CollectiveError
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.sampler import ElasticSampler
+from spark_elastic.data.horovod_data import ElasticSampler
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.runs import snapshot as snapshot_module

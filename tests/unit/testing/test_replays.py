@@ -125,8 +125,8 @@ def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     [
         ("", "has 0 jobs"),
         ('{"at": 1}\n', "line 1 does not belong to a job"),
-        ('{"journal": 9}\n', "it has format 9, and this release knows 6"),
-        ('{"journal": 6, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
+        ('{"journal": 9}\n', "it has format 9, and this release knows 7"),
+        ('{"journal": 7, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
         ("[1]\n", "is not a journal"),
     ],
 )

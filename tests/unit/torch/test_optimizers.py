@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.torch.build_optimizer import TrainerPlan, build_optimizer
+from spark_elastic.training.torch.lightning import TrainerPlan
+from spark_elastic.training.torch.spec import build_optimizer
 from tests.unit.torch.loops import net
 
 

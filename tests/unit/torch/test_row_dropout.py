@@ -8,7 +8,7 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import RowDropout, draw_rows
-from spark_elastic.training.torch.forward import describe_world_dependence
+from spark_elastic.training.torch.buffers import describe_world_dependence
 
 
 def drop_rows(rows: list[int], *words: int) -> torch.Tensor:

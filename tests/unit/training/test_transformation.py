@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from spark_elastic.data.loader import StepRows
+from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import DataPlan, Division
-from spark_elastic.data.ragged import Ragged
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.transformation import (
     BatchTransformation,

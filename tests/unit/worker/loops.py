@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import SlotId, WorkerId
+from spark_elastic.protocol.types import SlotId, WorkerId, WorkerIdentity
 from spark_elastic.worker.context import WaitRecorder
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 

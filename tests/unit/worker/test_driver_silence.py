@@ -15,14 +15,21 @@ import pytest
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.protocol.messages import Admission, HeartbeatReply, RegisterSlot, WorkerStarted
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import INITIAL_VERSION, SlotId, WorkerId, heartbeat_interval
+from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
+    SlotId,
+    SlotIdentity,
+    SlotSpec,
+    WorkerId,
+    heartbeat_interval,
+)
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker import loop
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.slot_agent import SlotAgent
+from spark_elastic.worker.stack_sampler import StackSample
 
 TIMEOUT = 8.0
 SHORT = 0.4  # seconds before its end, a refused request has no time for another try
@@ -137,6 +144,7 @@ def test_an_error_of_the_machine_costs_a_slot_one_heartbeat_and_no_thread(
         return "T"
 
     child.state = read_state
+    child.read_sample.return_value = StackSample(is_waiting=False, seconds=0.0, stack="")
     child.worker = WorkerId("1-0.1")
     agent._active, agent._heartbeat_every = child, 0.01
     agent._send_heartbeats()

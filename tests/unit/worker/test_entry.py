@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_collectives.engine import is_exiting
-from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import ChildFds, Header
 from tests.patience import until

@@ -16,7 +16,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks
 from spark_elastic.protocol.events import UserRaised
-from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone, WorkerFailed
+from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone, WorkerRaised
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
     INITIAL_VERSION,
@@ -108,7 +108,7 @@ def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_be
         loop = build_loop(program, SimpleNamespace(ask=ask))
         loop._groups = GroupConnector(endpoint, 5.0, WaitRecorder())
         assert loop.run() == 1
-    assert [type(request) for request in asked] == [GetValues, WorkerFailed]
+    assert [type(request) for request in asked] == [GetValues, WorkerRaised]
     assert (
         "the function returned before its elastic loop, in which the other workers train"
         in asked[1].traceback

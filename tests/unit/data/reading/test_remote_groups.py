@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from fsspec.asyn import AsyncFileSystem, get_loop
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
-from spark_elastic.data.reading.remote_groups import RemoteGroups
-from spark_elastic.data.retries import RetryingClient
+from spark_elastic.data.object_store import RetryingClient
+from spark_elastic.data.reading.group_reader import RemoteGroups
 from spark_elastic.data.store import Store
 from tests.leaks import SessionOwned
 

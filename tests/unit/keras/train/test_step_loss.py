@@ -17,8 +17,7 @@ from spark_elastic.protocol.types import START, MembershipVersion, Phase, Positi
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.training.keras.state import KerasTrainingState
-from spark_elastic.training.keras.step import RunningStats, Structure
-from spark_elastic.training.keras.step_loss import StepLossStep
+from spark_elastic.training.keras.step import RunningStats, StepLossStep, Structure
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.trainer import StepCall, take_validation_step

@@ -10,7 +10,7 @@ from spark_elastic.protocol.messages import (
     Heartbeat,
     RequestNextWorld,
     WorkerExited,
-    WorkerFailed,
+    WorkerRaised,
     WorkerStarted,
 )
 from spark_elastic.protocol.types import SlotId
@@ -29,7 +29,7 @@ def _start_running() -> Bench:
     "event",
     [
         WorkerExited(W2.slot, W2, -9),
-        WorkerFailed(W2, None, None, "f", "ValueError: x"),
+        WorkerRaised(W2, None, None, "f", "ValueError: x"),
         on.LaunchEnded(0, 2, "task failed"),
         on.HostLost(0, "h2", "executor lost"),
         WorkerStarted(SlotId("2-0"), name(2, 2)),

@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AnnounceChange, End, JobOutcome
-from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerRaised, WorkerStarted
 from spark_elastic.protocol.types import Checkpoint, SlotId, WorkerId, format_position
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -17,7 +17,7 @@ AT = "net.py, line 7, in forward"
 def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) -> None:
     position = at(step) if step is not None else None
     fence = bench.fence if step is not None else None
-    bench.on(WorkerFailed(worker, fence, position, fingerprint, f"Traceback\nValueError: {fingerprint}"))
+    bench.on(WorkerRaised(worker, fence, position, fingerprint, f"Traceback\nValueError: {fingerprint}"))
 
 
 def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job() -> None:

@@ -179,7 +179,9 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     ("others", "late", "letter", "within"),
     [
         ("wait", 0.0, "", 1.1),
-        ("wait", 0.0, "T", 1.1),
+        ("wait", 0.0, "T", 0.35),  # stopped by a signal
+        ("wait", 0.0, "Z", 1.1),
+        ("work", 0.0, "T", 5.1),
         ("work", 0.0, "", 5.1),
         ("wait", 0.9, "", 2.0),  # as late as its heartbeats were at times, and twice as late again
         ("wait", 3.0, "", 5.1),

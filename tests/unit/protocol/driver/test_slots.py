@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot
-from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerRaised, WorkerStarted
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import Bench, at, name
 
@@ -91,7 +91,7 @@ def test_a_new_host_gets_a_launch_at_once_and_then_as_many_as_others() -> None:
 def test_a_host_that_appears_gets_a_launch_although_all_others_are_blacklisted() -> None:
     bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
     bench.start_warm(1)
-    bench.on(WorkerFailed(name(1), None, None, "f", "boom"))
+    bench.on(WorkerRaised(name(1), None, None, "f", "boom"))
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert list(bench.state.launches.delayed) == [2]
     bench.on(on.HostAppeared(0, "h2"))

@@ -14,7 +14,7 @@ from spark_elastic.protocol.commands import (
     PublishWorld,
     StopWorker,
 )
-from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerFailed
+from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerRaised
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 WHOLE = replace(FOUR, all_results=True, cooldown_range=(1.0, 1.0))
@@ -27,7 +27,7 @@ def _finish(bench: Bench, *workers: str, step: int = 0) -> None:
 
 def _raise(bench: Bench, worker: str, step: int | None = 0) -> None:
     position = at(step) if step is not None else None
-    bench.on(WorkerFailed(worker, bench.fence, position, "print", "Traceback\nValueError: rank 1"))
+    bench.on(WorkerRaised(worker, bench.fence, position, "print", "Traceback\nValueError: rank 1"))
     bench.exit(worker, 1)
 
 
@@ -147,7 +147,7 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(
 def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:
     bench = Bench(WHOLE, num_workers=2, max_workers=2)
     bench.start(1, 2)
-    bench.on(WorkerFailed(name(2), bench.fence, at(3), "print", "Traceback\nValueError: rank 1"))
+    bench.on(WorkerRaised(name(2), bench.fence, at(3), "print", "Traceback\nValueError: rank 1"))
     bench.on(Heartbeat(name(2).slot, name(2), "T"))
     stops = [stop.kill for stop in bench.find_commands(StopWorker) if stop.worker == name(2)]
     assert stops

@@ -17,8 +17,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.torch.buffers import BufferMerge
-from spark_elastic.training.torch.forward import BufferSnapshot
+from spark_elastic.training.torch.buffers import BufferMerge, BufferSnapshot
 from tests.unit.torch.train.trainees import ROWS, TrainedModel, X
 from tests.unit.torch.worlds import run_in_world
 

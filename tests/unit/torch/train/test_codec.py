@@ -21,8 +21,7 @@ from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.runs.snapshot import Codec
 from spark_elastic.training.keras.state import JsonCodec
-from spark_elastic.training.torch.callback_list import TorchCallbackList
-from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule, Training
+from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule, TorchCallbackList, Training
 from spark_elastic.training.torch.state import TorchCodec, TorchTrainingState, check_storable
 from tests.checkpoints import reload_from_checkpoint
 from tests.fake_group import FakeFabric

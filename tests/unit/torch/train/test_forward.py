@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spark_elastic.gradients.generators import seeded_rng
-from spark_elastic.training.torch.forward import (
+from spark_elastic.training.torch.buffers import (
     BufferSnapshot,
     describe_world_dependence,
     rng_state,

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.torch import lightning_loss as lightning
-from spark_elastic.training.torch.build_optimizer import TrainerPlan, build_optimizer
-from spark_elastic.training.torch.lightning_loss import LightningLoss, check_lightning
+from spark_elastic.training.torch import lightning
+from spark_elastic.training.torch.lightning import LightningLoss, TrainerPlan, check_lightning
+from spark_elastic.training.torch.spec import build_optimizer
 
 SHARE = LocalBatch(3, np.arange(3), (torch.ones(3, 2),), (torch.zeros(3),), None)
 GROUP: Any = SimpleNamespace(rank=1, size=4)

@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.data.plan import DataPlan, Division
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.torch.share_check import GradientDigest, ShareCheck, ShareChecker
+from spark_elastic.training.torch.share_step import GradientDigest, ShareCheck, ShareChecker
 from spark_elastic.training.trainer import StepDisputed
 
 SHARES = 8

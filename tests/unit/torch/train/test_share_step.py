@@ -76,12 +76,12 @@ def center(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def take_steps(group: Group, scope: str | None) -> dict[str, Any]:
     model = copy.deepcopy(NET)
     state = TorchTrainingState(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    metrics = Metrics({"mean": mean_output}, CONFIG.label_cols, logs=True)
+    metrics = Metrics({"mean": mean_output}, CONFIG.data.label_cols, logs=True)
     first = nn.MSELoss() if scope is None else center
     loss = MultiOutputLoss({"a": (first, 0.3), "b": (nn.CrossEntropyLoss(), 0.7)}, weighted=True)
     config = change(CONFIG, loss_scope=scope)
     builder = BatchBuilder(
-        (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, reshapes=False
+        (Column("x", "float32", (4,)),), CONFIG.data.label_cols, "w", torch.float32, reshapes=False
     )
     losses = []
     with closing(GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES))) as exchange:

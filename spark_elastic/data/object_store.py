@@ -1,18 +1,21 @@
-"""Calls of an object store's client, tried again until they succeed or a time limit is over.
+"""An object store: calls of its client, tried again until they succeed or a time limit is over; objects as files.
 
 The clients try a single request again by themselves, some for two seconds and some without an end. This module bounds
 them: each attempt has a limit of its own, so that an answer that trickles in or never comes is asked for anew, and all
 attempts together have one. Credentials that have expired are looked up again. Only clients whose calls are coroutines
-(S3, GCS, Azure) are retried: those of local disks, mounts and HDFS wait by themselves. Any thread may use it; the
-coroutines run in fsspec's thread.
+(S3, GCS, Azure) are retried: those of local disks, mounts and HDFS wait by themselves. Any thread may use a client; the
+coroutines run in fsspec's thread. A `RemoteFile` belongs to one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import io
+import os
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -210,3 +213,80 @@ def _is_transient(error: BaseException) -> bool:
             return True
     names = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(error).__mro__}
     return bool(names & _BROKEN)
+
+
+TAIL_BYTES = 64 << 10  # one read gets nearly every footer of Parquet
+
+
+class RemoteFile(io.RawIOBase):
+    """Reads from the ranges in memory, and by requests of their own what is in none."""
+
+    def __init__(self, client: RetryingClient, path: str, size: int, ranges: Mapping[int, bytes]) -> None:
+        """ranges: first byte -> the bytes from there on; they do not overlap."""
+        super().__init__()
+        self._client, self._path, self._size = client, path, size
+        self._place = 0
+        self.keep(ranges)
+
+    @classmethod
+    def open(cls, client: RetryingClient, path: str) -> RemoteFile:
+        """Reads nothing but the object's size."""
+        return cls(client, path, client.run(client.find_size(path)), {})
+
+    def keep(self, ranges: Mapping[int, bytes]) -> None:
+        """Read from these ranges from now on, instead of those before."""
+        self._ranges = ranges
+        self._starts = sorted(ranges)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        self._place = max(0, origin + offset)
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fills the buffer unless the file ends before."""
+        count = max(0, min(len(buffer), self._size - self._place))
+        begin, end = self._place, self._place + count
+        if count:
+            found = self._find(begin, end)
+            if found is None:
+                (found,) = (memoryview(each) for each in self._client.run(self._read(begin, end)))
+            memoryview(buffer)[:count] = found
+        self._place = end
+        return count
+
+    def readall(self) -> bytes:
+        """The rest of the file. That of RawIOBase asks for 8 KiB at a time, by a request for each."""
+        return self.read(max(0, self._size - self._place)) or b""
+
+    def _find(self, begin: int, end: int) -> memoryview | None:
+        """The bytes if they are in memory."""
+        slot = bisect_right(self._starts, begin) - 1
+        if slot < 0:
+            return None
+        start = self._starts[slot]
+        content = self._ranges[start]
+        return memoryview(content)[begin - start : end - start] if end <= start + len(content) else None
+
+    async def _read(self, begin: int, end: int) -> list[bytes]:
+        return await self._client.read_ranges(self._path, [(begin, end)])
+
+
+def coalesce(ranges: Iterable[Range], gap: int) -> list[Range]:
+    """The ranges in order; those that are at most `gap` bytes apart become one."""
+    joined: list[Range] = []
+    for start, end in sorted(ranges):
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
