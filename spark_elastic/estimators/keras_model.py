@@ -171,11 +171,10 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
             cloudpickle.dumps(custom),
             extra["floatx"],
             safe=CUSTOM not in parts,
-            undecayed=tuple(extra.get("undecayed", ())),  # none: saved before they were kept, as what follows
+            undecayed=tuple(extra["undecayed"]),
             adapters=_unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else (),
         )
-        labels = tuple(extra.get("labels", ()))
-        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
+        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), tuple(extra["labels"]))
 
 
 def import_by_name(module: str, name: str) -> Any:

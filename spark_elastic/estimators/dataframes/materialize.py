@@ -66,7 +66,6 @@ from spark_elastic.estimators.dataframes.sorted_rows import (
     SortTask,
 )
 from spark_elastic.estimators.dataframes.store_access import (
-    check_store_access,
     escape_pattern,
     to_spark_url,
     translate_write_errors,
@@ -351,7 +350,6 @@ def materialize(
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
-        check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
         manifests = list(_write_and_publish(df, types, target, split, published))
     assert manifests[0] is not None
@@ -458,7 +456,8 @@ def _write(
         raise StoreError(
             f"The files that Spark wrote to {target.folder} in the store {target.store.url} have "
             f"{[manifest.rows for manifest in manifests]} rows, and Spark counted {list(counts.values())}: check "
-            "what commits its files (spark.sql.sources.commitProtocolClass)."
+            "what commits its files (spark.sql.sources.commitProtocolClass), and that Spark's settings and "
+            "storage_options lead to the same place."
         )
     return manifests
 

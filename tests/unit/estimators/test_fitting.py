@@ -249,11 +249,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         describe=lambda record: "version 3",
     )
     wanted = request(
-        run_id="r",
-        epochs=1,
-        num_workers=1,
-        objects=SimpleNamespace(transformation=None),
-        verbose=2,
+        run_id="r", epochs=1, num_workers=1, objects=SimpleNamespace(transformation=None), verbose=2
     )
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     assert fitting.train_model(rows, wanted, framework).weights == b"w"

@@ -16,10 +16,8 @@ from spark_elastic.clusters.spark import executors
 from spark_elastic.clusters.spark.executors import ExecutorWatch
 from spark_elastic.clusters.spark.preflight import _count_live_executors
 from spark_elastic.estimators.dataframes.materialize import _describe_source
-from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
 from spark_elastic.testing.fakes import FakeClock
-from tests.memory_store import make_memory_store
 
 
 class Backend:
@@ -90,12 +88,3 @@ def test_as_many_probes_as_cores_run_if_executors_cannot_be_counted() -> None:
 def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:
     frame: Any = SimpleNamespace(_jdf=DeniedGateway())
     assert _describe_source(frame) != _describe_source(frame)
-
-
-def test_the_store_check_passes_if_the_jvm_denies_access() -> None:
-    user = SimpleNamespace(UserGroupInformation=DeniedGateway())
-    hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
-    session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
-    store = make_memory_store()
-    check_store_access(session, store)
-    assert store.list("probes") == []
