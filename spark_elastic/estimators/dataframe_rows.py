@@ -259,8 +259,6 @@ def find_scanned_rows(
 ) -> FoundRows:
     """The rows of the files that a DataFrame scans, with columns as the DataFrame names them. Reads the files' footers.
 
-    transformed, piece_bytes: as for `describe_files`.
-
     Raises NoFileScan for other DataFrames, and as `describe_files` does.
     """
     scan = find_file_scan(df, names)

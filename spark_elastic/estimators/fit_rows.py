@@ -639,11 +639,7 @@ def find_conversion(
     missing: MissingValues, row_order: str | None, validation: Any = None, avoids_nan_check: str = ""
 ) -> tuple[str, str] | None:
     """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing.
-
-    Args:
-        validation: which of the rows validate; None: none, or they are apart already.
-        avoids_nan_check: settings by which nobody has to look for NaN; "": nobody has to.
-    """
+    avoids_nan_check: settings by which nobody has to look for NaN; "": nobody has to."""
     if validation is not None:
         return "validation splits the rows while they are written", "give {argument} instead"
     if "drop" in (missing.nulls, missing.nans):
@@ -682,10 +678,8 @@ def choose_group_bytes(request: Request) -> int:
 def materialize_rows(
     rows: RowSource, request: Request, store: Store, run: OwnedRun
 ) -> Iterator[tuple[RunRecord, Store]]:
-    """The run's record, and the store that its rows are in, for as long as the run needs them.
-
-    A run that is resumed needs the rows that it began with.
-    """
+    """The run's record, and the store that its rows are in, for as long as the run needs them: if it is resumed, those
+    that it began with."""
     record = RunRecord.load(store, run.run_id)
     if record is None:
         record = rows.begin_run(request, store, run)

@@ -116,11 +116,8 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
 
 
 def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
-    """The pickled objects, and the installed modules that loading them imports, as early imports.
-
-    Raises:
-        InvalidInput: workers cannot use a parameter: it does not pickle, or holds what lives on Spark's driver.
-    """
+    """The pickled objects, and the installed modules that loading them imports, as early imports. Raises InvalidInput
+    with the parameter that workers cannot use."""
     modules: dict[str, None] = {}
     try:
         payload = captures.dumps(objects, modules=modules)
@@ -291,11 +288,8 @@ def make_fit_limits(request: FitRequest[Any], global_batch: int) -> Limits:
 
 
 def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Rank 0's result, compared with those of the replicas (P4, identical replicas).
-
-    Args:
-        results: by rank; None for a worker that was lost after its last step.
-    """
+    """Rank 0's result, compared with those of the replicas (P4, identical replicas); None is a worker that was lost
+    after its last step."""
     trained = results[0]
     assert trained is not None  # or training would not have ended
     differ = [

@@ -178,11 +178,7 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
 
 
 def import_by_name(module: str, name: str) -> Any:
-    """A class or function by its place.
-
-    Raises:
-        StoreError: it is not there.
-    """
+    """A class or function by its place. Raises StoreError if it is not there."""
     try:
         found = importlib.import_module(module)
         for part in name.split("."):

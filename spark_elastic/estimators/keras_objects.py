@@ -69,11 +69,7 @@ _WATCHING = (
 
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
-    """Check the user's objects among an estimator's parameters.
-
-    Raises:
-        InvalidInput: the first mistake, in one sentence.
-    """
+    """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
     if keras.backend.backend() != "tensorflow":
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
@@ -100,11 +96,7 @@ _FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
 
 
 def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model and losses on two rows of the data, and refuse what fails there.
-
-    Raises:
-        InvalidInput: the shapes and types of the columns, and the error of the model or a loss.
-    """
+    """Run copies of model and losses on two rows of the data. Raises InvalidInput with what fails there."""
     if len(objects.model.content) > MAX_BYTES:
         return
     if not has_hook(objects.callbacks, _FIRST_HOOKS, ("keras.", "spark_elastic.")):
@@ -121,14 +113,7 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:
-    """Check that each number that a callback watches will exist, before the first job.
-
-    Args:
-        validates: each epoch is followed by a validation.
-
-    Raises:
-        InvalidInput: a callback watches a number that no epoch will have.
-    """
+    """Raise InvalidInput if a callback watches a number that no epoch will have. validates: each epoch is validated."""
     watched = [
         callback.monitor
         for callback in objects.callbacks
@@ -186,11 +171,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
 
 
 def check_lambdas(things: Iterable[Any]) -> None:
-    """Refuse lambdas that use globals: Keras saves only their code.
-
-    Raises:
-        InvalidInput: one of them uses a global name.
-    """
+    """Raise InvalidInput for a lambda that uses a global name: Keras saves only its code."""
     for function in filter(inspect.isfunction, things):
         used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
         if used:
@@ -232,11 +213,8 @@ def _model(model: Any, seed: Any) -> Any:
 
 
 def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
-    """The model as its `.keras` file.
-
-    Raises:
-        InvalidInput: a class of the user's has no get_config(), or cannot be pickled, as a function of the user's.
-    """
+    """The model as its `.keras` file. Raises InvalidInput for a class without get_config(), or what cannot be
+    pickled."""
     try:
         return Archive.of(model, custom_objects)
     except NotImplementedError as error:
@@ -349,10 +327,7 @@ def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
 
 
 def _check_losses(model: Any) -> None:
-    """Check losses and metrics against the outputs, as workers do, if the outputs are known.
-
-    model: a copy, which this builds.
-    """
+    """Check losses and metrics against the outputs, as workers do, if the outputs are known. model: a copy."""
     if not getattr(model, "outputs", None):
         return
     outputs = getattr(model, "output", model.outputs[0])  # a Sequential that was never called has no `output`

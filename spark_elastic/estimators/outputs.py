@@ -51,15 +51,8 @@ class OutputColumns:
     def from_params(
         cls, values: Mapping[str, Any], named: Collection[str] = (), implied: str | None = None
     ) -> OutputColumns:
-        """
-        Args:
-            values: the parameters by name.
-            named: those that the user has set.
-            implied: the activation that the loss implies.
-
-        Raises:
-            InvalidInput: names that are none, and parameters that exclude each other.
-        """
+        """The parameters `values`, of which the user has set those `named`, with the activation that the loss implies.
+        Raises InvalidInput for names that are none, and parameters that exclude each other."""
         prediction, outputs = values["prediction_col"], values["output_cols"]
         probability, raw_prediction = (values[name] or None for name in OF_CLASSES[:2])
         optional = [name for name in (probability, raw_prediction) if name is not None]

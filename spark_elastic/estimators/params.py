@@ -99,12 +99,9 @@ class _Declaration:
 
 
 def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Param[Any]:
-    """Declare a Param with `setBatchSize(value)` and `getBatchSize()` for a `batch_size`, as users of Spark ML expect.
-
-    Its name is that of the attribute it is assigned to.
-    """
-    declared: Any = _Declaration(doc, converter)
-    return declared
+    """Declare a Param of the attribute's name, with setter and getter such as `setBatchSize`, as users of Spark ML
+    expect."""
+    return _Declaration(doc, converter)  # type: ignore[return-value]
 
 
 def _to_camel(name: str) -> str:
@@ -185,15 +182,8 @@ def translate_names(
     own: Callable[[str], bool] = lambda name: False,
     refused: Mapping[str, str] = REFUSED,
 ) -> dict[str, Any]:
-    """Parameters by our names.
-
-    Args:
-        own: whether a name is a parameter of the estimator, even if another estimator refuses it.
-        refused: names without a meaning for the estimator, with the reasons.
-
-    Raises:
-        InvalidInput: a parameter has no meaning here, or is given under both names.
-    """
+    """Parameters by our names. own: whether a name is a parameter of the estimator, even if another estimator refuses
+    it. Raises InvalidInput for one that has no meaning here, with the reason, or is given under both names."""
     ours: dict[str, Any] = {}
     for name, value in values.items():
         if name in refused and not own(name):
@@ -284,10 +274,8 @@ class ColumnParams(Params):
         return float(self.getOrDefault("threshold") if several is None else find_threshold(several))
 
     def find_output_columns(self, implied: str | None = None) -> OutputColumns:
-        """The columns that `transform` is to add. Raises InvalidInput as `OutputColumns.from_params`.
-
-        implied: the activation that the loss implies.
-        """
+        """The columns that `transform` is to add. implied: the activation that the loss implies. Raises
+        InvalidInput."""
         values = {param.name: self.getOrDefault(param) for param in self.params if self.isDefined(param)}
         return OutputColumns.from_params(
             values, [param.name for param in self.params if self.isSet(param)], implied

@@ -34,13 +34,8 @@ from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 
 def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
-    """The GPU's number, as the framework counts them; None: the CPU.
-
-    addresses: of the GPUs that Spark gave to the task. visible: how many GPUs the framework sees.
-
-    Raises:
-        InvalidInput: the framework sees several GPUs, and none of them has that address.
-    """
+    """The number of the GPU that Spark gave to the task, as the framework counts the visible ones; None: the CPU.
+    Raises InvalidInput if none of several has that address."""
     if not addresses or not visible:
         return None
     names = list_visible_gpus(os.environ)
@@ -76,11 +71,8 @@ def find_shapes(
     columns: Sequence[Column], sample: Sequence[Sequence[Any]] | None, forward: Forward
 ) -> list[Shape]:
     """Shape of a row of each output, tried on rows of zeros, or on `sample`, a row: on two and on three of them, since
-    any other dimension of an output may be as long as one number of rows.
-
-    Raises:
-        InvalidInput: the first dimension of an output is not the rows.
-    """
+    any other dimension of an output may be as long as one number of rows. Raises InvalidInput if the first is not the
+    rows."""
     outputs: list[Floats] = []
     for rows in (2, 3):
         if sample is None:
@@ -102,11 +94,9 @@ def _check_rows(output: Floats, rows: int) -> Floats:
 
 
 def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN.
-
-    Raises:
-        InvalidInput: nulls, rows of another size or of uneven arrays, or values that the column's dtype cannot hold.
-    """
+    """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN. Raises
+    InvalidInput for other nulls, rows of another size or uneven arrays, and values that the column's dtype cannot
+    hold."""
     if column.ragged:
         return _stack_ragged(rows, column)
     if column.dtype == "object":

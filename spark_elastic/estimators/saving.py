@@ -94,12 +94,7 @@ def name_incomplete(path: str, kind: type) -> Iterator[None]:
 
 
 def read_metadata(spark: SparkSession, path: str, kind: type) -> dict[str, Any]:
-    """What `kind` saved at the path beside its parts.
-
-    Raises:
-        InvalidInput: another class saved it.
-        StoreError: it cannot be read, or was written by another release.
-    """
+    """What `kind` saved at the path beside its parts. Raises InvalidInput if another class saved it, and StoreError."""
     with name_incomplete(path, kind):
         metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(
             escape_pattern(path), find_metadata_session(spark)
@@ -147,10 +142,7 @@ class Packed:
 
 
 def pack(thing: Any, model: torch.nn.Module | None = None) -> Packed:
-    """Take a module apart, or anything that holds tensors; it stays as it is.
-
-    model: the module that names the tensors where `thing` is more than one, such as itself with its optimizer.
-    """
+    """Take a module apart, or anything that holds tensors, which `model` then names; it stays as it is."""
     model = thing if isinstance(thing, torch.nn.Module) else model
     named = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
     file = io.BytesIO()

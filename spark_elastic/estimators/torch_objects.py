@@ -102,11 +102,7 @@ ACTIVATIONS: dict[Any, str] = {
 
 
 def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
-    """Check the user's objects among an estimator's parameters.
-
-    Raises:
-        InvalidInput: the first mistake, in one sentence.
-    """
+    """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
     model = _check_model(values["model"], values["seed"])
     own_step = values["train_minibatch_fn"] is not None or is_lightning(model)
     if own_step and values["metrics"]:
@@ -169,12 +165,8 @@ _FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model, losses and metrics on two rows of the data, and refuse what fails there.
-
-    Raises:
-        InvalidInput: the shapes and types of the columns, and the error of the model, the loss or a metric; or the
-            loss compares rows.
-    """
+    """Run copies of model, losses and metrics on two rows of the data. Raises InvalidInput with what fails there, or if
+    the loss compares rows."""
     model = objects.model
     is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
     is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())  # which takes long, also here

@@ -318,12 +318,8 @@ _TAKES = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "O": "O"}
 
 
 def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
-    """The column, as it is to be handed to the model's Python worker: its name if it stays as it is, since each Column
-    costs several calls of the JVM.
-
-    Raises:
-        InvalidInput: there is no column of that name, or its type is another than in training.
-    """
+    """The column, as it is handed to the model's Python worker: its name if it stays as it is, since each Column costs
+    several calls of the JVM. Raises InvalidInput if it is missing, or of another type than in training."""
     given = find_column_type(dataset.schema, column.name, transformed=True)
     spark_type = get_type(dataset.schema, column.name)
     if not _fits(given, column):

@@ -55,12 +55,8 @@ def check_runs(
 ) -> None:
     """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer.
 
-    Args:
-        what: may fail.
-        find_cause: the sentence for a cause that is known better than by the error.
-
-    Raises:
-        InvalidInput: both calls fail by the user's code.
+    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of
+    `what`.
     """
     sample, most = read_rows(spec), spec.config.data.batch_size
     failures: list[tuple[StepRows, Exception]] = []
@@ -198,15 +194,8 @@ class _Finding(NamedTuple):
 def check_loss_scope(
     spec: TrainSpec, what: str, advice: str, prepare: Callable[[StepRows], LossTrial]
 ) -> None:
-    """Refuse a loss that compares rows unless `loss_scope` says whose; warn once of what else depends on the division.
-
-    Args:
-        what: the parameter that computes the loss.
-        advice: what a user may do instead.
-
-    Raises:
-        InvalidInput: in one sentence, with the losses that show it.
-    """
+    """Raise InvalidInput if the loss that `what` computes compares rows and `loss_scope` does not say whose; warn once
+    of what else depends on the division. advice: what a user may do instead."""
     config = spec.config
     most = min(len(_ROWS), config.data.batch_size)
     over_step = config.loss.loss_scope == "step"

@@ -57,11 +57,8 @@ MODEL_FACTORY_LOCK = threading.RLock()
 def build_request(
     values: Mapping[str, Any], check_objects: Callable[[Mapping[str, Any]], O]
 ) -> FitRequest[O]:
-    """Check the parameters of an estimator, by name. check_objects: checks the user's objects among them.
-
-    Raises:
-        InvalidInput: the first mistake, in one sentence.
-    """
+    """Check the parameters of an estimator, by name; `check_objects` those that are objects. Raises InvalidInput with
+    the first mistake."""
     config = FitConfig.from_params(values)
     objects = _reshape_inputs(check_objects(values), config)
     if config.transformation.transformation_workers and objects.transformation is None:
@@ -112,14 +109,8 @@ def name_failing(parameter: str) -> Iterator[None]:
 
 
 def build_model(given: Any, kind: type[M], words: str) -> M:
-    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded.
-
-    Args:
-        kind: class of models, words: in words.
-
-    Raises:
-        InvalidInput: it is no model, or the function fails.
-    """
+    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded. Raises
+    InvalidInput if it is no model of that kind, or the function fails."""
     if not isinstance(given, kind) and not isinstance(given, type) and callable(given):
         with name_failing("model"):
             given = given()

@@ -89,10 +89,7 @@ def _explain(df: DataFrame) -> str:
 
 
 def _read_plan(explained: str, names: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Column -> its name in the source, and the source: "iceberg", or the kind of index that finds the files.
-
-    explained: what Spark says of a selection of `names`.
-    """
+    """Column -> its name in the source, and the source: "iceberg", or the kind of index that finds the files."""
     analyzed, optimized, physical = (
         _find_section(explained, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")

@@ -137,13 +137,8 @@ class SortedChunks:
     def merge(
         self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
     ) -> list[list[str]]:
-        """Write the rows in order; the files of each data set.
-
-        Args:
-            folder: where to write, in the store.
-            counts: how many rows there are to train on (False) and, with a split, to validate with (True).
-            row_bytes: of a row on average.
-        """
+        """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: of rows to train on
+        (False) and, with a split, to validate with (True)."""
         total, distinct = sum(counts.values()), self.sums.distinct
         has_copies = distinct < DISTINCT * total
         # Copies of few rows need not be read, so the driver makes more of them, if they need not travel either.
@@ -166,11 +161,8 @@ class SortedChunks:
         return [[found[each] for each in range(*bounds) if found[each]] for bounds in pairwise(ends)]
 
     def _spread_copies(self, sets: int, distinct: int, total: int, row_bytes: int) -> SortedChunks:
-        """The same rows in the order of a hash of row and copy.
-
-        A task reads the distinct rows of its range, and makes its share of their copies: there are many shares if few
-        rows are distinct, or one has very many copies.
-        """
+        """The same rows in the order of a hash of row and copy. A task makes its share of the copies of a range's rows:
+        there are many shares if few rows are distinct, or one has very many copies."""
         ranges = max(1, distinct * row_bytes // CHUNK_BYTES)
         tasks = max(1, min(len(self.files), total * row_bytes // _COPY_BYTES))
         heavy = min(_MOST_SHARES, self.most * row_bytes // CHUNK_BYTES)
@@ -260,12 +252,8 @@ class WriteOptions:
         return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
 
     def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
-        """Options of Spark's Parquet writer.
-
-        Args:
-            row_bytes: of each row; None if rows differ.
-            counts_rows: whether the writer can end a row group after a number of rows, as that of Spark 4 does.
-        """
+        """Options of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether the writer can end a
+        row group after a number of rows, as that of Spark 4 does."""
         rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
         return {
             "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
@@ -599,11 +587,7 @@ def find_difference(
     split: ValidationSplit | None,
     written: Sequence[Manifest],
 ) -> str | None:
-    """What distinguishes `df` from what was written, as the end of a sentence; None if nothing does.
-
-    Args:
-        written: what `materialize` returned: one data set, or both of a split.
-    """
+    """What distinguishes `df` from what `materialize` wrote, as the end of a sentence; None if nothing does."""
     names = list(dict.fromkeys(columns))
     types = find_column_types(df, names, options)
     for name, kind in types.items():

@@ -355,12 +355,8 @@ class TableScan:
         return self._ragged and kind.dimensions == 1 and not kind.vector
 
     def describe_columns(self, written: Callable[[], DataFrame]) -> tuple[manifest.Column, ...]:
-        """The columns as they are read, after the write; InvalidInput for nulls, and for arrays of different lengths
-        where these must not be.
-
-        Args:
-            written: opens the written table, in which a job of its own finds a bad row to name.
-        """
+        """The columns as they are read, after the write. Raises InvalidInput for nulls, and for arrays of different
+        lengths where these must not be; a job of its own finds a bad row to name in what `written` opens."""
         found = self._observation.get
         if found["missing"]:
             self._refuse_missing(written(), found["rows"])
