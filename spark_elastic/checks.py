@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import operator
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from numbers import Number, Real
 from typing import Any
 
@@ -116,16 +115,13 @@ SECONDS = make_number("a number of seconds above 0", lambda number: number > 0)
 FLAG = make_kind("True or False", bool)
 TEXT = Check("text", _to_text)
 FUNCTION = Check("a function", _to_function)
-SIXTEEN_BITS = make_choice("bf16", "fp16").or_none()
 COLUMN = make_kind("the name of a column", str)
 VERBOSE = Check("0, 1 or 2", lambda value: WHOLE.convert(int(value) if isinstance(value, bool) else value))
 
 
-def param(
-    check: Callable[[str, Any], Any], default: Any = dataclasses.MISSING, *, may_change: bool = False
-) -> Any:
+def param(check: Any, default: Any = MISSING, *, may_change: bool = False) -> Any:
     """A field of a component's config. may_change: a later fit of the same run may have another value."""
-    return dataclasses.field(default=default, metadata={"check": check, "may_change": may_change})
+    return field(default=default, metadata={"check": check, "may_change": may_change})
 
 
 def check_workers(least: int, number: int, most: int) -> None:
@@ -138,11 +134,7 @@ def check_workers(least: int, number: int, most: int) -> None:
 
 
 def require_package(module: str, what: str, package: str) -> Any:
-    """A module of a package that is not installed with this one. what: needs it; package: its name for pip.
-
-    Raises:
-        InvalidInput: it is not there.
-    """
+    """A module of a package that `what` needs and pip calls so. Raises InvalidInput if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -320,17 +320,24 @@ def _check_optimizer(
                 "such as lambda params: SGD(params, lr=0.1)."
             )
         _check_parameters(optimizer, model)
-        return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
+        return optimizer, build_optimizer(*_copy((model, optimizer)), learning_rate)
     if not callable(optimizer) and not (optimizer is None and is_lightning(model)):
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
             f"lambda params: SGD(params, lr=0.1); got {describe(optimizer)}."
         )
-    trial = copy.deepcopy(model)
+    trial = _copy(model)
     with name_failing("optimizer"):
         tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
+
+
+def _copy(things: Any) -> Any:
+    try:
+        return copy.deepcopy(things)
+    except Exception as error:  # such as of tensors that were computed
+        raise InvalidInput(f"the model cannot be copied ({error}): make what it holds in forward.") from error
 
 
 def _find_watched_metrics(

@@ -6,39 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic.checks import COUNT, SIXTEEN_BITS, make_choice, param
 from spark_elastic.config import operations_from_env
-from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import BUCKET_BYTES
 from spark_elastic.gradients.reduction import Compressor
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeConfig:
-    """How a fit's gradients are divided and sent."""
-
-    # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
-    determinism: str | None = param(make_choice("bitwise").or_none(), None)
-    virtual_shares: int = param(COUNT, 8)  # parts of a step in bitwise mode, each computed by one worker
-    # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
-    verify_steps: int | None = param(COUNT.or_none(), None, may_change=True)
-    # Type in which float32 gradients are sent: "bf16", "fp16" or None.
-    gradient_compression: str | None = param(SIXTEEN_BITS, None)
-
-    def __post_init__(self) -> None:
-        if self.determinism is None and self.verify_steps is not None:
-            raise InvalidInput(
-                "verify_steps compares the bits of virtual shares: set determinism='bitwise', or leave it out."
-            )
-        if self.determinism is not None and self.gradient_compression is not None:
-            raise InvalidInput(
-                "determinism='bitwise' sends gradients as they are: leave gradient_compression out."
-            )
-
-    @property
-    def shares(self) -> int:
-        """Virtual shares of a step in bitwise mode; 0: the workers divide its rows."""
-        return 0 if self.determinism is None else self.virtual_shares
 
 
 @dataclass(frozen=True)

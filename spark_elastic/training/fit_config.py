@@ -1,8 +1,8 @@
 """The parameters of one fit, checked: frozen records that the driver and all workers use as they are.
 
-Each component has a config of its own, which checks its values and says the first mistake in one sentence; those whose
-code is not the same in torch and Keras stand here. A new parameter of training is a field of its component and a
-declaration in `estimators/params.py`; a run is bound to it unless it `may_change`. Values only.
+Each component has a config of its own, which checks its values and says the first mistake in one sentence. A new
+parameter of training is a field of its component and a declaration in `estimators/params.py`; a run is bound to it
+unless it `may_change`. Values only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from spark_elastic.checks import (
     COLUMN,
     COUNT,
     FLAG,
-    SIXTEEN_BITS,
     Check,
     check_workers,
     make_choice,
@@ -29,7 +28,6 @@ from spark_elastic.checks import (
 )
 from spark_elastic.data.reading.readers import check_reader
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.exchange_options import ExchangeConfig
 from spark_elastic.training.transformation import TransformationConfig
 
 SEED = make_whole(0, 2**64 - 1, "a whole number from 0, below 2**64")
@@ -68,6 +66,7 @@ def _check_reader(name: str, value: Any) -> str:
 
 _LEARNING_RATE = make_number("a number of 0 or more", lambda rate: 0 <= rate < math.inf)
 _SHAPES = Check("one shape per column, of sizes of 1 or more, such as [(1, 28, 28)]", _to_shapes).or_none()
+_SIXTEEN_BITS = make_choice("bf16", "fp16").or_none()
 _VALIDATION = Check("a fraction of the rows below 1, or the name of a column", _to_validation)
 
 
@@ -145,7 +144,9 @@ class OptimizerConfig:
     gradient_clip_norm: float | None = param(ABOVE_0.or_none(), None)
     # Largest absolute value of an element of a gradient; None: no limit.
     gradient_clip_value: float | None = param(ABOVE_0.or_none(), None)
-    precision: str | None = param(SIXTEEN_BITS, None)  # forward passes under autocast: "bf16", "fp16" or None
+    precision: str | None = param(
+        _SIXTEEN_BITS, None
+    )  # forward passes under autocast: "bf16", "fp16" or None
     compile_model: bool = param(FLAG, False, may_change=True)  # whether workers compile the forward pass
 
 
@@ -158,6 +159,34 @@ class LossConfig:
     loss_scope: str | None = param(make_choice("step", "worker").or_none(), None, may_change=True)
     # Whether the first loss of NaN or infinity ends the training.
     terminate_on_nan: bool = param(FLAG, True, may_change=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """How a fit's gradients are divided and sent."""
+
+    # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
+    determinism: str | None = param(make_choice("bitwise").or_none(), None)
+    virtual_shares: int = param(COUNT, 8)  # parts of a step in bitwise mode, each computed by one worker
+    # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
+    verify_steps: int | None = param(COUNT.or_none(), None, may_change=True)
+    # Type in which float32 gradients are sent: "bf16", "fp16" or None.
+    gradient_compression: str | None = param(_SIXTEEN_BITS, None)
+
+    def __post_init__(self) -> None:
+        if self.determinism is None and self.verify_steps is not None:
+            raise InvalidInput(
+                "verify_steps compares the bits of virtual shares: set determinism='bitwise', or leave it out."
+            )
+        if self.determinism is not None and self.gradient_compression is not None:
+            raise InvalidInput(
+                "determinism='bitwise' sends gradients as they are: leave gradient_compression out."
+            )
+
+    @property
+    def shares(self) -> int:
+        """Virtual shares of a step in bitwise mode; 0: the workers divide its rows."""
+        return 0 if self.determinism is None else self.virtual_shares
 
 
 @dataclass(frozen=True, kw_only=True)
