@@ -320,7 +320,8 @@ def _check_optimizer(
                 "such as lambda params: SGD(params, lr=0.1)."
             )
         _check_parameters(optimizer, model)
-        return optimizer, build_optimizer(*_copy((model, optimizer)), learning_rate)
+        trial = _copy((model, optimizer))
+        return optimizer, build_optimizer(trial[0], trial[1], learning_rate)
     if not callable(optimizer) and not (optimizer is None and is_lightning(model)):
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
