@@ -10,7 +10,7 @@ plots from the record and runs nothing.
 
 Faults are real signals, their times count from the job's first step: SIGKILL to a worker every 20 s; SIGKILL to a host
 with all of its processes, which is there again 10 s later; SIGSTOP to a worker for 20 s; a host that leaves with
-notice and comes back after 20 s.
+notice and comes back after 20 s; SIGKILL to the process that coordinates, which is started again at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Event:
     """What happens to a host, and when."""
 
     at: float  # seconds after the first step
-    what: str  # kill, kill_host, add_host, remove_host, stop, continue
+    what: str  # kill, kill_host, kill_driver, add_host, remove_host, stop, continue
     host: int = 1
 
 
@@ -57,6 +57,7 @@ PLANS: dict[str, list[Event]] = {
     "return": [Event(10.0, "kill_host"), Event(20.0, "add_host")],
     "stop": [Event(10.0, "stop"), Event(30.0, "continue")],
     "scale": [Event(10.0, "remove_host"), Event(30.0, "add_host")],
+    "driver": [Event(10.0, "kill_driver")],
 }
 NO_FAULTS = {
     "continue"
@@ -106,6 +107,8 @@ class Run:
             launcher.add_host(event.host)
         elif event.what == "remove_host":
             launcher.remove_host(event.host)
+        elif event.what == "kill_driver":
+            launcher.kill_driver()
         elif event.what == "continue":
             if psutil.pid_exists(self._stopped):  # a peer may have replaced it
                 os.kill(self._stopped, signal.SIGCONT)
@@ -128,6 +131,7 @@ class Run:
         while not condition():
             if time.time() > deadline:
                 return False
+            self._launcher.supervise()
             time.sleep(0.05)
         return True
 

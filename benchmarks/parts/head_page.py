@@ -20,6 +20,7 @@ PLANS = {
     "return": "a host is killed and returns after 10 s",
     "stop": "a worker is stopped for 20 s",
     "scale": "a host leaves with notice and returns after 20 s",
+    "driver": "the process that coordinates is killed",
 }
 
 INTRODUCTION = """# Head to head
@@ -53,12 +54,14 @@ Cells are medians over the runs, with the smallest and the largest beside them.
 
 The scripts are in `benchmarks/peers`; the peers' authors are welcome to correct them.
 
+- What coordinates is our driver, torchrun's agent of host 0 with its worker, Ray's driver, torchft's lighthouse. It is
+  started again as soon as it is dead, and so is each other process that ends by an error after it.
 - All: two workers of one thread each on this machine, Gloo over the loopback interface or our engine, a table in
   memory, SGD with momentum, {batch} rows per step over all workers. A worker that is alone takes the whole step
   (torchft: half of it).
 - **spark_elastic**: `ElasticDataLoader`, `DistributedOptimizer` and a commit per step under `spark-elastic-run` with a
-  discovery script, default settings, without Spark. **bitwise** is the same loop with
-  `determinism="bitwise"` and a virtual share per host: the final weights have the same bits after any faults.
+  discovery script, a run's name, a store and `--restarts`, default settings, without Spark. **bitwise** is the same
+  loop with `determinism="bitwise"` and a virtual share per host: the final weights have the same bits after any faults.
 - **torchrun**: an agent per host, `--nnodes=1:2`, c10d rendezvous on host 0, default timeouts; a checkpoint every
   {checkpoint_steps} steps, and a restart continues at the checkpoint's row. `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`,
   since without it restarted workers dial addresses of the world before.

@@ -46,11 +46,14 @@ class Launcher:
     """A job of one peer in a folder of its own, where its logs stay."""
 
     name = ""
+    driver = "driver"  # the process that coordinates the others
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._python = install(self.name)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, tuple[list[object], dict[str, str]]] = {}
+        self._is_supervised = False
         self._environment = dict(
             os.environ, HEAD_TO_HEAD=str(folder), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
         )
@@ -70,6 +73,17 @@ class Launcher:
         """All of its processes get SIGKILL at once. worker: the process id of its worker."""
         kill_tree(self._processes.pop(f"host-{host}").pid)
 
+    def kill_driver(self) -> None:
+        """SIGKILL to what coordinates. From now on what dies is started again, as a cluster's manager does it."""
+        self._is_supervised = True
+        os.kill(self._processes[self.driver].pid, signal.SIGKILL)
+
+    def supervise(self) -> None:
+        for key, process in list(self._processes.items()) if self._is_supervised else []:
+            if process.poll():
+                command, variables = self._commands[key]
+                self._run(key, command, **variables)
+
     def find_worker(self, host: int, members: list[int]) -> int:
         """Which of the job's worker processes runs on that host."""
         owner = self._processes[f"host-{host}"].pid
@@ -85,6 +99,7 @@ class Launcher:
             process.wait(30)
 
     def _run(self, key: str, command: list[object], **variables: str) -> None:
+        self._commands[key] = command, variables
         with (self.folder / f"{key}.log").open("ab") as log:
             self._processes[key] = subprocess.Popen(
                 [str(word) for word in command],
@@ -107,10 +122,19 @@ class SparkElastic(Launcher):
         script.chmod(0o755)
         code = "import sys; from spark_elastic.clusters.cli import main; sys.exit(main())"
         command = [self._python, "-c", code, "-np", HOSTS, "--min-np", 1, "--max-np", HOSTS, "--verbose"]
+        command += ["--run-id", "run", "--store", self.folder / "store", "--restarts", 3]
         command += ["--host-discovery-script", script, "python"]
         command += [PEERS / "elastic_loop.py", *self.arguments]
         path = os.pathsep.join(map(str, (ROOT, ROOT / "python", PEERS)))
         self._run("driver", command, PYTHONPATH=path)
+
+    def kill_driver(self) -> None:
+        """What `--restarts` starts again."""
+        self._find_driver().kill()
+
+    def _find_driver(self) -> psutil.Process:
+        (driver,) = psutil.Process(self._processes["driver"].pid).children()
+        return driver
 
     def find_worker(self, host: int, members: list[int]) -> int:
         return members[host]
@@ -123,7 +147,7 @@ class SparkElastic(Launcher):
 
     def kill_host(self, host: int, worker: int) -> None:
         """The slot's process and its worker; the driver's other children stay."""
-        driver = self._processes["driver"].pid
+        driver = self._find_driver().pid
         slot = next(
             p for p in [psutil.Process(worker), *psutil.Process(worker).parents()] if p.ppid() == driver
         )
@@ -146,6 +170,7 @@ class Torchrun(Launcher):
     """An agent per host, `--nnodes=1:2`, rendezvous by c10d on host 0."""
 
     name = "torchrun"
+    driver = "host-0"
 
     def add_host(self, host: int) -> None:
         command = [self._python, "-m", "torch.distributed.run", f"--nnodes=1:{HOSTS}", "--nproc-per-node=1"]
@@ -155,6 +180,11 @@ class Torchrun(Launcher):
         command += [f"--rdzv-conf=is_host={str(host == 0).lower()}", PEERS / "torchrun_ddp.py"]
         # Without it, restarted workers dial the addresses of the world before and the job does not recover.
         self._run(f"host-{host}", command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    def kill_driver(self) -> None:
+        """The agent of host 0, which is the first process of its container: its worker dies with it."""
+        self._is_supervised = True
+        kill_tree(self._processes[self.driver].pid)
 
 
 class Ray(Launcher):
@@ -201,6 +231,7 @@ class Torchft(Launcher):
     """A lighthouse, and torchrun with one worker per replica group."""
 
     name = "torchft"
+    driver = "lighthouse"
 
     def start(self) -> None:
         lighthouse = [self._python.parent / "torchft_lighthouse", "--min_replicas=1", "--quorum_tick_ms=100"]
