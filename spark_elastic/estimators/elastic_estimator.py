@@ -196,13 +196,13 @@ def _list_paths(given: Any) -> list[str]:
     """Raises InvalidInput if it is no path, nor several."""
     several = [given] if isinstance(given, str | os.PathLike) else given
     is_table = hasattr(given, "columns")  # whose iterator gives names of columns
-    found = list(several) if isinstance(several, Iterable) and not is_table else [None]
-    if not all(isinstance(each, str | os.PathLike) for each in found):
+    paths = list(several) if isinstance(several, Iterable) and not is_table else [None]
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
         raise InvalidInput(
             f"fit_on_parquet takes paths of Parquet files or folders; got {describe_class(given)}: give their paths, "
             "or call fit with a DataFrame."
         )
-    return to_names(found)
+    return to_names(paths)
 
 
 def _is_plain(value: Any) -> bool:

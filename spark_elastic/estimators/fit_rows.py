@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spark_elastic")
 
+Request = FitRequest[Any]
 FORMAT = 4  # of run.json
 
 
@@ -76,20 +77,15 @@ class RunRecord:
     format: int = FORMAT  # of this record; a release reads its own alone
 
     @classmethod
-    def create(
-        cls, request: FitRequest[Any], data: str, rows: Manifest, validation: Manifest | None
-    ) -> RunRecord:
+    def create(cls, request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
         """The record of a new run on these rows, which are in `data`."""
         config = request.config
         plan, seen = plan_rows(request, rows, config.global_batch, config.data.shuffle), None
         if validation is not None:
             batch = config.data.validation_batch * config.world.num_workers
             order = plan_rows(request, validation, batch, shuffle=False)
-            seen = {
-                "manifest": validation.to_json(),
-                "global_batch": order.global_batch,
-                "lanes": order.lanes,
-            }
+            numbers = {"global_batch": order.global_batch, "lanes": order.lanes}
+            seen = {"manifest": validation.to_json(), **numbers}
         return cls(
             data=data,
             manifest=rows.to_json(),
@@ -131,7 +127,7 @@ class RunRecord:
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
 
-    def check(self, request: FitRequest[Any], run_id: str) -> None:
+    def check(self, request: Request, run_id: str) -> None:
         """Raises InvalidInput with the first setting, or object of the user's, that differs."""
         for name, value in request.config.list_run_settings().items():
             before = self.settings.get(name, value)  # a parameter may be newer than the run
@@ -180,22 +176,14 @@ class RunRecord:
         return self.global_batch // rows
 
 
-def plan_rows(request: FitRequest[Any], manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
+def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
     """The order of a new run's rows."""
-    decoded = manifest.max_decoded_group_bytes()
-    config = request.config
-    plan = DataPlan.for_run(
-        manifest.group_rows,
-        global_batch,
-        config.data.seed,
-        config.world.max_workers,
-        decoded,
-        DEFAULT_CACHE_BYTES,
-        shuffle,
-    )
+    decoded, config = manifest.max_decoded_group_bytes(), request.config
+    seed, most, limit = config.data.seed, config.world.max_workers, DEFAULT_CACHE_BYTES
+    plan = DataPlan.for_run(manifest.group_rows, global_batch, seed, most, decoded, limit, shuffle)
     lanes = plan.lanes
     if config.data.lanes is not None:
-        lanes = min(config.data.lanes, plan.base_rows, count_affordable_lanes(decoded, DEFAULT_CACHE_BYTES))
+        lanes = min(config.data.lanes, plan.base_rows, count_affordable_lanes(decoded, limit))
     return replace(plan, lanes=lanes, shares=config.exchange.shares)
 
 
@@ -224,8 +212,6 @@ class RunResult:
 
 
 log = logging.getLogger("spark_elastic")
-
-Request = FitRequest[Any]
 
 # Parts that are words, or anything but a slash in backquotes.
 _TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
@@ -293,16 +279,11 @@ class FileRows(RowSource):
     call, validation_argument = "fit_on_parquet", "validation_paths"
 
     def __init__(
-        self,
-        session: SparkSession | None,
-        files: Store,
-        names: Sequence[str],
-        validation_names: Sequence[str],
+        self, session: SparkSession | None, files: Store, names: Sequence[str], seen: Sequence[str]
     ) -> None:
-        """files: the store that holds all of them. names: of files or folders in it, to train on."""
+        """files: the store that holds all of them. names: of files or folders in it, to train on; seen: to validate."""
         self.session = require_session(session)
-        self._files = files
-        self._names, self._validation_names = names, validation_names
+        self._files, self._names, self._validation_names = files, names, seen
 
     @classmethod
     def locate(
@@ -321,10 +302,8 @@ class FileRows(RowSource):
         """Also reads the files' footers, by a Spark job if there are many."""
         conversion = find_fit_conversion(request)
         if conversion is not None:
-            clause, remedy = conversion
-            raise InvalidInput(
-                f"{clause}; {self.call} reads files as they are: {remedy.format(argument=self.validation_argument)}."
-            )
+            clause, remedy = conversion[0], conversion[1].format(argument=self.validation_argument)
+            raise InvalidInput(f"{clause}; {self.call} reads files as they are: {remedy}.")
         options = {
             "columns": request.config.data.used_cols,
             "transformed": request.objects.transformation is not None,
@@ -584,10 +563,8 @@ class HandleRows(RowSource):
         avoids = "" if self._rows.has_no_nan else _avoid_nan_check(request)
         conversion = find_conversion(request.missing, config.data.row_order, avoids_nan_check=avoids)
         if conversion is not None:
-            clause, remedy = conversion
-            raise InvalidInput(
-                f"{clause}, and Rows are read as they are: {remedy.format(argument='validation')}."
-            )
+            clause, remedy = conversion[0], conversion[1].format(argument="validation")
+            raise InvalidInput(f"{clause}, and Rows are read as they are: {remedy}.")
         rest, held_out = self._rows, None
         if config.data.validation is not None:
             rest, held_out = rest.split(config.data.validation, config.data.seed)
@@ -598,15 +575,9 @@ class HandleRows(RowSource):
         assert parts[0] is not None
         for column in parts[0].columns if request.objects.transformation is None else ():
             if column.is_raw:
-                raise InvalidInput(
-                    f"The column {column.name!r} has {column.kind}: "
-                    + (
-                        format_remedy(1)
-                        if column.ragged
-                        else "pass transformation_fn, which makes numbers of them"
-                    )
-                    + "."
-                )
+                numbers = "pass transformation_fn, which makes numbers of them"
+                remedy = format_remedy(1) if column.ragged else numbers
+                raise InvalidInput(f"The column {column.name!r} has {column.kind}: {remedy}.")
         self.found = FoundRows(self._rows.store, parts[0], parts[1], self._rows.store.url, self._rows.source)
 
 

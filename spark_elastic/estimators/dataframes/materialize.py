@@ -241,12 +241,6 @@ class WriteOptions:
     # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
     row_order: str = "hash"
 
-    def __post_init__(self) -> None:
-        for setting in ("rows_per_group", "row_group_bytes"):
-            value = getattr(self, setting)
-            if value is not None and value < 1:
-                raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
-
     def count_group_rows(self, row_bytes: int) -> int:
         """Rows of a row group, of rows of so many bytes on average."""
         return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
@@ -324,8 +318,6 @@ def materialize(
         StoreError: the store cannot be written.
     """
     names = list(dict.fromkeys(columns))
-    if not names:
-        raise InvalidInput(f"No columns to write: name some of {df.columns}.")
     if split is not None and _SPLIT in map(str.lower, names):
         raise InvalidInput(
             f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
@@ -412,27 +404,23 @@ def _write(
     rows = row_filter.apply(select_columns(df, types, split))
     rows = scan.observe(add_hashes(rows, types) if sorts else rows)
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
-    chunks: SortedChunks | None = None
+    column, chunks = None if split is None else _SPLIT, None
     if sorts:
-        folder, column = f"{target.folder}/unordered", None if split is None else _SPLIT
-        chunks = SortedChunks.write(rows, types, target.store, folder, column)
+        chunks = SortedChunks.write(rows, types, target.store, f"{target.folder}/unordered", column)
         scan.add_sums(chunks.sums)
     else:
-        target.write(rows, compute_row_bytes(types.values()), None if split is None else _SPLIT)
+        target.write(rows, compute_row_bytes(types.values()), column)
     row_filter.log_dropped_rows()
     counts = _check_counts(scan, split)
     columns = scan.describe_columns(
         chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
     )
-    files = (
-        [target.list_files(folder) for folder in folders] if chunks is None else list(chunks.names.values())
-    )
+    files = list(chunks.names.values()) if chunks else [target.list_files(folder) for folder in folders]
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
     if chunks is not None:
-        row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes(columns) // sum(
-            counts.values()
-        )
+        row_bytes = sum(column.row_bytes for column in columns)
+        row_bytes += scan.count_bytes(columns) // sum(counts.values())
         number = target.options.count_group_rows(row_bytes)
         files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
         _remove_folder(target.store, chunks.sort.folder)
@@ -503,20 +491,13 @@ def warn_about_small_partitions(rows: int, partitions: int) -> None:
 def fingerprint_table(
     df: DataFrame, names: Sequence[str], options: WriteOptions, split: ValidationSplit | None
 ) -> str:
-    """The fingerprint of what is written."""
-    return fingerprint(
-        df, names, {**options.to_spark_options(), "writing": repr(options), "split": repr(split)}
-    )
-
-
-def fingerprint(df: DataFrame, columns: Sequence[str], options: Mapping[str, str]) -> str:
     """32 hex digits: equal only for the same columns of the same rows, written the same way."""
     content = {
         "form": _FORM,
         "plan": df.semanticHash(),
         "source": _describe_source(df),
-        "columns": [[name, get_type(df.schema, name).json()] for name in columns],
-        "options": dict(options),
+        "columns": [[name, get_type(df.schema, name).json()] for name in names],
+        "options": {**options.to_spark_options(), "writing": repr(options), "split": repr(split)},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -86,7 +86,6 @@ def check_columns(
     feature_cols: Sequence[str],
     label_cols: Sequence[str],
     sample_weight_col: str | None = None,
-    extra_cols: Iterable[str] = (),
     transformed: bool = False,
 ) -> None:
     """Raise InvalidInput unless every column exists and holds numbers: numeric and boolean columns, arrays of them
@@ -99,7 +98,6 @@ def check_columns(
         ("feature", feature_cols),
         ("label", label_cols),
         ("sample weight", weights),
-        ("extra", list(extra_cols)),
     )
     for role, names in roles:
         for name in names:
