@@ -19,6 +19,7 @@ import json
 import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -26,6 +27,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
@@ -58,6 +60,7 @@ from spark_elastic.estimators.dataframes.schema import (
 from spark_elastic.estimators.dataframes.sorted_rows import (
     CHUNK_BYTES,
     DISTINCT,
+    READS,
     ROW,
     CopyTask,
     MergeTask,
@@ -141,26 +144,24 @@ class SortedChunks:
         (False) and, with a split, to validate with (True)."""
         total, distinct = sum(counts.values()), self.sums.distinct
         has_copies = distinct < DISTINCT * total
-        # Copies of few rows need not be read, so the driver makes more of them, if they need not travel either.
+        # Copies of few rows are few bytes to read: the driver makes more of them, if they need not travel either.
         makes_copies = has_copies and total <= _COPIED_ROWS and self.sort.store.is_local
         # A client of Spark Connect may be far from the store.
         most = CHUNK_BYTES if makes_copies else SMALL_BYTES
         small = total * row_bytes <= most and has_context(self.spark)
-        chunks, copies, tasks = self, None, max(len(self.files), total * row_bytes // _MERGED_BYTES)
-        if has_copies and total * row_bytes <= CHUNK_BYTES:  # each task makes all copies, and writes its own
-            copies = CopyTask(self.sort, self.names, list(self.types), ranges=1, shares=1)
-            tasks = -(-total * row_bytes // _MERGED_BYTES)
-        elif has_copies:
-            chunks = self._spread_copies(len(counts), distinct, total, row_bytes)
+        tasks = max(len(self.files), total * row_bytes // _MERGED_BYTES)
+        chunks = self._spread_copies(len(counts), distinct, total, row_bytes, small) if has_copies else self
         rows_per_file = rows_per_group * GROUPS_PER_FILE
         files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
-        task = MergeTask(self.sort, folder, chunks.names, files, list(self.types), rows_per_group, copies)
-        rows = [] if small else self._run(task, sum(files.values()), tasks)
-        found = task.write_all() if small else {row["number"]: row["name"] for row in rows}
+        task = MergeTask(self.sort, folder, chunks.names, files, list(self.types), rows_per_group)
+        written = self._run(task, sum(files.values()), tasks, small)
+        found = {row["number"]: row["name"] for row in written}
         ends = accumulate(files.values(), initial=0)
         return [[found[each] for each in range(*bounds) if found[each]] for bounds in pairwise(ends)]
 
-    def _spread_copies(self, sets: int, distinct: int, total: int, row_bytes: int) -> SortedChunks:
+    def _spread_copies(
+        self, sets: int, distinct: int, total: int, row_bytes: int, here: bool
+    ) -> SortedChunks:
         """The same rows in the order of a hash of row and copy. A task makes its share of the copies of a range's rows:
         there are many shares if few rows are distinct, or one has very many copies."""
         ranges = max(1, distinct * row_bytes // CHUNK_BYTES)
@@ -168,10 +169,14 @@ class SortedChunks:
         heavy = min(_MOST_SHARES, self.most * row_bytes // CHUNK_BYTES)
         task = CopyTask(self.sort, self.names, list(self.types), ranges, max(-(-tasks // ranges), heavy))
         number = sets * ranges * task.shares
-        return self._with(self._run(task, number, number))
+        return self._with(self._run(task, number, number, here))
 
-    def _run(self, task: CopyTask | MergeTask, number: int, tasks: int) -> list[Any]:
-        """What a task gives for so many numbers, divided among tasks of Spark."""
+    def _run(self, task: CopyTask | MergeTask, number: int, tasks: int, here: bool) -> list[Any]:
+        """What a task gives for so many numbers: in threads of the driver, or divided among tasks of Spark."""
+        if here:
+            with ThreadPoolExecutor(READS) as pool:
+                parts = list(pool.map(lambda n: list(task([pa.record_batch({"id": [n]})])), range(number)))
+            return [row for part in parts for batch in part for row in batch.to_pylist()]
         with _set_conf(self.spark, {}), translate_write_errors(self.sort.store):
             return self.spark.range(0, number, 1, min(number, tasks)).mapInArrow(task, task.SCHEMA).collect()
 

@@ -9,12 +9,10 @@ Runs in Python workers of Spark's executors, and in the driver for small tables.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -210,27 +208,6 @@ class ReadTask:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Copies of rows, which their hashes tell apart."""
-
-    rows: pa.RecordBatch  # each once, normalized
-    keys: tuple[Hashes, Hashes]  # two hashes of each row
-    places: npt.NDArray[np.int64]  # of each copy's row
-    numbers: npt.NDArray[np.int64]  # of each copy among those of its row
-
-    @cached_property
-    def hashes(self) -> tuple[Hashes, Hashes]:
-        """Two hashes of row and number of each; the second is for those that are equal in the first."""
-        first, exact = (hash_further(key[self.places], self.numbers) for key in self.keys)
-        return first, exact
-
-    def sort_range(self, number: int, files: int) -> npt.NDArray[np.int64]:
-        """The places of the rows of which that one of so many files has copies, in order."""
-        hashes, exact = self.hashes
-        return self.places[_sort_range(hashes, exact.view(np.int64), number, files)]
-
-
-@dataclass(frozen=True)
 class CopyTask:
     """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
 
@@ -253,34 +230,28 @@ class CopyTask:
 
     def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
         """Write the copies of a range and share."""
-        for copies in self._make(validates, number, share, CHUNK_BYTES):
-            order = np.argsort(copies.hashes[0])
-            keys = (key[order].view(np.int64) for key in copies.hashes)
-            added = {**dict(zip(self.sort.hashes, keys, strict=True)), COPIES: np.ones_like(order)}
-            yield self.sort.write_sorted(copies.rows.take(pa.array(copies.places[order])), added, validates)
-
-    def make_all(self, validates: bool) -> Copies | None:
-        """All copies of all rows; None: there are none."""
-        return next(self._make(validates, 0, 0, sys.maxsize), None)
-
-    def _make(self, validates: bool, number: int, share: int, most: int) -> Iterator[Copies]:
-        """The copies of a range and share, of at most so many bytes at a time."""
         found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
         if found is None:
             return
         hashes, exact, counts = (_to_numpy(found, name)[order] for name in (*self.sort.hashes, COPIES))
         first = np.flatnonzero(_find_changes(hashes) | _find_changes(exact))
-        keys = hashes[first].view(np.uint64), exact[first].view(np.uint64)
         # How many copies of each row, and of those before it, the share has
         ends = np.cumsum(np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares)))
         begins = np.concatenate([[0], ends[:-1]])
         rows = found.select(list(self.columns)).take(pa.array(order[first]))
         rows = pa.RecordBatch.from_arrays([normalize(column) for column in rows.columns], schema=rows.schema)
-        step = max(1, most * len(rows) // (rows.nbytes + 16 * len(rows)))
+        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
         for begin in range(0, int(ends[-1]), step):
             every = np.arange(begin, min(begin + step, ends[-1]))
             places = np.searchsorted(ends, every, side="right")
-            yield Copies(rows, keys, places, (every - begins[places]) * self.shares + share)
+            numbers = (every - begins[places]) * self.shares + share
+            keys = [hash_further(key[first][places].view(np.uint64), numbers) for key in (hashes, exact)]
+            order = np.argsort(keys[0])
+            added = {
+                name: key[order].view(np.int64) for name, key in zip(self.sort.hashes, keys, strict=True)
+            }
+            added[COPIES] = np.ones_like(order)
+            yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
 
 
 @dataclass(frozen=True)
@@ -294,41 +265,21 @@ class MergeTask:
     files: Mapping[bool, int]  # whether their rows validate -> number of files
     columns: Sequence[str]  # columns that are written
     rows_per_group: int
-    copies: CopyTask | None = None  # of the chunks' rows, which each task makes all
 
     SCHEMA = "number long, name string"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        made: dict[bool, Copies | None] = {}
         for number in _iter_numbers(batches):
-            validates = number >= self.files[False]
-            if self.copies is not None and validates not in made:
-                made[validates] = self.copies.make_all(validates)
-            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number, made)]})
+            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
 
-    def write_all(self) -> dict[int, str]:
-        """Write all files, several at a time; their names by their numbers."""
-        made: dict[bool, Copies | None] = {}
-        for validates, count in self.files.items():
-            if count and self.copies is not None:
-                made[validates] = copies = self.copies.make_all(validates)
-                _ = copies and copies.hashes  # once, before threads ask for them
-        numbers = range(sum(self.files.values()))
-        with ThreadPoolExecutor(READS) as pool:
-            return dict(zip(numbers, pool.map(lambda number: self.write(number, made), numbers), strict=True))
-
-    def write(self, number: int, made: Mapping[bool, Copies | None] | None = None) -> str:
-        """Write a file; returns its name. made: instead of the chunks' rows."""
+    def write(self, number: int) -> str:
+        """Write a file; returns its name."""
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
-        copies = made.get(validates) if made else None
-        if copies is not None:
-            found, order = copies.rows, copies.sort_range(place, files)
-        else:
-            found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
-            order = order if found is None else np.repeat(order, _to_numpy(found, COPIES)[order])
-        if found is None or not len(order):
+        found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
+        if found is None:
             return ""
+        order = np.repeat(order, _to_numpy(found, COPIES)[order])
         out = pa.BufferOutputStream()
         rows = found.select(list(self.columns))
         options = {"version": "2.6", "compression": "snappy", "use_dictionary": False, **CHECKSUMS}

@@ -130,28 +130,6 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
         assert found["exact"].to_pylist() == exact[order].view(np.int64).tolist()
 
 
-def test_a_task_that_makes_all_copies_itself_writes_the_files_of_chunks(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sort, columns, files = SortTask(store, "copies", HASHES), ["a.b", "text"], {False: 3, True: 2}
-    names = spill(store, make_rows(copies=True), "odd")
-    copy = CopyTask(sort, names, columns, ranges=1, shares=1)
-    numbers = pa.RecordBatch.from_pydict({"id": [0, 1]})
-    made: dict[bool, list[str]] = {False: [], True: []}
-    for chunk in pa.Table.from_batches(copy([numbers])).to_pylist():
-        made[chunk["validates"]].append(chunk["name"])
-    by_chunks = MergeTask(sort, "files", made, files, columns, 100)
-    at_once = MergeTask(sort, "files", names, files, columns, 100, copy)
-    monkeypatch.setattr(sorted_rows, "CHUNK_BYTES", 9_000)  # it makes several parts
-    numbers = pa.RecordBatch.from_pydict({"id": list(range(5))})
-    written = [
-        [store.read_bytes(name) for batch in task([numbers]) for name in batch["name"].to_pylist()]
-        for task in (by_chunks, at_once)
-    ]
-    assert written[0] == written[1]
-    assert len(set(written[0])) == 5
-
-
 def test_values_are_hashed_as_spark_documents_its_function() -> None:
     """`SELECT xxhash64('Spark', array(123), 2)` is 5602566077635097486; without the 2 it is this."""
     before = np.array([10675773155209040921], np.uint64)
