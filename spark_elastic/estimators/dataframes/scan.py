@@ -371,19 +371,12 @@ class TableScan:
 
     def _refuse_missing(self, written: DataFrame, rows: int) -> None:
         """Raise InvalidInput with the first column that has nulls or NaN, by a job."""
-        texts = [
-            f"count(if({has_null(*each)}, 1, null)) as nulls{n}" for n, each in enumerate(self._types.items())
-        ]
-        for number, (name, kind) in enumerate(self._types.items()):
-            if name in self._nans:
-                texts.append(f"count(if({has_nan(name, kind)}, 1, null)) as nans{number}")
+        kinds = list_missing(self._types, nulls=True, nans=bool(self._nans))
+        texts = (f"count(if({text}, 1, null)) as c{n}" for n, text in enumerate(kinds.values()))
         counts = written.selectExpr(*texts).first()
-        found = {} if counts is None else counts.asDict()
-        for number, name in enumerate(self._types):
-            if nulls := found.get(f"nulls{number}"):
-                raise InvalidInput(MissingKind(name, "nulls").describe(nulls, f"{rows} rows"))
-            if nans := found.get(f"nans{number}"):
-                raise InvalidInput(MissingKind(name, "NaN").describe(nans, f"{rows} rows"))
+        for number, kind in enumerate(kinds):
+            if counts is not None and counts[f"c{number}"]:
+                raise InvalidInput(kind.describe(counts[f"c{number}"], f"{rows} rows"))
 
     def _find_length(
         self, counted: Mapping[str, int], number: int, level: int, written: Callable[[], DataFrame]
@@ -406,11 +399,8 @@ class TableScan:
         sizes = F.expr(list(_iter_sizes(name, self._types[name].dimensions))[level])
         scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_SHOWN_SCALARS]
         shown = scalars or [name]
-        row: Row | None = (
-            written.where(F.array_contains(sizes, length))
-            .select(*(get_column(each) for each in shown))
-            .first()
-        )
+        bad = written.where(F.array_contains(sizes, length))
+        row: Row | None = bad.select(*map(get_column, shown)).first()
         if row is None:
             return "a row"
         values = ", ".join(f"{each}={str(row[each])[:60]}" for each in shown)
