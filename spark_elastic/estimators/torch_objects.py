@@ -5,6 +5,7 @@ Factories are called on copies; the user's objects are not changed. Knows torch,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -173,11 +174,12 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
     if is_large or is_compiled:
         return
     if not (is_lightning(model) or has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))):
-        run, find_cause = (
-            functools.partial(call, objects, spec) for call in (_run_on_rows, _find_scalar_columns)
+        run, find_cause, take = (
+            functools.partial(call, objects, spec)
+            for call in (_run_on_rows, _find_scalar_columns, _take_columns)
         )
         what = "the model, the loss or a metric" if objects.metrics else "the model or the loss"
-        check_runs(spec, run, what, find_cause)
+        check_runs(spec, run, what, find_cause, take)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
     what, advice = "loss", STEP_ADVICE
     if not objects.losses:
@@ -237,6 +239,16 @@ def _try_metrics(
                 raise
             # It may fail on these rows alone, which are two, such as a score where all are of one class.
             log.debug("the metric %r was not tried: %r", name, error)
+
+
+def _take_columns(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> Mapping[str, Any]:
+    """The columns as the model takes them, or as they are stored if that fails."""
+    with contextlib.suppress(Exception):  # what fails may be the rows themselves
+        if objects.transformation is None:
+            part = make_batch_builder(spec, objects, objects.model).build(rows)
+            names = [*(column.name for column in spec.features), *spec.config.data.label_cols]
+            return dict(zip(names, (*part.features, *part.labels), strict=True))
+    return rows.columns
 
 
 def _find_scalar_columns(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> str | None:

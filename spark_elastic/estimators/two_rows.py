@@ -52,11 +52,12 @@ def check_runs(
     run: Callable[[StepRows], object],
     what: str = "the model or the loss",
     find_cause: Callable[[StepRows], str | None] = lambda rows: None,
+    take: Callable[[StepRows], Mapping[str, Any]] = lambda rows: rows.columns,
 ) -> None:
     """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer.
 
-    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of
-    `what`.
+    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of `what`
+    and the columns as the model takes them (`take`).
     """
     sample, most = read_rows(spec), spec.config.data.batch_size
     failures: list[tuple[StepRows, Exception]] = []
@@ -75,7 +76,7 @@ def check_runs(
     for rows, failure in failures[:1]:
         if isinstance(failure, InvalidInput):
             raise failure
-        raise InvalidInput(find_cause(rows) or _describe_failure(rows, failure, what)) from failure
+        raise InvalidInput(find_cause(rows) or _describe_failure(take(rows), failure, what)) from failure
 
 
 def read_rows(spec: TrainSpec) -> ColumnArrays | None:
@@ -106,11 +107,14 @@ def _format(error: Exception) -> str:
     return " ".join(_NOISE.sub("", str(error)).split()).rstrip(".")
 
 
-def _describe_failure(rows: StepRows, error: Exception, what: str) -> str:
-    given = ", ".join(f"{name!r} of {array.dtype} {array.shape}" for name, array in rows.columns.items())
+def _describe_failure(columns: Mapping[str, Any], error: Exception, what: str) -> str:
+    given = ", ".join(
+        f"{name!r} of {str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
+        for name, values in columns.items()
+    )
     text = _format(error)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
-    tried = "one row" if len(rows) == 1 else "two rows"
+    tried = "one row" if {len(values) for values in columns.values()} == {1} else "two rows"
     return f"{what} fails on {tried} of the data, {given}, with {type(error).__name__}: {text}."
 
 
@@ -126,7 +130,7 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
                 raise
             if any(c.dtype == object and isinstance(c.flat[0], str) for c in rows.columns.values()):
                 raise ElasticError("strings may be paths of files that executors alone see") from error
-            raise InvalidInput(_describe_failure(rows, error, "transformation_fn")) from error
+            raise InvalidInput(_describe_failure(rows.columns, error, "transformation_fn")) from error
     size = sum(column.nbytes for column in rows.columns.values())
     if size > MAX_ROW_BYTES:
         raise ElasticError(f"{len(rows)} rows have {size} bytes")

@@ -1,4 +1,4 @@
-"""Tables that cannot be trained on are told from what Spark says of them, before any job; which rows must be written."""
+"""Tables that cannot be trained on are told from what Spark says of them, before any job; which must be written."""
 
 from __future__ import annotations
 
