@@ -174,18 +174,16 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
     if is_large or is_compiled:
         return
     if not (is_lightning(model) or has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))):
-        run, find_cause, take = (
-            functools.partial(call, objects, spec)
-            for call in (_run_on_rows, _find_scalar_columns, _take_columns)
-        )
         what = "the model, the loss or a metric" if objects.metrics else "the model or the loss"
+        run = partial(_run_on_rows, objects, spec)
+        find_cause, take = partial(_find_scalar_columns, objects, spec), partial(_take_columns, objects, spec)
         check_runs(spec, run, what, find_cause, take)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
     what, advice = "loss", STEP_ADVICE
     if not objects.losses:
         what, advice = own, f"give it as loss, of the model's outputs, and {advice}"
     with MODEL_FACTORY_LOCK:
-        check_loss_scope(spec, what, advice, functools.partial(prepare_trial, objects, spec))
+        check_loss_scope(spec, what, advice, partial(prepare_trial, objects, spec))
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:

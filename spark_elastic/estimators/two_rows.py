@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -56,8 +56,8 @@ def check_runs(
 ) -> None:
     """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer.
 
-    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of `what`
-    and the columns as the model takes them (`take`).
+    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of
+    `what`, and the columns as the model takes them (`take`).
     """
     sample, most = read_rows(spec), spec.config.data.batch_size
     failures: list[tuple[StepRows, Exception]] = []
