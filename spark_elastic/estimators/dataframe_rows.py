@@ -180,7 +180,6 @@ def _open_folder(store: Store, folder: str) -> Store:
 
 
 def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
-    """How the rows of a table are written."""
     config = request.config
     options = WriteOptions(
         transformed=request.objects.transformation is not None,

@@ -154,7 +154,6 @@ class RunRecord:
         return manifest
 
     def build_plan(self, manifest: Manifest) -> DataPlan:
-        """The order of the rows that are trained on."""
         return self._plan_rows(manifest, self.global_batch, self.lanes, self.settings["shuffle"])
 
     def load_validation(self) -> tuple[Manifest, DataPlan] | None:
@@ -177,7 +176,6 @@ class RunRecord:
 
 
 def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
-    """The order of a new run's rows."""
     decoded, config = manifest.max_decoded_group_bytes(), request.config
     seed, most, limit = config.data.seed, config.world.max_workers, DEFAULT_CACHE_BYTES
     plan = DataPlan.for_run(manifest.group_rows, global_batch, seed, most, decoded, limit, shuffle)
@@ -409,7 +407,6 @@ class Selection:
 
     @cached_property
     def digest(self) -> str:
-        """Another one for another selection."""
         return hashlib.sha256(repr((sorted(self.columns.items()), self.where)).encode()).hexdigest()[:32]
 
 
@@ -627,7 +624,6 @@ def find_conversion(
 
 
 def find_fit_conversion(request: Request) -> tuple[str, str] | None:
-    """As `find_conversion`, of what a fit asks for."""
     config = request.config
     return find_conversion(
         request.missing, config.data.row_order, config.data.validation, _avoid_nan_check(request)

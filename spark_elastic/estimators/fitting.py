@@ -103,12 +103,8 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             with _show_progress(request) as listener:
                 workers = request.config.world.num_workers
                 platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
-                training = FitRun(
-                    platform, rows, request, framework, store, run_id, ledger, listener, modules
-                )
-                run = resume_after_coordinator_loss(
-                    training.run, CheckpointStore(store, run_id).read_published
-                )
+                fit = FitRun(platform, rows, request, framework, store, run_id, ledger, listener, modules)
+                run = resume_after_coordinator_loss(fit.run, CheckpointStore(store, run_id).read_published)
         weights = _read_weights(store, run.result)
         features = shape_features(request, run.record.load_manifest())
     summary = _summarize(run, run_id, clock.now() - started, rows.describe(run.record))
@@ -267,7 +263,6 @@ class FitRun(Generic[O]):
         )
 
     def launch(self, spec: TrainSpec, run: OwnedRun) -> LaunchResult:
-        """Run the workers until they have trained."""
         config = self.request.config
         # `launch` pickles the program: workers train copies of the model and the optimizer.
         program = self.framework.build_program(spec, self.request.objects)
@@ -292,9 +287,7 @@ def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
     after its last step."""
     trained = results[0]
     assert trained is not None  # or training would not have ended
-    differ = [
-        rank for rank, each in enumerate(results) if each is not None and each["digest"] != trained["digest"]
-    ]
+    differ = [rank for rank, own in enumerate(results) if own and own["digest"] != trained["digest"]]
     if differ:  # only a warning: after days of training the user wants to see the model
         log.warning(
             "the weights or the optimizer of ranks %s came to differ from rank 0's, whose model this is: look for "
@@ -316,9 +309,7 @@ def shape_features(request: FitRequest[Any], manifest: Manifest) -> tuple[Column
                 f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
                 "numbers."
             )
-    return tuple(
-        dataclasses.replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True)
-    )
+    return tuple(dataclasses.replace(c, shape=shape) for c, shape in zip(columns, shapes, strict=True))
 
 
 def _read_sample(request: FitRequest[Any], data: Store, manifest: Manifest) -> list[Any] | None:

@@ -132,9 +132,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
 
     def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         found: dict[str, Any] = cloudpickle.loads(parts["objects"]) if "objects" in parts else {}
-        custom = (
-            cloudpickle.loads(parts["custom"]) if "custom" in parts else found.get("custom_objects") or {}
-        )
+        custom = found.get("custom_objects") or {}
+        custom = cloudpickle.loads(parts["custom"]) if "custom" in parts else custom
         safe = "custom" not in parts  # what runs code comes from the same path
         if "model.keras" in parts:
             content, floatx = parts["model.keras"], parts["floatx"].decode()

@@ -47,7 +47,6 @@ class KerasPredictor:
         self.__dict__.update(state)
 
     def model(self) -> Any:
-        """A new copy of the model."""
         return self.archive.load()
 
     def parts(self) -> dict[str, bytes]:

@@ -232,7 +232,6 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) -> Any:
-    """A new optimizer with the same settings."""
     try:
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
@@ -316,7 +315,6 @@ def _read_back(archive: Archive) -> Any:
 
 
 def _is_keras(owner: type, name: str) -> bool:
-    """Whether Keras itself defines the method."""
     return str(getattr(owner, name).__module__).startswith("keras.")
 
 
@@ -424,7 +422,6 @@ class _Tries:
         return LossTrial(measure, lambda: None, is_apart=True, tolerance=self._tolerance)
 
     def compute_losses(self, batch: LocalBatch[Any], part: slice, moved: bool) -> PartLoss:
-        """What the model was compiled with."""
         factor, losses = tf.zeros(()), self._found.losses
         with tf.GradientTape() as tape:
             tape.watch(factor)
@@ -438,7 +435,6 @@ class _Tries:
         return PartLoss(float(total), float(len(batch)), 0.0 if slope is None else float(slope))
 
     def compute_added(self, batch: LocalBatch[Any], part: slice, moved: bool) -> PartLoss:
-        """What layers add to it."""
         trained, fraction = self.model.trainable_variables, len(batch) / len(self._whole)
         with tf.GradientTape() as tape:
             self._call_model(batch, training=False)

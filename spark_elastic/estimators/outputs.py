@@ -27,7 +27,6 @@ HALF = 0.5
 
 
 def count_numbers(shape: Sequence[int]) -> int:
-    """How many numbers a row of this shape has."""
     return int(np.prod(shape, dtype=np.int64))
 
 
@@ -178,9 +177,8 @@ class Outputs:
             return list(outputs)
         probabilities = _compute_probabilities(outputs[0], self.activation)
         found = {"raw": _compute_raw_predictions(outputs[0], self.activation), "probability": probabilities}
-        classes = np.where(
-            np.isnan(probabilities).any(1), np.nan, _choose_classes(probabilities, self.thresholds)
-        )
+        chosen = _choose_classes(probabilities, self.thresholds)
+        classes = np.where(np.isnan(probabilities).any(1), np.nan, chosen)
         return [{**found, "class": classes[:, None]}[content] for content in self.contents]
 
 

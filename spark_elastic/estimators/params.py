@@ -47,7 +47,6 @@ def to_names(value: Any) -> list[str]:
 
 
 def to_optional_names(value: Any) -> list[str] | None:
-    """The same for a Param that may be None."""
     return value if value is None else to_names(value)
 
 
@@ -277,9 +276,8 @@ class ColumnParams(Params):
         """The columns that `transform` is to add. implied: the activation that the loss implies. Raises
         InvalidInput."""
         values = {param.name: self.getOrDefault(param) for param in self.params if self.isDefined(param)}
-        return OutputColumns.from_params(
-            values, [param.name for param in self.params if self.isSet(param)], implied
-        )
+        named = [param.name for param in self.params if self.isSet(param)]
+        return OutputColumns.from_params(values, named, implied)
 
 
 class EstimatorParams(ColumnParams):
@@ -437,7 +435,6 @@ class EstimatorParams(ColumnParams):
         self._set_arguments(self._input_kwargs)
 
     def _set_arguments(self, given: Mapping[str, Any]) -> None:
-        """Take the constructor's defaults, and what was given."""
         # Also finds the keywords of a base class of the user's subclass.
         constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
         signatures = [inspect.signature(constructor) for constructor in constructors if constructor]

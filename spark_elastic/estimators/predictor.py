@@ -122,7 +122,6 @@ def _stack_ragged(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
 
 
 def _stack_objects(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Stack bytes and strings, or (nested) lists of them."""
     leaves: list[Any] = list(rows)
     for length in column.shape:
         if any(map(_is_missing, leaves)):
@@ -159,7 +158,6 @@ def _flatten_row(row: Any, column: Column, size: int) -> npt.NDArray[Any]:
 
 
 def _to_regular_array(row: Any, column: Column) -> npt.NDArray[Any]:
-    """Convert a row to one array. Raises InvalidInput if its arrays have different lengths in a dimension."""
     if not isinstance(row, np.ndarray | list | tuple):
         return np.asarray(row)
     if isinstance(row, np.ndarray) and row.dtype != object:
@@ -261,11 +259,9 @@ class TorchPredictor:
         return tensor if tensor.dtype is torch.bool else tensor.to(torch.int64)
 
     def model(self) -> torch.nn.Module:
-        """A new copy of the module, in evaluation mode."""
         return self._unpack()[0]
 
     def parts(self) -> dict[str, bytes]:
-        """What is saved, by name."""
         return self.packed.parts()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,9 +273,7 @@ class TorchPredictor:
     def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
         return find_shapes(self.columns, sample, self._forward)
 
-    def predict(
-        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
-    ) -> list[npt.NDArray[np.float64]]:
+    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
         """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
         number = choose_gpu(gpus, torch.cuda.device_count())
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
@@ -301,9 +295,7 @@ class TorchPredictor:
             outputs = tuple(each for each in outputs if isinstance(each, torch.Tensor)) or outputs
         return outputs
 
-    def _forward(
-        self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
-    ) -> list[npt.NDArray[np.float64]]:
+    def _forward(self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu") -> list[Floats]:
         self._loaded[0].to(device)  # where it is there already, nothing happens
         given = transform_inputs(inputs, [column.name for column in self.columns], self._loaded[1])
         for column, values in zip(self.columns, given, strict=True):
@@ -327,13 +319,9 @@ class Predictor(Protocol):
     @property
     def columns(self) -> tuple[Column, ...]: ...
 
-    def model(self) -> Any:
-        """A new copy of the framework's model."""
-        ...
+    def model(self) -> Any: ...
 
-    def parts(self) -> dict[str, bytes]:
-        """What is saved, by name."""
-        ...
+    def parts(self) -> dict[str, bytes]: ...
 
     @property
     def needs_sample(self) -> bool:
@@ -348,9 +336,7 @@ class Predictor(Protocol):
         """Shape of a row of each output. sample: for each input column a list of one row."""
         ...
 
-    def predict(
-        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
-    ) -> list[npt.NDArray[np.float64]]:
+    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
         """(rows, width) for each output. columns: for each input column its rows. gpus: addresses of those that Spark
         gave to the task."""
         ...

@@ -132,7 +132,6 @@ class Packed:
     weights: bytes  # tensors by name
 
     def parts(self) -> dict[str, bytes]:
-        """By name."""
         return {"architecture": self.architecture, "weights": self.weights}
 
     def unpack(self) -> Any:

@@ -190,9 +190,8 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
     tried = objects.model, objects.losses, objects.metrics, objects.train_minibatch_fn, objects.transformation
     with MODEL_FACTORY_LOCK, seeded_rng(spec.config.data.seed):
         model, losses, metrics, minibatch_fn, transformation = copy_objects(tried)
-        objects = replace(
-            objects, losses=losses, train_minibatch_fn=minibatch_fn, transformation=transformation
-        )
+        changes = {"train_minibatch_fn": minibatch_fn, "transformation": transformation}
+        objects = replace(objects, losses=losses, **changes)
         if not model.training:  # single parts may be in evaluation mode, as in training
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
@@ -308,7 +307,6 @@ _WEIGHTS = Check(
 
 
 def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
-    """The factor of each of several losses."""
     if weights is None:
         return (1.0 / losses,) * losses if losses > 1 else ()
     factors: tuple[float, ...] = _WEIGHTS("loss_weights", weights)
@@ -445,7 +443,6 @@ def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) ->
 
 
 def is_half(value: Any) -> bool:
-    """Whether it is a tensor of 16-bit floats."""
     return torch.is_tensor(value) and value.dtype in HALVES
 
 
@@ -462,9 +459,8 @@ class _Tries:
         if self._config.loss.loss_scope == "step":
             check_outputs([(len(self._batch), whole), (2, two)])
         pairs = zip(tree_leaves(whole), tree_leaves(two), strict=True)
-        by_row = [
-            a.ndim and (len(a), len(b)) == (len(self._batch), 2) for a, b in pairs if torch.is_tensor(a)
-        ]
+        size = len(self._batch)
+        by_row = [a.ndim and (len(a), len(b)) == (size, 2) for a, b in pairs if torch.is_tensor(a)]
         return whole if all(by_row) else None
 
     def run_model(self, batch: Batch) -> Any:
@@ -521,9 +517,7 @@ class _Tries:
     ) -> PartLoss:
         result = run(self._batch.cut(part))
         found: Any = torch.autograd.grad(result.total, moved, allow_unused=True)
-        slopes = [
-            float((each * way).sum()) for each, way in zip(found, ways, strict=True) if each is not None
-        ]
+        slopes = [float((g * way).sum()) for g, way in zip(found, ways, strict=True) if g is not None]
         return PartLoss(result.total.item(), result.denominator, sum(slopes))
 
     def _choose_directions(self, tensors: list[Any]) -> list[torch.Tensor]:
@@ -543,7 +537,6 @@ class _Tries:
         return mixing
 
     def _record(self, run: Callable[[Batch], Any], batch: Batch, seed: int) -> list[Output]:
-        """The outputs of all layers."""
         found: list[Output] = []
         hooks = [
             part.register_forward_hook(lambda _, __, out, name=name: found.append((name, out)))

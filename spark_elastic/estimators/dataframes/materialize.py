@@ -127,11 +127,9 @@ class SortedChunks:
 
     @property
     def files(self) -> list[str]:
-        """The names of all chunks."""
         return [name for names in self.names.values() for name in names]
 
     def read(self) -> DataFrame:
-        """The rows."""
         task = ReadTask(self.sort.store, self.files)
         row = StructType([StructField(ROW, self.schema)])
         numbers = self.spark.range(0, len(self.files), 1, len(self.files))
@@ -189,7 +187,6 @@ class SortedChunks:
 
 
 def _choose_batch_limits(spark: SparkSession, row_bytes: int | None) -> dict[str, str]:
-    """The settings by which Spark gives rows to Python in batches that fit into memory."""
     limits = _BATCH_ROWS, _BATCH_BYTES
     if row_bytes is not None:
         limits = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes)), _UNBOUNDED
@@ -358,11 +355,9 @@ class _Target:
             (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
-        """What `write` wrote."""
         return spark.read.schema(schema).parquet(escape_pattern(self._url))
 
     def list_files(self, folder: str = "") -> list[str]:
-        """The files with rows directly in the folder, or in one in it."""
         return [name for name in self.store.list(self.folder + folder) if name.endswith(".parquet")]
 
     @property
@@ -392,7 +387,6 @@ def _write_and_publish(
 
 
 def _remove_folder(store: Store, folder: str) -> None:
-    """Remove what was written there; a store that fails leaves it."""
     try:
         store.remove_tree(folder)
     except StoreError as error:
@@ -451,14 +445,11 @@ def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, 
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
     if split is not None and not all(counts.values()):
         purpose = "validate with" if counts[False] else "train on"
-        raise InvalidInput(
-            f"No row of {total} is left to {purpose}: change the validation fraction or column."
-        )
+        raise InvalidInput(f"No row of {total} is left to {purpose}: change validation's fraction or column.")
     return counts
 
 
 def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
-    """The type that each column becomes."""
     return {name: find_column_type(df.schema, name, transformed=options.transformed) for name in names}
 
 

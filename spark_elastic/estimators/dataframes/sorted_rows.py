@@ -129,7 +129,6 @@ class SortTask:
                 yield self._write(rows, np.flatnonzero(marks == validates), validates)
 
     def _write(self, rows: pa.RecordBatch, chosen: npt.NDArray[np.int64], validates: bool) -> pa.RecordBatch:
-        """Sort those of the rows, and write them."""
         hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
         order = chosen[np.argsort(hashes[chosen].view(np.uint64))]
         first = np.flatnonzero(_find_changes(hashes[order]))
@@ -229,7 +228,6 @@ class CopyTask:
             yield from self.write(bool(validates), *divmod(task, self.shares))
 
     def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
-        """Write the copies of a range and share."""
         found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
         if found is None:
             return
@@ -245,11 +243,10 @@ class CopyTask:
             every = np.arange(begin, min(begin + step, ends[-1]))
             places = np.searchsorted(ends, every, side="right")
             numbers = (every - begins[places]) * self.shares + share
+            names = self.sort.hashes
             keys = [hash_further(key[first][places].view(np.uint64), numbers) for key in (hashes, exact)]
             order = np.argsort(keys[0])
-            added = {
-                name: key[order].view(np.int64) for name, key in zip(self.sort.hashes, keys, strict=True)
-            }
+            added = {name: key[order].view(np.int64) for name, key in zip(names, keys, strict=True)}
             added[COPIES] = np.ones_like(order)
             yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
 
@@ -273,7 +270,6 @@ class MergeTask:
             yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
 
     def write(self, number: int) -> str:
-        """Write a file; returns its name."""
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
         found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
@@ -340,7 +336,6 @@ def _sort_range(hashes: Hashes, exact: Any, number: int, files: int) -> npt.NDAr
 
 
 def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether each differs from the one before it."""
     changes: npt.NDArray[np.bool_] = np.diff(keys, prepend=~keys[:1]) != 0
     return changes
 
