@@ -83,9 +83,8 @@ class DataFrameRows(RowSource):
             refuse_conversions(request)
             names = list(dict.fromkeys(request.config.data.used_cols))
             transformed = request.objects.transformation is not None
-            self.found = find_scanned_rows(
-                self._df, names, transformed, choose_group_bytes(request), request.storage_options
-            )
+            size, options = choose_group_bytes(request), request.storage_options
+            self.found = find_scanned_rows(self._df, names, transformed, size, options)
         except NoFileScan as reason:
             if request.materialize == "never":
                 raise InvalidInput(
@@ -106,18 +105,13 @@ class DataFrameRows(RowSource):
             raise InvalidInput(
                 "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
             )
-        config = request.config
-        check_columns(
-            self._df.schema,
-            config.data.feature_cols,
-            config.data.label_cols,
-            config.data.sample_weight_col,
-            transformed=request.objects.transformation is not None,
-        )
-        used = config.data.used_cols
-        if isinstance(config.data.validation, str):
-            check_validation_column(self._df.schema, config.data.validation)
-            used.append(config.data.validation)
+        data, schema = request.config.data, self._df.schema
+        transformed = request.objects.transformation is not None
+        check_columns(schema, data.feature_cols, data.label_cols, data.sample_weight_col, transformed)
+        used = data.used_cols
+        if isinstance(data.validation, str):
+            check_validation_column(schema, data.validation)
+            used.append(data.validation)
         check_distinct_names(self._df, used)
 
     def describe(self, record: RunRecord) -> str:
@@ -151,11 +145,9 @@ class DataFrameRows(RowSource):
         if self.found is not None:
             return super().begin_run(request, store, run)
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
-        options, split = _write_options(request)
+        place, (options, split) = _open_folder(store, folder), _write_options(request)
         try:
-            rows, validation = write_dataframe(
-                self._df, request.config.data.used_cols, _open_folder(store, folder), options, split
-            )
+            rows, validation = write_dataframe(self._df, request.config.data.used_cols, place, options, split)
             record = RunRecord.create(request, folder, rows, validation)
             run.check()
             record.save(store, run.run_id)
@@ -180,19 +172,14 @@ def _open_folder(store: Store, folder: str) -> Store:
 
 
 def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
-    config = request.config
+    data = request.config.data
     options = WriteOptions(
         transformed=request.objects.transformation is not None,
         missing=request.missing,
-        row_order=config.data.row_order or ("hash" if config.data.shuffle else "table"),
+        row_order=data.row_order or ("hash" if data.shuffle else "table"),
         row_group_bytes=choose_group_bytes(request),
     )
-    validation = config.data.validation
-    if validation is None:
-        return options, None
-    if isinstance(validation, str):
-        return options, ValidationSplit(column=validation, seed=config.data.seed)
-    return options, ValidationSplit(fraction=validation, seed=config.data.seed)
+    return options, None if data.validation is None else ValidationSplit(data.validation, data.seed)
 
 
 def find_or_write_rows(
@@ -216,9 +203,8 @@ def find_or_write_rows(
         try:
             written = "hash" if order is None and where == "auto" else order
             has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
-            conversion = find_conversion(
-                treatment, written, avoids_nan_check="missing={'nans': 'keep'}" if has_floats else ""
-            )
+            avoids = "missing={'nans': 'keep'}" if has_floats else ""
+            conversion = find_conversion(treatment, written, avoids_nan_check=avoids)
             if conversion is not None:
                 raise NoFileScan(conversion[0])
             found = find_scanned_rows(df, names, True, PIECE_BYTES, storage_options)
@@ -237,12 +223,12 @@ def find_or_write_rows(
 
 def refuse_conversions(request: Request) -> None:
     """Raises NoFileScan if the rows must be written to become those that the request asks for."""
-    config, conversion = request.config, find_fit_conversion(request)
+    data, conversion = request.config.data, find_fit_conversion(request)
     if conversion is not None:
         raise NoFileScan(conversion[0])
-    if config.data.reader != "arrow":
-        raise NoFileScan(f"reader={config.data.reader!r} reads what was written for it")
-    if request.materialize == "auto" and config.data.row_order is None and config.data.shuffle:
+    if data.reader != "arrow":
+        raise NoFileScan(f"reader={data.reader!r} reads what was written for it")
+    if request.materialize == "auto" and data.row_order is None and data.shuffle:
         raise NoFileScan(
             "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
             "are, if the DataFrame only scans files)"

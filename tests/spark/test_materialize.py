@@ -371,7 +371,7 @@ def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSessi
 
     marks = [0.0, 1.0, float("nan"), None, -1.0, 0.5]
     df = spark.createDataFrame([(float(n), mark) for n, mark in enumerate(marks)], "x double, mark double")
-    rows, validation = materialize(df, ["x"], store, split=ValidationSplit(column="mark"))
+    rows, validation = materialize(df, ["x"], store, split=ValidationSplit("mark"))
     assert validation is not None
     assert (rows.rows, validation.rows) == (4, 2)
 

@@ -94,7 +94,7 @@ def equal(one: Groups, other: Groups) -> bool:
     [
         None,
         pytest.param(ValidationSplit(0.2, seed=3), marks=pytest.mark.faults),
-        pytest.param(ValidationSplit(column="odd"), marks=pytest.mark.faults),
+        pytest.param(ValidationSplit("odd"), marks=pytest.mark.faults),
     ],
 )
 def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in(

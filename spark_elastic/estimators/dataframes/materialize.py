@@ -285,22 +285,19 @@ class ValidationSplit:
     that neither other partitions nor a second run move it to the other data set.
     """
 
-    fraction: float = 0.0  # fraction of the rows, where no column is given
-    column: str | None = None  # rows where this column is true or above 0 validate
+    by: float | str  # a fraction of the rows, or the column that is true or above 0 in them
     seed: int = 0  # of the fit; it changes which rows the fraction takes
 
     def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
         """The columns as they are written, and whether a row validates."""
-        if self.column is not None:
-            check_validation_column(df.schema, self.column)
-            number = get_column(self.column).cast("double")
+        if isinstance(self.by, str):
+            check_validation_column(df.schema, self.by)
+            number = get_column(self.by).cast("double")
             # In Spark NaN is above all numbers.
             marked = F.coalesce((number > 0) & ~F.isnan(number), F.lit(False))
             return select_prepared(df, types, {_SPLIT: marked})
-        if not 0 < self.fraction < 1:
-            raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
         drawn = F.pmod(hash_row(types, str(self.seed)), F.lit(_HASH_RANGE))
-        return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.fraction * _HASH_RANGE))
+        return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.by * _HASH_RANGE))
 
 
 def materialize(
