@@ -170,13 +170,6 @@ def test_an_empty_table_has_no_predictions(spark: SparkSession) -> None:
     assert linear(2)[1].transform(table(spark).where("id < 0")).collect() == []
 
 
-def test_a_table_without_the_right_columns_is_refused_before_any_spark_job(spark: SparkSession) -> None:
-    with pytest.raises(InvalidInput, match="There is no column 'x'"):
-        linear(1)[1].transform(table(spark).drop("x"))
-    with pytest.raises(InvalidInput, match="has a column 'prediction' already"):
-        linear(1)[1].transform(table(spark).withColumnRenamed("id", "prediction"))
-
-
 def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_path: Path) -> None:
     module, model = linear(2)
     model.setPredictionCol("scores")
