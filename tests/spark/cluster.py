@@ -141,7 +141,7 @@ class StandaloneCluster:
 
     def kill_worker(self, worker: Worker) -> None:
         """Lose a host at once: its daemon, its executors and all that they run."""
-        doomed = [*_descendants(worker.pid), psutil.Process(worker.pid)]
+        doomed = [*_children(worker.pid, recursive=True), psutil.Process(worker.pid)]
         for process in doomed:
             _kill(process)
         worker.process.wait()
@@ -155,7 +155,7 @@ class StandaloneCluster:
         found = []
         for worker in self.workers:
             for child in _children(worker.pid):
-                if "CoarseGrainedExecutorBackend" in " ".join(_command(child)):
+                if "CoarseGrainedExecutorBackend" in " ".join(get_command(child)):
                     found.append(child.pid)
         return found
 
@@ -172,14 +172,14 @@ class StandaloneCluster:
     def training_children(self, executor: int) -> list[psutil.Process]:
         """The training processes and warm spares of an executor. A slot task that is over may keep its fork server."""
         found = [child for task in self.slot_tasks(executor) for child in _children(task.pid)]
-        return [child for child in found if "spark_elastic.worker.entry" in _command(child)]
+        return [child for child in found if "spark_elastic.worker.entry" in get_command(child)]
 
     def stop(self) -> None:
         """End everything; raises if a process of the cluster is still there afterwards."""
         daemons = [
             process for process in (self._master, *(worker.process for worker in self.workers)) if process
         ]
-        everything = [child for daemon in daemons for child in _descendants(daemon.pid)]
+        everything = [child for daemon in daemons for child in _children(daemon.pid, recursive=True)]
         for daemon in daemons:
             daemon.kill()
         for daemon in daemons:
@@ -263,21 +263,14 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children()
+        return psutil.Process(pid).children(recursive)
     except psutil.NoSuchProcess:
         return []
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _command(process: psutil.Process) -> list[str]:
+def get_command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:
@@ -286,7 +279,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 def _is_daemon(process: psutil.Process) -> bool:
     """Spark's Python daemon and, being its forks, the workers in which tasks run."""
-    return any("pyspark.daemon" in word or "pyspark/daemon" in word for word in _command(process))
+    return any("pyspark.daemon" in word or "pyspark/daemon" in word for word in get_command(process))
 
 
 def _kill(process: psutil.Process) -> None:

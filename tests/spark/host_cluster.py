@@ -25,7 +25,7 @@ import pyspark
 
 from tests.hosts import Hosts
 from tests.sources import LIGHT_START, ROOT
-from tests.spark.cluster import await_true, cluster_environment
+from tests.spark.cluster import await_true, cluster_environment, get_command
 
 S3 = ROOT / "build" / "s3"  # what S3 needs beside .venv
 SPARK = Path(pyspark.__file__).parent
@@ -106,18 +106,8 @@ class HostCluster:
     def __enter__(self) -> HostCluster:
         self.hosts.__enter__()
         try:
-            self._spawn(
-                0,
-                "s3",
-                self._environment(0),
-                sys.executable,
-                "-m",
-                "moto.server",
-                "-H",
-                "0.0.0.0",
-                "-p",
-                "5000",
-            )
+            server = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
+            self._spawn(0, "s3", self._environment(0), *server)
             self._start_daemon(0, "master.Master", "--host", "h0", "--port", "7077", "--webui-port", "0")
             self._await_line(0, "master.Master", "New state: ALIVE")
             for node in self.nodes:
@@ -162,7 +152,7 @@ class HostCluster:
     def processes(self, node: int, word: str) -> list[psutil.Process]:
         """Those of a host whose command line has that word, in the order of their start."""
         found = [psutil.Process(pid) for pid in sorted(self.hosts.pids(node))]
-        return [process for process in found if any(word in each for each in _command(process))]
+        return [process for process in found if any(word in each for each in get_command(process))]
 
     def kill_executor(self, node: int) -> None:
         self._kill(node, "CoarseGrainedExecutorBackend")
@@ -243,10 +233,3 @@ class HostCluster:
             "AWS_DEFAULT_REGION": "us-east-1",
             "OMP_NUM_THREADS": "1",
         }
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
