@@ -287,7 +287,8 @@ class _Handler(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         found = _PATH.fullmatch(split.path)
         if found is None:
-            return self._refuse(404, self.path)
+            self._refuse(404, self.path)
+            return
         cluster, resource, name = self.server.cluster, found[2], found[3]
         asked = {key: values[0] for key, values in parse_qs(split.query).items()}
         selector = asked.get("labelSelector", "")
