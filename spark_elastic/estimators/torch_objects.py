@@ -477,14 +477,15 @@ class _Tries:
         leaves, structure = tree_flatten(outputs)
         factor, far = torch.zeros((), requires_grad=True), float(moved)
 
+        def move(leaf: Any, way: torch.Tensor) -> Any:
+            if not torch.is_tensor(leaf):
+                return leaf
+            if leaf.is_floating_point():
+                leaf = leaf + far * way.roll(1) + factor.to(leaf.dtype) * way
+            return leaf[part]
+
         def cut_outputs(*_: Any) -> Any:
-            found = [
-                leaf[part] if torch.is_tensor(leaf) and not leaf.is_floating_point()
-                else (leaf + far * way.roll(1) + factor.to(leaf.dtype) * way)[part] if torch.is_tensor(leaf)
-                else leaf
-                for leaf, way in zip(leaves, self._choose_directions(leaves), strict=True)
-            ]  # fmt: skip
-            return tree_unflatten(found, structure)
+            return tree_unflatten(list(map(move, leaves, self._choose_directions(leaves))), structure)
 
         stub: Any = cut_outputs
         with seeded_rng(self._config.data.seed, seed):
@@ -559,17 +560,10 @@ def _find_difference(whole: list[Output], part: list[Output], rows: int, toleran
         return None
     for (name, one), (_, other) in zip(whole, part, strict=True):
         for a, b in zip(tree_leaves(one), tree_leaves(other), strict=False):
-            if not (
-                torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and b.ndim and a.shape[1:] == b.shape[1:]
-            ):
+            if not (torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and b.ndim):
                 continue
             a, b = a[:rows].detach().double(), b[:rows].detach().double()
-            if a.shape == b.shape and not torch.allclose(
-                a,
-                b,
-                rtol=0,
-                atol=tolerance * max(float(a.abs().max()), 1e-6) if a.numel() else 0,
-                equal_nan=True,
-            ):
+            limit = tolerance * max(float(a.abs().max()), 1e-6) if a.numel() else 0.0
+            if a.shape == b.shape and not torch.allclose(a, b, rtol=0, atol=limit, equal_nan=True):
                 return name or "the model"
     return None
