@@ -17,41 +17,26 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 
 VERSION = "0.28.1"  # Horovod's last release, whose interface this is
-_ESTIMATORS = "spark_elastic.estimators.horovod_names"
-_SHARED = "spark_elastic.horovod.ops.horovod_names"
 _TORCH, _TENSORFLOW, _KERAS = "spark_elastic.torch", "spark_elastic.tensorflow", "spark_elastic.keras"
-# Horovod's module, without "horovod." -> ours; None: it has modules alone.
-_MODULES = {
-    "": None,
-    "common": None,
-    "common.exceptions": _SHARED,
-    "torch": _TORCH,
-    "torch.compression": f"{_TORCH}.compression",
-    "torch.elastic": f"{_TORCH}.elastic",
-    "torch.elastic.sampler": f"{_TORCH}.elastic",
-    "torch.elastic.state": f"{_TORCH}.elastic",
-    "torch.functions": _TORCH,
-    "torch.mpi_ops": _TORCH,
-    "tensorflow": _TENSORFLOW,
-    "tensorflow.compression": f"{_TENSORFLOW}.compression",
-    "tensorflow.elastic": f"{_TENSORFLOW}.elastic",
-    "tensorflow.keras": _KERAS,
-    "tensorflow.keras.callbacks": f"{_KERAS}.callbacks",
-    "tensorflow.keras.elastic": f"{_KERAS}.elastic",
-    "keras": _KERAS,
-    "keras.callbacks": f"{_KERAS}.callbacks",
-    "keras.elastic": f"{_KERAS}.elastic",
-    "spark": _ESTIMATORS,
-    "spark.common": None,
-    "spark.common.backend": _ESTIMATORS,
-    "spark.common.store": _ESTIMATORS,
-    "spark.keras": _ESTIMATORS,
-    "spark.keras.estimator": _ESTIMATORS,
-    "spark.lightning": _ESTIMATORS,
-    "spark.lightning.estimator": _ESTIMATORS,
-    "spark.torch": _ESTIMATORS,
-    "spark.torch.estimator": _ESTIMATORS,
+# A module of ours -> Horovod's modules, without "horovod.", that it stands for. None: they have modules alone.
+_TARGETS: dict[str | None, tuple[str, ...]] = {
+    None: ("", "common", "spark.common"),
+    "spark_elastic.horovod.ops.horovod_names": ("common.exceptions",),
+    _TORCH: ("torch", "torch.functions", "torch.mpi_ops"),
+    f"{_TORCH}.compression": ("torch.compression",),
+    f"{_TORCH}.elastic": ("torch.elastic", "torch.elastic.sampler", "torch.elastic.state"),
+    _TENSORFLOW: ("tensorflow",),
+    f"{_TENSORFLOW}.compression": ("tensorflow.compression",),
+    f"{_TENSORFLOW}.elastic": ("tensorflow.elastic",),
+    _KERAS: ("keras", "tensorflow.keras"),
+    f"{_KERAS}.callbacks": ("keras.callbacks", "tensorflow.keras.callbacks"),
+    f"{_KERAS}.elastic": ("keras.elastic", "tensorflow.keras.elastic"),
+    "spark_elastic.estimators.horovod_names": (
+        *("spark", "spark.common.backend", "spark.common.store", "spark.keras", "spark.keras.estimator"),
+        *("spark.lightning", "spark.lightning.estimator", "spark.torch", "spark.torch.estimator"),
+    ),
 }
+_MODULES = {name: target for target, names in _TARGETS.items() for name in names}
 
 
 def find_target(name: str) -> str | None:

@@ -62,16 +62,13 @@ _KINDS = {
     "int | None": COUNT.or_none(),
     "object | None": make_kind("a JobHandle", object),
 }
+_PORT = make_whole(1, 65535)
 # The same for settings of which the annotation does not say it.
 _CHECKS = {
     "driver_port": make_whole(0, 65535, "a port number, or 0 for any"),
-    "worker_port_range": make_range(
-        "two ports, the first not above the last", make_whole(1, 65535)
-    ).or_none(),
-    "collective_timeout": make_number(
-        "seconds from 0.001 to 1e9",
-        lambda seconds: 1e-3 <= seconds <= 1e9,  # what the engine can count
-    ),
+    "worker_port_range": make_range("two ports, the first not above the last", _PORT).or_none(),
+    # What the engine can count.
+    "collective_timeout": make_number("seconds from 0.001 to 1e9", lambda number: 1e-3 <= number <= 1e9),
     "spare_after": make_number("0 seconds or more", lambda seconds: 0 <= seconds < math.inf),
     "cooldown_range": make_range("two numbers of seconds above 0, the first not above the last", SECONDS),
     "host_discovery": Check(
@@ -83,6 +80,7 @@ _CHECKS = {
     "slots_per_gpu": COUNT,
     "device": make_choice(*DEVICES),
 }
+_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # Beginning of an annotation -> what the text of a variable of the environment must be.
 _FORMS = {
     "bool": "true or false",
@@ -203,27 +201,19 @@ class ElasticConfig:
 
 
 def build_config(config: Any, settings: Mapping[str, Any]) -> ElasticConfig:
-    """Settings that override a config, or, if that is None, those of the environment.
-
-    Raises:
-        InvalidInput: it is no config, or a setting is unknown or has a value that does not fit.
-    """
+    """Settings that override a config, or, if that is None, those of the environment. Raises InvalidInput: it is no
+    config, or a setting is unknown or has a value that does not fit."""
     check_setting_names(settings)
     if config is None:
         return from_env(**settings)
     make_kind("an ElasticConfig", ElasticConfig)("config", config)
-    changes = {name: value for name, value in settings.items() if changes_setting(name, value)}
-    merged: ElasticConfig = dataclasses.replace(config, **changes)
-    return merged
+    given: ElasticConfig = config
+    return dataclasses.replace(given, **_list_changes(settings))
 
 
 def check_setting_names(names: Iterable[str], others: Iterable[str] = (), owner: str = "") -> None:
-    """Raise InvalidInput with the first name that is no setting.
-
-    Args:
-        others: names that the user may have meant, too.
-        owner: what takes the others, in words.
-    """
+    """Raise InvalidInput with the first name that is no setting. others: names that the user may have meant, too.
+    owner: what takes the others, in words."""
     known = {field.name for field in dataclasses.fields(ElasticConfig)}
     for name in sorted(set(names) - known):
         near = suggest_name(name, {*known, *others})
@@ -248,7 +238,7 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     check_environment(environment)
     values = _read_environment(ElasticConfig, environment)
     check_setting_names(explicit)
-    values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
+    values |= _list_changes(explicit)
     interface = values.get("network_interface")
     if interface and "advertise_address" not in values:
         values["advertise_address"] = find_interface_address(interface)
@@ -259,30 +249,22 @@ def check_environment(environment: Mapping[str, str]) -> None:
     """Check what `from_env` does not read: the variables of training processes, and names that nothing reads, of which
     the log has one warning each.
 
-    Raises:
-        InvalidInput: a variable of training processes has a value that does not fit.
+    Raises InvalidInput: a variable of training processes has a value that does not fit.
     """
     operations_from_env(environment)
-    known = [name.upper() for each in (ElasticConfig, OperationConfig) for name in _list_settings(each)]
+    known = [name.upper() for name in (*_list_settings(ElasticConfig), *_list_settings(OperationConfig))]
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX)
         if name not in (variable, *known) and variable not in _warned:
             _warned.add(variable)
-            near = "".join(f" (did you mean {PREFIX}{found}?)" for found in get_close_matches(name, known, 1))
-            log.warning(
-                "nothing reads the variable %s%s: docs/params.md lists those there are", variable, near
-            )
+            near = "".join(f" (did you mean {PREFIX}{near}?)" for near in get_close_matches(name, known, 1))
+            text = "nothing reads the variable %s%s: docs/params.md lists those there are"
+            log.warning(text, variable, near)
 
 
 def find_interface_address(name: str, given_as: str = "network_interface (HOROVOD_GLOO_IFACE)") -> str:
-    """The IPv4 address of a network interface of this machine.
-
-    Args:
-        given_as: the option or variable that named it, for the error.
-
-    Raises:
-        InvalidInput: there is no interface of that name, or it has no such address.
-    """
+    """The IPv4 address of a network interface of this machine. given_as: the option or variable that named it, for the
+    error. Raises InvalidInput: there is no interface of that name, or it has no such address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -295,20 +277,18 @@ def find_interface_address(name: str, given_as: str = "network_interface (HOROVO
     return socket.inet_ntoa(answer[20:24])
 
 
+def _list_changes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if changes_setting(name, value)}
+
+
 def changes_setting(name: str, value: object) -> bool:
     """Whether an argument changes a setting: None stands for the default, but where it is another value than that."""
     return value is not None or name == "checkpoint_seconds"
 
 
 def log_level(text: str, given_as: str = "log_level") -> str:
-    """The name that Python's logging has for a level, or for one of Horovod's.
-
-    Args:
-        given_as: the option or variable, for the error.
-
-    Raises:
-        InvalidInput: there is no level of that name.
-    """
+    """The name that Python's logging has for a level, or for one of Horovod's. given_as: the option or variable, for
+    the error. Raises InvalidInput: there is no level of that name."""
     level = _LOG_LEVELS.get(text.lower(), text.upper())
     if not isinstance(logging.getLevelName(level), int):
         raise InvalidInput(f"{given_as} must be trace, debug, info, warning, error or fatal; got {text!r}.")
@@ -317,11 +297,7 @@ def log_level(text: str, given_as: str = "log_level") -> str:
 
 def _list_settings(settings: type) -> dict[str, dataclasses.Field[Any]]:
     """The settings that have a variable: no text stands for an object."""
-    return {
-        field.name: field
-        for field in dataclasses.fields(settings)
-        if not str(field.type).startswith("object")
-    }
+    return {f.name: f for f in dataclasses.fields(settings) if not str(f.type).startswith("object")}
 
 
 def _find_variable(name: str, environment: Mapping[str, str]) -> str | None:
@@ -332,26 +308,20 @@ def _find_variable(name: str, environment: Mapping[str, str]) -> str | None:
 
 def _read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
     """The settings that a variable of the environment gives."""
-    found = {
-        name: (field, _find_variable(name, environment)) for name, field in _list_settings(settings).items()
-    }
     return {
-        name: _parse(variable, field, environment[variable])
-        for name, (field, variable) in found.items()
-        if variable is not None
+        name: _parse(variable, str(field.type), environment[variable])
+        for name, field in _list_settings(settings).items()
+        if (variable := _find_variable(name, environment)) is not None
     }
 
 
-def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
-    kind = str(field.type)
+def _parse(variable: str, kind: str, text: str) -> Any:
     optional = kind.endswith(" | None")
     if optional and text.lower() == "none":
         return None
     try:
         if kind.startswith("bool"):
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
+            return _TRUTHS[text.lower()]
         if kind.startswith("int"):
             return int(text)
         if kind.startswith("float"):
@@ -362,9 +332,8 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
             return number(first), number(last)
     except (KeyError, ValueError) as error:
         wanted = next(form for start, form in _FORMS.items() if kind.startswith(start))
-        raise InvalidInput(
-            f"{variable}={text!r} must be {wanted}{', or none' if optional else ''}."
-        ) from error
+        none = ", or none" if optional else ""
+        raise InvalidInput(f"{variable}={text!r} must be {wanted}{none}.") from error
     return text
 
 
@@ -372,27 +341,21 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
 class OperationConfig:
     """How negotiated operations behave; read in the training process, as each process has its own. Times in seconds."""
 
-    # Bytes of gradients that are exchanged at once; 0: each gradient alone.
-    bucket_bytes: int = 25 << 20
-    # Bytes of small reductions that travel as one.
-    fusion_threshold: int = 64 << 20
+    bucket_bytes: int = 25 << 20  # bytes of gradients that are exchanged at once; 0: each gradient alone
+    fusion_threshold: int = 64 << 20  # bytes of small reductions that travel as one
     # After this time the log names the ranks that have not requested an operation, or not brought their gradients.
     warn_after: float = 10.0
     # After this time a handle, or an exchange of gradients, gives up; None: the job's `collective_timeout`.
     wait_at_most: float | None = None
-    # After this time the log names ranks that all wait for different operations.
-    stuck_after: float = 3.0
+    stuck_after: float = 3.0  # after this time the log names ranks that all wait for different operations
     # What sums gradients on GPUs: auto, NCCL where each worker has a GPU of its own; host, the engine, through the
     # memory of the host; or a backend of torch.distributed.
     bulk_backend: str = "auto"
     # Whether a new world trains through the host while its NCCL communicator is built; False: its first step waits.
     hybrid_recovery: bool = True
-    # File of a trace that begins with the process; None: no trace.
-    timeline: str | None = None
-    # Rounds are marked in the trace.
-    timeline_mark_cycles: bool = False
-    # Which records of the process's own log are printed; None: warnings.
-    log_level: str | None = None
+    timeline: str | None = None  # file of a trace that begins with the process; None: no trace
+    timeline_mark_cycles: bool = False  # rounds are marked in the trace
+    log_level: str | None = None  # which records of the process's own log are printed; None: warnings
 
 
 _LOG_LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}  # Horovod's names that Python's logging has not
@@ -400,10 +363,7 @@ _LOG_LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}  # Horovod's names that Py
 
 def operations_from_env(environment: Mapping[str, str] | None = None) -> OperationConfig:
     """From `SPARK_ELASTIC_<NAME>` variables, or Horovod's: 0 for no shutdown, DYNAMIC for a timeline begun later.
-
-    Raises:
-        InvalidInput: a variable has a value that does not fit.
-    """
+    Raises InvalidInput: a variable has a value that does not fit."""
     environment = os.environ if environment is None else environment
     values = _read_environment(OperationConfig, environment)
     for name, value in values.items():

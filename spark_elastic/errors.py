@@ -1,22 +1,4 @@
-"""All errors that spark_elastic raises, in one tree.
-
-ElasticError                      everything below
-├── InvalidInput (ValueError)     an argument, column or setting is wrong; the sentence says what to change
-├── PreflightError                a host cannot run the job: versions, function or store
-├── JobFailed                     training ended without a result
-│   ├── WorkerFailed              user code raised; the message has its traceback and position
-│   ├── NotEnoughWorkers          fewer than `min_workers` at the deadline; names the missing ones
-│   ├── OutOfMemory               the kernel killed workers repeatedly because memory ran out
-│   ├── TimeLimitReached          `max_runtime` is over; the newest checkpoint stays
-│   ├── CoordinatorLost           the driver ran in a task that was lost, and there is no run to resume
-│   └── FailureBudgetExceeded     too many failures inside the window
-├── JobCancelled                  the user or Spark cancelled the job, or another driver took over its run
-├── DriverUnreachable             the rendezvous server does not answer; names host:port
-├── Unauthorized                  a request without the job's key
-├── StaleGeneration               a message of an ended world
-├── ConnectionClosed              this side closed its connection to the driver while a request was open
-└── StoreError                    the store cannot be read or written
-"""
+"""All errors that spark_elastic raises, in one tree below `ElasticError`."""
 
 from __future__ import annotations
 
@@ -40,10 +22,8 @@ class ElasticError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a notebook: the sentence, then the user's lines; `traceback.print_exc()` shows all."""
         places = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
-        frames = traceback.extract_tb(self.__traceback__)
-        own = [
-            f for f in frames if not f.filename.startswith(places) and "-packages" + os.sep not in f.filename
-        ]
+        frames = [f for f in traceback.extract_tb(self.__traceback__) if not f.filename.startswith(places)]
+        own = [frame for frame in frames if "-packages" + os.sep not in frame.filename]
         return ["".join([*traceback.format_exception_only(type(self), self), *traceback.format_list(own)])]
 
 

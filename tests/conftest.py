@@ -29,19 +29,15 @@ sys.path.append(str(LIGHT_START))  # which a slot's process gets
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--without-faults",
-        action="store_true",
-        help="play the scenarios without their faults: each must then fail",
-    )
+    what = "play the scenarios without their faults: each must then fail"
+    parser.addoption("--without-faults", action="store_true", help=what)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without faults only what has some is played."""
     if config.getoption("--without-faults"):
-        played = [
-            item for item in items if scenarios.numbers(item) and "fault" in getattr(item, "fixturenames", ())
-        ]
+        marked = [item for item in items if scenarios.numbers(item)]
+        played = [item for item in marked if "fault" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in played])
         items[:] = played
 

@@ -12,8 +12,8 @@ import shutil
 import signal
 import subprocess
 import uuid
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import psutil
@@ -80,9 +80,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._destroy()
 
     @property
@@ -115,7 +113,8 @@ class Network:
         for node in self._nodes:
             if self._space(node) in there:
                 for pid in self.pids(node):
-                    _kill(pid)
+                    with suppress(ProcessLookupError):  # it ended by itself
+                        os.kill(pid, signal.SIGKILL)
                 _ip("netns", "del", self._space(node))
         if self._bridge in there:
             _ip("netns", "del", self._bridge)
@@ -133,9 +132,7 @@ class Hosts(Network):
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes)
         self._running: dict[int, subprocess.Popen[str]] = {}  # by node: what ends with its last process
-        self._keys: tuple[bytes, bytes] | None = (
-            None  # private and public, of every user and sshd of these hosts
-        )
+        self._keys: tuple[bytes, bytes] | None = None  # private and public, of all users and sshds here
 
     @staticmethod
     def name(node: int) -> str:
@@ -167,16 +164,8 @@ class Hosts(Network):
             cd /tmp; echo up; exec sleep infinity"""
         unshare = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
         # setpriv: the kernel kills it with the thread that started it, and --kill-child the host with it.
-        command = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            *super().build_command(node),
-            *unshare,
-            "sh",
-            "-c",
-            script,
-        ]
+        enter = ("setpriv", "--pdeathsig", "KILL", *super().build_command(node))
+        command = [*enter, *unshare, "sh", "-c", script]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
         self._running[node] = process
@@ -244,20 +233,8 @@ def find_obstacle() -> str:
     hidden = [place for place in PRIVATE if Path(place) in Path(__file__).resolve().parents]
     if hidden:
         return f"this checkout is in {hidden[0]}, which each host has for itself: clone it elsewhere"
-    words = [
-        "unshare",
-        "--mount",
-        "--uts",
-        "--ipc",
-        "--pid",
-        "--fork",
-        "mount",
-        "-t",
-        "tmpfs",
-        "tmpfs",
-        "/tmp",
-    ]
-    made = subprocess.run(words, check=False, capture_output=True, text=True)
+    words = "unshare --mount --uts --ipc --pid --fork mount -t tmpfs tmpfs /tmp"
+    made = subprocess.run(words.split(), check=False, capture_output=True, text=True)
     if made.returncode != 0:
         return f"namespaces of files and processes cannot be made here: {made.stderr.strip()}"
     name = f"e{os.getpid() % 100000}-probe"
@@ -284,10 +261,3 @@ def _ip(*words: str) -> str:
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it ended by itself

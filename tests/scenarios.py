@@ -13,11 +13,8 @@ import pytest
 
 T = TypeVar("T")
 
-IDS = tuple(
-    f"{letter}{number}"
-    for letter, last in (("E", 8), ("S", 14), ("U", 3), ("G", 19))
-    for number in range(1, last + 1)
-)
+LAST = {"E": 8, "S": 14, "U": 3, "G": 19}
+IDS = tuple(f"{letter}{number}" for letter, last in LAST.items() for number in range(1, last + 1))
 # Nothing goes wrong in these: happy runs, units without a process, versions, sizes.
 FAULTLESS = frozenset({"S1", "U1", "U2", "U3", "G10", "G11", "G16", "G17", "G19"})
 

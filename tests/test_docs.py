@@ -82,10 +82,8 @@ def test_figures_of_pages_are_those_of_their_records() -> None:
     assert made.benchmarks_page() == (DOCS / "benchmarks.md").read_text(), "run python docs/generate.py"
     for page in PAGES:
         assert made.fill_figures(page.read_text()) == page.read_text(), "run python docs/generate.py"
-    assert (
-        made.fill_figures("9.00<!-- ratio of memory: 1,024 MB in one row group: peak of a worker -->")[:4]
-        == "0.59"
-    )
+    figure = "9.00<!-- ratio of memory: 1,024 MB in one row group: peak of a worker -->"
+    assert made.fill_figures(figure)[:4] == "0.59"
 
 
 def test_each_tutorial_has_the_text_and_code_of_its_notebook_and_ends_with_numbers() -> None:
@@ -119,12 +117,9 @@ def test_the_first_page_has_the_figures_of_head_to_head() -> None:
 
 def rows(table: str) -> list[list[str]]:
     """The cells of a table's rows below its head."""
-    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")]
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in lines
-        if not line.startswith("| peer")
-    ]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    lines = [line for line in lines if not line.startswith(("| |", "| peer"))]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 @cache

@@ -53,7 +53,7 @@ IMPURE = {
 FOREIGN = {
     "cv2": ("data",),
     "PIL": ("data",),
-    "pyspark": ("clusters.spark", "clusters.platforms", "estimators"),
+    "pyspark": ("clusters.spark", "estimators"),
     "py4j": ("clusters.spark", "estimators.dataframes"),
     "pandas": ("clusters.spark", "estimators", "integrations"),
     "torch": ("training.torch", "gradients", "estimators", "handwritten", "horovod", "integrations", "data.packing"),

@@ -20,20 +20,16 @@ def _find_marked() -> Iterator[tuple[str, str, frozenset[str], bool]]:
     """(scenario, test, other marks, whether it takes `fault`) of every marked test, off the syntax trees."""
     for path in sorted(TESTS.rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
         module_marks = _find_marks(
-            [n.value for n in tree.body if isinstance(n, ast.Assign) and _names(n.targets) == {"pytestmark"}]
+            [node.value for node in assigned if _names(node.targets) == {"pytestmark"}]
         )
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 takes = "fault" in {argument.arg for argument in node.args.args + node.args.kwonlyargs}
-                ids = [name for mark in node.decorator_list for name in _ids(mark)]
-                for number in ids:
-                    yield (
-                        number,
-                        f"{path.name}::{node.name}",
-                        module_marks | _find_marks(node.decorator_list),
-                        takes,
-                    )
+                marks = module_marks | _find_marks(node.decorator_list)
+                for number in (name for mark in node.decorator_list for name in _ids(mark)):
+                    yield number, f"{path.name}::{node.name}", marks, takes
 
 
 def _names(targets: list[ast.expr]) -> set[str]:
@@ -64,9 +60,8 @@ def test_every_scenario_has_a_test_in_every_build() -> None:
 def test_every_mark_names_a_scenario_and_its_faults_can_be_switched_off() -> None:
     for number, test, _, takes_fault in _find_marked():
         assert number in scenarios.IDS, f"{test} plays {number}, which is no scenario"
-        assert takes_fault or number in scenarios.FAULTLESS, (
-            f"{test} plays {number} but does no fault by `fault`"
-        )
+        said = f"{test} plays {number} but does no fault by `fault`"
+        assert takes_fault or number in scenarios.FAULTLESS, said
 
 
 PLAYED = """
@@ -107,9 +102,6 @@ def test_a_scenario_test_that_passes_without_its_fault_fails(
     done = subprocess.run(
         [*command, *config], check=False, cwd=TESTS.parent, capture_output=True, text=True, timeout=50
     )
-    bad = {
-        line.split("::")[1].split()[0]
-        for line in done.stdout.splitlines()
-        if line.startswith(("FAILED", "ERROR"))
-    }
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    bad = {line.split("::")[1].split()[0] for line in lines}
     assert bad == failed, done.stdout

@@ -1,6 +1,6 @@
 """The command line tool `spark-elastic-run`: a script on elastic workers of this machine and others, without Spark.
 
-It defines the options, with Horovod's names. Runs in the main thread of its process.
+`cli_options` has the options. Runs in the main thread of its process.
 """
 
 from __future__ import annotations
@@ -10,38 +10,34 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.horovodrun_options import add_options, get_variables
-from spark_elastic.clusters.local.command import run_around, take_python_options
-from spark_elastic.clusters.local.interpreter import Interpreter
+from spark_elastic.clusters.cli_options import get_variables, list_options
+from spark_elastic.clusters.local.command import Interpreter, run_around, take_python_options
 from spark_elastic.clusters.local.launcher import HostSlots, find_remote_hosts
-from spark_elastic.clusters.local.ssh import SshOptions
-from spark_elastic.clusters.local.ssh_launcher import SshLauncher, choose_addresses
+from spark_elastic.clusters.local.ssh import SshLauncher, SshOptions, choose_addresses
 from spark_elastic.clusters.run.call import prepare
-from spark_elastic.config import DEVICES, ElasticConfig, find_interface_address, from_env, log_level
+from spark_elastic.config import ElasticConfig, find_interface_address, from_env, log_level
 from spark_elastic.driver.discovery import FixedHosts, HostPoller, ScriptFinder, parse_hosts
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
-from spark_elastic.monitoring.console import LineRateLimiter
+from spark_elastic.monitoring.console import FileListener, LineRateLimiter
 from spark_elastic.monitoring.listener import close_within_deadline
-from spark_elastic.monitoring.log_files import FileListener
-from spark_elastic.monitoring.log_forwarding import log_to_stream
+from spark_elastic.monitoring.logs import log_to_stream
 from spark_elastic.worker.devices import require_gpus
 from spark_elastic.worker.script import Module, Script
 
 LOCALHOST = "localhost"
-LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
-SOME = click.IntRange(min=1)
+RunOptions: TypeAlias = SimpleNamespace  # the options of a command line, by their names; None: not given
 PYTHON = re.compile(r"py(thon)?\d*(\.\d+)*t?$")  # how names of Pythons end
 
 
@@ -49,98 +45,6 @@ PYTHON = re.compile(r"py(thon)?\d*(\.\d+)*t?$")  # how names of Pythons end
     name="spark-elastic-run", context_settings={"allow_interspersed_args": False, "max_content_width": 110}
 )
 @click.version_option(spark_elastic.__version__, "-v", "--version")
-@click.option(
-    "-np", "--num-proc", "num_proc", type=SOME, help="Workers to start with; default: all slots of the hosts."
-)
-@click.option(
-    "--min-np",
-    "--min-num-proc",
-    "min_np",
-    type=SOME,
-    help="Fewest workers to start and to continue with; default: -np.",
-)
-@click.option(
-    "--max-np",
-    "--max-num-proc",
-    "max_np",
-    type=SOME,
-    help="Most workers at any time; default: as many as at the start.",
-)
-@click.option(
-    "-H",
-    "--hosts",
-    help="Hosts with their slots: host1:4,host2:4. Workers of other machines are started through ssh.",
-)
-@click.option(
-    "-hostfile", "--hostfile", type=click.Path(), help="File with the same, one host:slots per line."
-)
-@click.option("--host-discovery-script", help="Executable that prints host[:slots] lines; run once a second.")
-@click.option(
-    "-p", "--ssh-port", type=click.IntRange(1, 65535), help="Port of the ssh servers of other hosts."
-)
-@click.option("--ssh-user", help="User at other hosts.")
-@click.option(
-    "-i",
-    "--ssh-identity-file",
-    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
-    help="File with the private key for other hosts.",
-)
-@click.option(
-    "--network-interfaces",
-    "--network-interface",
-    "network_interface",
-    help="Interface of this machine whose address other hosts dial; default: the one on the way to them.",
-)
-@click.option("--slots-per-host", type=SOME, help="Slots of hosts that are given without a number.")
-@click.option("--reset-limit", type=int, help="Most new worlds after the first; default: no limit.")
-@click.option("--elastic-timeout", type=float, help="Seconds to wait for --min-np workers; default 600.")
-@click.option(
-    "--start-timeout",
-    type=float,
-    help="Seconds that the start waits for -np workers once --min-np are ready.",
-)
-@click.option(
-    "--blacklist-cooldown-range",
-    type=float,
-    nargs=2,
-    help="Seconds that a slot is not used after a failure: at first, and at most.",
-)
-@click.option(
-    "--gloo-timeout-seconds", type=float, help="Longest wait for peers in one collective, in seconds."
-)
-@click.option("--device", type=click.Choice(DEVICES), help="What workers train on; default auto.")
-@click.option(
-    "--output-filename", type=click.Path(), help="Folder for the output of each rank: rank.N/stdout."
-)
-@click.option(
-    "--run-id", help="Name of the run: it writes checkpoints to the store, and the same name resumes."
-)
-@click.option("--store", help="Folder or fsspec url for the checkpoints of the run.")
-@click.option(
-    "--restarts",
-    type=SOME,
-    help="How often the driver is started again after a signal killed it; it continues the run. Needs --run-id.",
-)
-@click.option("--checkpoint-steps", type=SOME, help="Write a checkpoint every N commits; default: by time.")
-@click.option(
-    "-prefix-timestamp",
-    "--prefix-output-with-timestamp",
-    is_flag=True,
-    help="Print the time of day before each line.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(LEVELS, case_sensitive=False),
-    help="Level of the log of the driver and of the training processes.",
-)
-@click.option("--verbose", is_flag=True, help="Print each new world, and why it began.")
-@click.option(
-    "--preload",
-    multiple=True,
-    metavar="MODULE",
-    help="Module that each worker imports before it joins, beside those that the program imports at its top.",
-)
-@add_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
@@ -152,44 +56,16 @@ def run(context: click.Context, /, **options: Any) -> None:
     get this process's environment, and start in the current folder where the host has it.
     """
     words = tuple(sys.argv[1 : len(sys.argv) - len(options["command"])])
+    # words: the command line before the command; environment: variables that follow from options
     chosen = RunOptions(**options, environment=get_variables(context), words=words)
-    sys.exit(_run_and_report(lambda: execute(chosen)))
+    try:
+        sys.exit(execute(chosen))
+    except ElasticError as error:
+        click.echo(f"spark-elastic-run: {type(error).__name__}: {error}", err=True)
+        sys.exit(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options of a command line, under their names there; None: not given."""
-
-    command: tuple[str, ...]
-    num_proc: int | None = None
-    min_np: int | None = None
-    max_np: int | None = None
-    hosts: str | None = None
-    hostfile: str | None = None
-    host_discovery_script: str | None = None
-    ssh_port: int | None = None
-    ssh_user: str | None = None
-    ssh_identity_file: str | None = None
-    network_interface: str | None = None
-    slots_per_host: int | None = None
-    reset_limit: int | None = None
-    elastic_timeout: float | None = None
-    start_timeout: float | None = None
-    blacklist_cooldown_range: tuple[float, float] | None = None
-    gloo_timeout_seconds: float | None = None
-    device: str | None = None
-    output_filename: str | None = None
-    run_id: str | None = None
-    store: str | None = None
-    restarts: int | None = None
-    checkpoint_steps: int | None = None
-    prefix_output_with_timestamp: bool = False
-    log_level: str | None = None
-    verbose: bool = False
-    preload: tuple[str, ...] = ()
-    words: tuple[str, ...] = field(default=(), compare=False)  # the command line before the command
-    # Variables of the training processes that follow from options.
-    environment: Mapping[str, str] = field(default_factory=dict)
+run.params[:0] = list_options()
 
 
 class CommandOutput(FileListener):
@@ -219,12 +95,8 @@ class CommandOutput(FileListener):
 
 
 def execute(options: RunOptions) -> int:
-    """Run the job to its end. Returns the exit code.
-
-    Raises:
-        InvalidInput: the command line asks for something that does not exist.
-        JobFailed: with its subclasses.
-    """
+    """Run the job to its end. Returns the exit code. Raises InvalidInput: the command line asks for something that does
+    not exist. JobFailed: with its subclasses."""
     if options.restarts is not None:
         return supervise_driver(options)
     first = options.command[0]
@@ -243,8 +115,7 @@ def supervise_driver(options: RunOptions) -> int:
     """Run the job in a process of its own, and again, up to `restarts` times, when a signal has killed that: its run
     continues. What ends with an error is not repeated. Returns the exit code.
 
-    Raises:
-        InvalidInput: the run has no name, or as `execute`.
+    Raises InvalidInput: the run has no name, or as `execute`.
     """
     if options.run_id is None or options.store is None:
         raise InvalidInput(
@@ -254,7 +125,7 @@ def supervise_driver(options: RunOptions) -> int:
     for left in range(options.restarts, -1, -1):
         driver = os.fork()
         if driver == 0:
-            return execute(replace(options, restarts=None))
+            return execute(RunOptions(**{**vars(options), "restarts": None}))
         code = _await_driver(driver)
         if code >= 0 or left == 0:
             break
@@ -294,6 +165,7 @@ def _execute(options: RunOptions) -> None:
         raise InvalidInput(
             f"spark-elastic-run needs --min-np <= -np <= --max-np; got {least} <= {number} <= {most}."
         )
+    environment = _make_environment(options)
     named: dict[str, Any] = {
         "num_workers": number,
         "min_workers": options.min_np,
@@ -301,47 +173,56 @@ def _execute(options: RunOptions) -> None:
         "run_id": options.run_id,
         "store": options.store,
         "checkpoint_steps": options.checkpoint_steps,
-        "env": _make_environment(options),
+        "env": environment,
         "preload": options.preload or None,
     }
-    call = prepare(
-        program,
-        arguments,
-        {name: value for name, value in named.items() if value is not None},
-        _make_config(options),
-    )
+    named = {name: value for name, value in named.items() if value is not None}
+    call = prepare(program, arguments, named, _make_config(options))
     hosts, clock = HostSlots(), SystemClock()
-    config = call.options.config
+    config, limits = call.options.config, call.make_limits(number)
     ssh = SshOptions(port=options.ssh_port, user=options.ssh_user, identity_file=options.ssh_identity_file)
     launcher = SshLauncher(call.program, hosts, clock, ssh, call.preload, interpreter.path)
     folder = _make_output_folder(options.output_filename)
-    limits = call.make_limits(number)
     if fixed and sum(fixed.values()) < limits.min_workers:
         raise InvalidInput(
             f"the hosts have {sum(fixed.values())} slots and the job needs {limits.min_workers} workers: give hosts "
             "more slots, or --min-np fewer workers."
         )
-    if not find_remote_hosts(fixed) and options.host_discovery_script is None:
-        require_gpus(config, limits.min_workers, {**os.environ, **_make_environment(options)})
+    is_here = not find_remote_hosts(fixed) and options.host_discovery_script is None
+    if is_here:
+        require_gpus(config, limits.min_workers, {**os.environ, **environment})
     limit = LineRateLimiter() if sys.stdout.isatty() else None
     timestamps, verbose = options.prefix_output_with_timestamp, options.verbose
     output = CommandOutput(folder, sys.stdout, clock, timestamps, verbose, config.show_logs, limit)
+
+    def update_hosts(listed: Mapping[str, int]) -> None:
+        """The first hosts are checked before any worker starts; those that come later are not waited for. The launcher
+        learns of hosts before the driver."""
+        if not hosts.has_hosts:
+            launcher.check_hosts(listed, limits.min_workers)
+        hosts.update(listed)
+
     with close_within_deadline(output) as listener:
         listed = fixed or {LOCALHOST: limits.max_workers}
-        notify = partial(_update_hosts, launcher, hosts, limits.min_workers)
-        discovery = _make_discovery(options, listed, notify)
-        driver = _make_driver_options(options, find_remote_hosts(listed), config, ssh)
-        supervise(
-            launcher, discovery, replace(driver, run=call.take_run()), limits, config, call.name, listener
-        )
+        discovery: Discovery = FixedHosts(listed, clock, update_hosts)
+        if path := options.host_discovery_script:
+            command = [os.path.abspath(path) if os.path.exists(path) else path]
+            finder = ScriptFinder(command, lambda text: parse_hosts(text, options.slots_per_host))
+            discovery = HostPoller(finder, clock, update_hosts)
+        driver = DriverOptions(run=call.take_run())
+        if not is_here:  # else the driver listens where no other machine reaches it
+            bind, advertise = choose_addresses(config, find_remote_hosts(listed), ssh)
+            driver = replace(driver, bind=bind, advertise=advertise)
+        supervise(launcher, discovery, driver, limits, config, call.name, listener)
 
 
 def _make_output_folder(path: str | None) -> Path | None:
     """Create the folder for the output before anything is printed, so that nothing is missing in it."""
-    folder = Path(path) if path else None
+    if path is None:
+        return None
+    folder = Path(path)
     try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput(
             f"--output-filename {path} is no folder that files can be put into: {error}."
@@ -356,15 +237,14 @@ def _make_environment(options: RunOptions) -> dict[str, str]:
 
 
 def _make_config(options: RunOptions) -> ElasticConfig:
-    cooldown, interface = options.blacklist_cooldown_range, options.network_interface
+    interface = options.network_interface
+    address = find_interface_address(interface.split(",")[0], "--network-interface") if interface else None
     return from_env(
-        advertise_address=find_interface_address(interface.split(",")[0], "--network-interface")
-        if interface
-        else None,
+        advertise_address=address,
         reset_limit=options.reset_limit,
         start_timeout=options.elastic_timeout,
         gather_timeout=options.start_timeout,
-        cooldown_range=tuple(cooldown) if cooldown else None,
+        cooldown_range=options.blacklist_cooldown_range,
         collective_timeout=options.gloo_timeout_seconds,
         device=options.device,
     )
@@ -389,8 +269,7 @@ def _parse_program(command: tuple[str, ...]) -> tuple[Interpreter, str | Module 
 
 
 def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
-    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(options, name)]
-    if len(given) > 1:
+    if sum(map(bool, (options.hosts, options.hostfile, options.host_discovery_script))) > 1:
         raise InvalidInput("give one of -H, --hostfile and --host-discovery-script.")
     text = options.hosts or ""
     if options.hostfile:
@@ -398,50 +277,10 @@ def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
             text = Path(options.hostfile).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the host file {options.hostfile} cannot be read: {error}.") from error
-    found = parse_hosts(text, options.slots_per_host)
-    if not found and (options.hosts or options.hostfile):
+    hosts = parse_hosts(text, options.slots_per_host)
+    if not hosts and (options.hosts or options.hostfile):
         raise InvalidInput(f"{options.hostfile or '-H'} names no host: write one, as in node1:2.")
-    return found
-
-
-def _make_driver_options(
-    options: RunOptions, others: list[str], config: ElasticConfig, ssh: SshOptions
-) -> DriverOptions:
-    """A job whose hosts are all of this machine, now and later, listens where no other machine reaches it."""
-    if not others and options.host_discovery_script is None:
-        return DriverOptions()
-    bind, advertise = choose_addresses(config, others, ssh)
-    return DriverOptions(bind=bind, advertise=advertise)
-
-
-def _make_discovery(
-    options: RunOptions, fixed: Mapping[str, int], notify: Callable[[Mapping[str, int]], None]
-) -> Discovery:
-    """Discovery that tells the launcher of new hosts before it tells the driver."""
-    clock = SystemClock()
-    if options.host_discovery_script is None:
-        return FixedHosts(fixed, clock, notify)
-    path = options.host_discovery_script
-    command = [os.path.abspath(path) if os.path.exists(path) else path]
-    return HostPoller(
-        ScriptFinder(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, notify
-    )
-
-
-def _update_hosts(launcher: SshLauncher, hosts: HostSlots, needed: int, listed: Mapping[str, int]) -> None:
-    """The first hosts are checked before any worker starts; those that come later are not waited for."""
-    if not hosts.has_hosts:
-        launcher.check_hosts(listed, needed)
-    hosts.update(listed)
-
-
-def _run_and_report(job: Callable[[], int]) -> int:
-    """Run the job. Returns its exit code, or 1 after printing the error."""
-    try:
-        return job()
-    except ElasticError as error:
-        click.echo(f"spark-elastic-run: {type(error).__name__}: {error}", err=True)
-        return 1
+    return hosts
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -1,7 +1,7 @@
 """A job whose driver runs in a Spark task, because executors cannot reach the client: the task's body and its client.
 
 The coordinator (in the task) has the server, the driver loop and the driver machine. The client launches slots for it
-and shows people how the job goes. They exchange messages through objects in the store (`state.store_channel`), since
+and shows people how the job goes. They exchange messages through objects in the store (`runs.store_channel`), since
 Spark hands on a task's output only when the task ends. If the coordinator is lost, the job ends as `CoordinatorLost`. A
 heartbeat in the store makes a second copy of the task, which Spark may start, wait for the first.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeVar
 
 from spark_elastic import errors
 from spark_elastic.clock import Clock, SystemClock
@@ -25,10 +25,10 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Launcher
-from spark_elastic.driver.remote_launcher import ClientCall, DriverStarted, RemoteLauncher
+from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
-from spark_elastic.monitoring.log_forwarding import (
+from spark_elastic.monitoring.logs import (
     LogEntry,
     emit_forwarded,
     forward_log,
@@ -48,16 +48,40 @@ from spark_elastic.runs.store_channel import (
 )
 
 log = logging.getLogger("spark_elastic")
+T = TypeVar("T")
 
 CLIENT, COORDINATOR = "client", "coordinator"
 CLOSE_WAIT = 10.0  # seconds for the last messages, and for slots that still run
 LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
+MOST_IDLE = 3  # this many coordinators lost in a row without a new checkpoint end the fit
 
 
 # ---- what the coordinator sends to its client
 
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How the job ended: with results, or with an error that the client raises."""
+
+    report: str | None = None  # JSON text of a `JobReport`; None: the error has none
+    results: tuple[str, ...] = ()  # what the workers returned, JSON text in rank order
+    error: str = ""  # name of the class in `spark_elastic.errors`; "": none
+    text: str = ""  # the error's message
+
+    def unpack(self) -> LaunchResult:
+        """The result of the launch. Raises the error."""
+        report = None if self.report is None else JobReport.from_json(self.report)
+        if not self.error:
+            return LaunchResult(self.results, report or JobReport())
+        error = getattr(errors, self.error, JobFailed)(self.text)
+        if report is not None:
+            error.report = report
+        raise error
+
+
 # Target -> method -> types of its arguments: all that a coordinator can have called at its client.
 CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "client": {"on_started": (str, str | None), "on_end": (JobEnd,)},
     "launcher": {"launch": (int,)},
     "scheduler": {"finish_gathering": (), "report_shortage": (bool,)},
     "listener": {
@@ -69,24 +93,6 @@ CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
     # A record of the coordinator's log, which would otherwise stay in the executor's standard error.
     "log": {"emit": (LogEntry,)},
 }
-
-
-@dataclass(frozen=True)
-class JobSucceeded:
-    results: tuple[str, ...]  # what the workers returned, JSON text in rank order
-    report: str  # JSON text of a `JobReport`
-
-
-@dataclass(frozen=True)
-class JobEndedInError:
-    error: str  # name of the class in `spark_elastic.errors`
-    text: str  # the error's message; the client raises the error with it
-    report: str | None = None  # JSON text of a `JobReport`, if the error has one
-
-
-JobEnd: TypeAlias = JobSucceeded | JobEndedInError
-Message: TypeAlias = DriverStarted | ClientCall | JobEnd
-COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
 
 
 # ---- the task
@@ -101,17 +107,15 @@ class Coordinator:
     config: ElasticConfig  # from `check_config`: without settings that belong to the client's machine
     name: str  # the job's name
     encrypted: bool  # the server speaks TLS, unless the configuration says otherwise
-    # Why a host with these facts cannot take part, or None.
-    check_host: Callable[[Mapping[str, Any]], str | None]
+    check_host: Callable[
+        [Mapping[str, Any]], str | None
+    ]  # why a host with these facts cannot take part, or None
     # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.
     run: tuple[str, int, tuple[Checkpoint, ...]] | None
 
     def run_driver(self, host: str) -> None:
-        """Drive the job to its end, and send the client its result. Blocks.
-
-        Args:
-            host: the address at which the driver's server listens.
-        """
+        """Drive the job to its end, and send the client its result. Blocks. host: the address at which the driver's
+        server listens."""
         launcher = RemoteLauncher(self.end, SystemClock(), silence_limit(self.config))
         channel = launcher.channel
         options = DriverOptions(
@@ -122,24 +126,24 @@ class Coordinator:
             key=self.end.key,
             scheduler=_forward(channel, "scheduler", SimpleNamespace()),
         )
-        listener, records = (
-            _forward(channel, "listener", JobListener()),
-            _forward(channel, "log", SimpleNamespace()),
-        )
+        listener = _forward(channel, "listener", JobListener())
+        records = _forward(channel, "log", SimpleNamespace())
+        job = self.limits, self.config, self.name, listener
+        end: JobEnd | None = None
         try:
             with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(records.emit):
-                done = supervise(
-                    launcher, CombinedDiscovery(), options, self.limits, self.config, self.name, listener
-                )
-            channel.send(JobSucceeded(done.results, done.report.to_json()))
+                done = supervise(launcher, CombinedDiscovery(), options, *job)
+            end = JobEnd(done.report.to_json(), done.results)
         except errors.ElasticError as error:
             has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None
             report = error.report.to_json() if has_report else None  # type: ignore[attr-defined]
-            channel.send(JobEndedInError(type(error).__name__, str(error), report))
+            end = JobEnd(report, error=type(error).__name__, text=str(error))
         except Exception:  # a defect of ours or of the machine, which would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
-            channel.send(JobEndedInError(JobFailed.__name__, text))
+            end = JobEnd(error=JobFailed.__name__, text=text)
         finally:
+            if end is not None:
+                channel.send(ClientCall("client", "on_end", (end,)))
             channel.close(CLOSE_WAIT)
 
     def wait_standby(self) -> None:
@@ -152,11 +156,7 @@ class Coordinator:
 
 
 def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
-    """Have an object pass the calls of its listed methods to the client.
-
-    Args:
-        proxy: has all other methods.
-    """
+    """Have an object pass the calls of its listed methods to the client. proxy: has all other methods."""
 
     def pass_on(method: str, *arguments: Any) -> None:
         channel.send(ClientCall(target, method, arguments))
@@ -170,11 +170,7 @@ def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
 
 
 def check_config(config: ElasticConfig) -> ElasticConfig:
-    """The settings of a coordinator in a task.
-
-    Raises:
-        InvalidInput: one of them belongs to the client's machine.
-    """
+    """The settings of a coordinator in a task. Raises InvalidInput: one of them belongs to the client's machine."""
     script = isinstance(config.host_discovery, str)  # a function can be shipped, a script cannot
     for name in ("handle", "journal", "tls_certificate", *["host_discovery"] * script):
         if getattr(config, name) is not None:
@@ -202,23 +198,19 @@ class CoordinatorClient:
         listener: JobListener,
         clock: Clock,
     ) -> None:
-        """
-        Args:
-            spec: of the slots; the coordinator fills in its address and certificate.
-        """
+        """spec: of the slots; the coordinator fills in its address and certificate."""
         self._spec = spec
         self._launcher = launcher
         self._scheduler = scheduler
-        log_target = SimpleNamespace(emit=emit_forwarded)
-        # The objects of `CALLS`.
-        self._targets = {
+        self._targets: dict[str, object] = {  # of `CALLS`
+            "client": self,
             "launcher": launcher,
             "scheduler": scheduler,
             "listener": listener,
-            "log": log_target,
+            "log": SimpleNamespace(emit=emit_forwarded),
         }
         self._clock = clock
-        self._channel = StoreChannel(end, COORDINATOR_MESSAGES, self._on_message, clock)
+        self._channel = StoreChannel(end, (ClientCall,), self._call, clock)
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
         self._task_started = False  # the coordinator's task runs
@@ -231,13 +223,8 @@ class CoordinatorClient:
     def follow(self, run_task: Callable[[], str], config: ElasticConfig) -> LaunchResult:
         """Run the coordinator's task and follow the job to its end. Blocks.
 
-        Args:
-            run_task: runs the task; returns why it ended.
-
-        Raises:
-            CoordinatorLost: the task ended without a result.
-            NotEnoughWorkers: no executor took the task.
-            JobFailed, JobCancelled: as `launch.job.supervise`.
+        run_task: runs the task; returns why it ended. Raises CoordinatorLost: the task ended without a result.
+        NotEnoughWorkers: no executor took the task. JobFailed, JobCancelled: as `driver.job.supervise`.
         """
         with isolate_log_handlers(), self._notifier:
             self._follow(run_task, config)
@@ -246,7 +233,7 @@ class CoordinatorClient:
             raise CoordinatorLost(
                 f"the coordinator of {self._spec.job_name}, which ran in a task, was lost: {why}"
             )
-        return _unpack_end(self._end)
+        return self._end.unpack()
 
     def _follow(self, run_task: Callable[[], str], config: ElasticConfig) -> None:
         self._waits_since, limit = self._clock.now(), silence_limit(config)
@@ -282,28 +269,22 @@ class CoordinatorClient:
         if isinstance(event, LaunchEnded | SlotsWanted):
             self._channel.send(event)
 
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case DriverStarted(address, certificate):
-                self._task_started = True
-                log.info("the coordinator of %s runs in a task, at %s", self._spec.job_name, address)
-                spec = dataclasses.replace(self._spec, address=address, certificate=certificate)
-                self._launcher.start(spec, self._forward)
-            case ClientCall():
-                self._call(message)
-            case JobSucceeded() | JobEndedInError():
-                self._end = message
-                self._ended.set()
+    def on_started(self, address: str, certificate: str | None) -> None:
+        """The driver listens: slots can be launched. certificate: of its server, PEM; None: plain HTTP."""
+        self._task_started = True
+        log.info("the coordinator of %s runs in a task, at %s", self._spec.job_name, address)
+        spec = dataclasses.replace(self._spec, address=address, certificate=certificate)
+        self._launcher.start(spec, self._forward)
+
+    def on_end(self, end: JobEnd) -> None:
+        self._end = end
+        self._ended.set()
 
     def _call(self, call: ClientCall) -> None:
-        """
-        Raises:
-            KeyError: the method is not listed. MalformedMessage: an argument is of another type.
-        """
-        types, name = CALLS[call.target][call.method], f"{call.target}.{call.method}"
-        arguments: Any = [
-            codec.read_as(hint, argument, name) for hint, argument in zip(types, call.arguments, strict=True)
-        ]
+        """Raises KeyError: the method is not listed. MalformedMessage: an argument is of another type."""
+        name = f"{call.target}.{call.method}"
+        pairs = zip(CALLS[call.target][call.method], call.arguments, strict=True)
+        arguments: Any = [codec.read_as(hint, argument, name) for hint, argument in pairs]
         method = partial(getattr(self._targets[call.target], call.method), *arguments)
         if call.target != "listener":
             method()
@@ -313,10 +294,21 @@ class CoordinatorClient:
             self._notifier.submit(method)
 
 
-def _unpack_end(end: JobEnd) -> LaunchResult:
-    if isinstance(end, JobEndedInError):
-        error = getattr(errors, end.error, JobFailed)(end.text)
-        if end.report is not None:
-            error.report = JobReport.from_json(end.report)
-        raise error
-    return LaunchResult(end.results, JobReport.from_json(end.report))
+def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Callable[[], object]) -> T:
+    """`attempt()`, and again after the loss of its coordinator, as long as the run advances now and then.
+
+    The loss of a coordinator is that of a driver (P7): the client takes the run's next attempt.
+
+    find_checkpoints: looks up the checkpoints from which the run would resume. Raises CoordinatorLost: `MOST_IDLE`
+    coordinators in a row were lost without a new checkpoint.
+    """
+    before, idle = find_checkpoints(), 0
+    while True:
+        try:
+            return attempt()
+        except CoordinatorLost as error:
+            after = find_checkpoints()
+            before, idle = after, 0 if after != before else idle + 1
+            if idle >= MOST_IDLE:
+                raise
+            log.warning("%s; the run continues from its newest checkpoint", error)

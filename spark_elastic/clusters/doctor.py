@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput
-from spark_elastic.worker import pickling
 from spark_elastic.worker.entry import find_tls_problem
+from spark_elastic.worker.program import pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -47,16 +47,14 @@ def examine(
         store: as a job's. workers: how many a job would ask for.
     """
     config = from_env()
-    facts: dict[str, str] = {}
     try:
         from spark_elastic.clusters.spark.host_facts import collect_host_facts
 
-        facts = collect_host_facts()
-        yield Finding(f"this machine: {_describe(facts)}; {platform.system()} {platform.machine()}")
+        own = _describe(collect_host_facts())
+        yield Finding(f"this machine: {own}; {platform.system()} {platform.machine()}")
     except ImportError as error:
-        yield Finding(
-            f"pyspark cannot be imported ({error}): without it, spark-elastic-run works alone.", True
-        )
+        advice = "without it, spark-elastic-run works alone."
+        yield Finding(f"pyspark cannot be imported ({error}): {advice}", True)
     problem = find_tls_problem()
     yield Finding(problem or "the engine loads, and can encrypt", warned=problem is not None)
     opened = None
@@ -81,13 +79,12 @@ def _describe(facts: Mapping[str, str]) -> str:
 
 
 def _examine_store(store: Store) -> Finding:
-    from spark_elastic.clusters.spark.probe import ProbeSpec, open_probe
+    from spark_elastic.clusters.spark.probe import Probe
 
     try:
-        with open_probe(ProbeSpec(b"", store=store)):
-            return Finding(
-                f"the store {store.url} can be written here; whether hosts see it, a cluster tells"
-            )
+        with Probe(store=store).open():
+            what = f"the store {store.url} can be written here"
+            return Finding(f"{what}; whether hosts see it, a cluster tells")
     except ElasticError as error:
         return Finding(str(error), refused=True)
 
@@ -96,7 +93,7 @@ def _examine_cluster(
     spark: SparkSession, config: ElasticConfig, store: Store | None, workers: int | None
 ) -> Iterator[Finding]:
     """The checks of a job of these frameworks, up to its first slot."""
-    from spark_elastic.clusters.platforms import make_platform
+    from spark_elastic.clusters.spark import make_platform
     from spark_elastic.clusters.spark.host_facts import collect_host_facts
 
     needs = tuple(name for name in FRAMEWORKS if name in collect_host_facts())
@@ -106,7 +103,7 @@ def _examine_cluster(
         yield Finding(f"Spark {spark.version} at {cluster.master}; a job would ask for {number} workers")
         for remark in cluster.list_warnings():
             yield Finding(remark, warned=True)
-        hosts = cluster.preflight(pickling.dumps(None), store, needs, number, "an empty program")
+        hosts = cluster.preflight(pickle_for_workers(None), store, needs, number, "an empty program")
     except ElasticError as error:
         yield Finding(str(error), refused=True)
         return

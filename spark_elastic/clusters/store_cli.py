@@ -96,11 +96,10 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 @_OPTION
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
     """Remove data sets, ended runs and half-written files that have not been written to for a while."""
-    removed = remove_old_entries(
-        _open_existing(url, options), parse_age(older_than), SystemClock().wall(), unfinished
-    )
+    store, age = _open_existing(url, options), parse_age(older_than)
+    removed = remove_old_entries(store, age, SystemClock().wall(), unfinished)
     _show(removed)
-    click.echo(f"removed {len(removed)}, {sum(each.bytes for each in removed):,} bytes")
+    click.echo(f"removed {len(removed)}, {sum(entry.bytes for entry in removed):,} bytes")
 
 
 def parse_age(text: str) -> float:
@@ -135,14 +134,12 @@ def _open_store(url: str, options: tuple[str, ...]) -> Store:
 
 
 def _show(shown: list[StoreEntry]) -> None:
-    for each in shown:
-        when = (
-            "unknown"
-            if each.modified is None
-            else f"{datetime.fromtimestamp(each.modified, timezone.utc):%Y-%m-%d %H:%M}"
-        )
-        state = "unfinished" if each.needed else ""
-        click.echo(f"{each.kind:6} {each.bytes:>15,} {when:16} {each.name} {state}".rstrip())
+    for entry in shown:
+        when = "unknown"
+        if entry.modified is not None:
+            when = f"{datetime.fromtimestamp(entry.modified, timezone.utc):%Y-%m-%d %H:%M}"
+        state = "unfinished" if entry.needed else ""
+        click.echo(f"{entry.kind:6} {entry.bytes:>15,} {when:16} {entry.name} {state}".rstrip())
 
 
 def main() -> None:

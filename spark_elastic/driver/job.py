@@ -31,19 +31,16 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
+from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.log_files import StoreLog, save_status
-from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
-from spark_elastic.monitoring.page import save_page
-from spark_elastic.monitoring.report import JobReport, WorldChange
-from spark_elastic.monitoring.status import build_status, build_status_pages
+from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers, save_status
+from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.types import Checkpoint, Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.file_limit import reserve_files
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.http_server import Bind, reserve_files
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp

@@ -9,7 +9,7 @@ from functools import partial
 from spark_elastic.clock import Clock
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
-from spark_elastic.monitoring.log_forwarding import ANNOUNCED
+from spark_elastic.monitoring.logs import ANNOUNCED
 from spark_elastic.monitoring.report import WorldChange
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.stall import find_stalls

@@ -21,14 +21,6 @@ CLIENT_EVENTS = (LaunchEnded, SlotsWanted, CancelRequested)  # what the client s
 
 
 @dataclass(frozen=True)
-class DriverStarted:
-    """The driver listens: slots can be launched."""
-
-    address: str  # host:port of its rendezvous server
-    certificate: str | None  # of that server, PEM; None: plain HTTP
-
-
-@dataclass(frozen=True)
 class ClientCall:
     """A method that the client is to call, if it is one of those that it lists."""
 
@@ -56,7 +48,7 @@ class RemoteLauncher:
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         self._post = post
-        self.channel.send(DriverStarted(spec.address, spec.certificate))
+        self.channel.send(ClientCall("client", "on_started", (spec.address, spec.certificate)))
         self.channel.start()
         self._watch.start()
 

@@ -21,8 +21,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, parse_document
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, StoreError
-from spark_elastic.monitoring.page import encode_json
-from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.report import JobReport, encode_json
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
 from spark_elastic.rendezvous import codec

@@ -15,12 +15,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.platforms import make_platform, resume_after_coordinator_loss
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
 from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.spark import make_platform
+from spark_elastic.clusters.spark.platform import JobSpec, SparkPlatform
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
@@ -31,7 +32,7 @@ from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener
 from spark_elastic.monitoring.listener import close_within_deadline
-from spark_elastic.monitoring.log_forwarding import announce_phase, log_to_listener
+from spark_elastic.monitoring.logs import announce_phase, log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
@@ -39,9 +40,6 @@ from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
 from spark_elastic.worker.imports import is_installed, list_early_imports
 from spark_elastic.worker.program import Program
-
-if TYPE_CHECKING:
-    from spark_elastic.clusters.platforms.spark_platform import SparkPlatform
 
 log = logging.getLogger("spark_elastic")
 

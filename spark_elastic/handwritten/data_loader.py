@@ -42,7 +42,7 @@ from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
 from spark_elastic.training.transformation import check_transformation
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.outside import ENTERED, STATE
+from spark_elastic.worker.session import ENTERED, STATE
 
 _BATCH = make_whole(1, wanted="the rows of a step over all ranks, a whole number of 1 or more")
 _STEPS_AT_ONCE = 64  # whose indices are computed together

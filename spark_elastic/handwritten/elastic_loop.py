@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State, WorkerSession
 from spark_elastic.protocol.types import START, WorldView
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER, CommitKeeper
-from spark_elastic.worker.outside import ENTERED, STATE
+from spark_elastic.worker.session import ENTERED, STATE
 
 R = TypeVar("R")
 

@@ -18,10 +18,9 @@ from spark_elastic.protocol.types import (
 )
 from spark_elastic.runs.checkpoint import CHECKPOINTER, SNAPSHOT_READER, Checkpointer, SnapshotReader
 from spark_elastic.worker.context import WorkerContext, get_context
-from spark_elastic.worker.outside import mark_loop_begun
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
-from spark_elastic.worker.session import update_metrics
+from spark_elastic.worker.session import mark_loop_begun, update_metrics
 
 MARKED = "marked"  # key of the process's values: this worker has told the driver that it enters its loop
 

@@ -42,7 +42,7 @@ from spark_elastic.training.torch.module_state import (
     find_hooked,
 )
 from spark_elastic.worker.context import get_context, get_process_context
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
 __all__ = [
     "ElasticDataLoader",

@@ -8,35 +8,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-# Public name -> the module that defines it.
-_EXPORTS = {
-    "ClusterFaults": "spark_elastic.testing.cluster_faults",
-    "CountingProgram": "spark_elastic.testing.fakes",
-    "FakeClock": "spark_elastic.testing.fakes",
-    "InjectedFault": "spark_elastic.testing.cluster_faults",
-    "ProcessLauncher": "spark_elastic.testing.fakes",
-    "Replay": "spark_elastic.testing.replays",
-    "ReplayDiffers": "spark_elastic.testing.replays",
-    "generate_faults": "spark_elastic.testing.cluster_faults",
-    "replay": "spark_elastic.testing.replays",
+# Module -> the public names that it defines.
+_MODULES = {
+    "cluster_faults": ("ClusterFaults", "InjectedFault", "generate_faults"),
+    "fakes": ("CountingProgram", "FakeClock", "ProcessLauncher"),
+    "replays": ("Replay", "ReplayDiffers", "replay"),
 }
+_EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 if TYPE_CHECKING:
-    from spark_elastic.testing.cluster_faults import ClusterFaults, InjectedFault, generate_faults
-    from spark_elastic.testing.fakes import CountingProgram, FakeClock, ProcessLauncher
-    from spark_elastic.testing.replays import Replay, ReplayDiffers, replay
+    from spark_elastic.testing.cluster_faults import ClusterFaults as ClusterFaults
+    from spark_elastic.testing.cluster_faults import InjectedFault as InjectedFault
+    from spark_elastic.testing.cluster_faults import generate_faults as generate_faults
+    from spark_elastic.testing.fakes import CountingProgram as CountingProgram
+    from spark_elastic.testing.fakes import FakeClock as FakeClock
+    from spark_elastic.testing.fakes import ProcessLauncher as ProcessLauncher
+    from spark_elastic.testing.replays import Replay as Replay
+    from spark_elastic.testing.replays import ReplayDiffers as ReplayDiffers
+    from spark_elastic.testing.replays import replay as replay
 
-__all__ = [
-    "ClusterFaults",
-    "CountingProgram",
-    "FakeClock",
-    "InjectedFault",
-    "ProcessLauncher",
-    "Replay",
-    "ReplayDiffers",
-    "generate_faults",
-    "replay",
-]
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:

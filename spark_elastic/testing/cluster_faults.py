@@ -13,7 +13,7 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -55,16 +55,11 @@ def generate_faults(
     draw = random.Random(seed)
     places = range(1, steps * epochs) if steps * epochs > 1 else range(1)
     chosen = draw.sample(places, count) if count <= len(places) else draw.choices(places, k=count)
-    return tuple(
-        InjectedFault(
-            draw.choice(kinds),
-            place % steps,
-            place // steps,
-            draw.randrange(64),
-            round(draw.uniform(1.0, 8.0), 1),
-        )
-        for place in sorted(chosen)
-    )
+    faults = []
+    for place in sorted(chosen):
+        kind, rank, seconds = draw.choice(kinds), draw.randrange(64), round(draw.uniform(1.0, 8.0), 1)
+        faults.append(InjectedFault(kind, place % steps, place // steps, rank, seconds))
+    return tuple(faults)
 
 
 class ClusterFaults:
@@ -86,9 +81,7 @@ class ClusterFaults:
         self._left = dict(enumerate(faults))
         self._folder = parse_store_url(folder)
         self._clock = clock or SystemClock()
-        self._slow: tuple[float, float] | None = (
-            None  # (time until which steps are slow, seconds added to each)
-        )
+        self._slow = 0.0, 0.0  # (time until which steps are slow, seconds added to each)
 
     def inject(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
         """Inject the faults that are due on this worker. Call it on every worker at the beginning of each step."""
@@ -109,9 +102,8 @@ class ClusterFaults:
 
     def _inject_once(self, number: int, fault: InjectedFault, where: dict[str, Any]) -> None:
         target = _find_target(fault.kind)
-        note = (
-            asdict(fault) | where | {"wall": self._clock.wall(), "host": socket.gethostname(), "pid": target}
-        )
+        own = {"wall": self._clock.wall(), "host": socket.gethostname(), "pid": target}
+        note = asdict(fault) | where | own
         if Store.open(self._folder).create_exclusive(f"{number:06}.json", json.dumps(note).encode()):
             self._execute(fault, target)
 
@@ -130,21 +122,20 @@ class ClusterFaults:
                 os.kill(target, signal.SIGKILL)
 
     def _slow_down(self) -> None:
-        if self._slow is not None and self._clock.now() < self._slow[0]:
+        if self._clock.now() < self._slow[0]:
             self._clock.sleep(self._slow[1])
 
 
 def _find_target(kind: FaultKind) -> int:
-    """The process that gets the signal.
-
-    Raises:
-        InvalidInput: this worker has no executor of its own among its ancestors, as in Spark's local mode.
-    """
+    """The process that gets the signal. Raises InvalidInput: this worker has no executor of its own among its
+    ancestors, as in Spark's local mode."""
     if kind == "kill slot":
         return os.getppid()
     if kind not in ("kill executor", "drain"):
         return os.getpid()
-    for pid in _ancestors(os.getpid()):
+    pid = os.getpid()
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if b"ExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise InvalidInput(
@@ -153,18 +144,10 @@ def _find_target(kind: FaultKind) -> int:
     )
 
 
-def _ancestors(pid: int) -> Iterator[int]:
-    while pid > 1:
-        status = Path(f"/proc/{pid}/stat").read_text()
-        pid = int(status.rpartition(")")[2].split()[1])
-        yield pid
-
-
 def _continue_after(pid: int, seconds: float) -> None:
     """Send SIGCONT from another process, since a stopped process cannot continue itself."""
-    subprocess.Popen(
-        ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"], start_new_session=True, stdin=subprocess.DEVNULL
-    )
+    command = ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
+    subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def _break_connections() -> None:

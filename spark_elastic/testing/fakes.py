@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 
 import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.clusters.local.launcher import LocalLauncher
+from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.types import Phase, Position, SlotSpec, WorldView
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
@@ -18,37 +17,27 @@ from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHand
 WIDTH = 1000  # numbers in the state of a `CountingProgram`
 
 
-class NumberedHosts:
+class NumberedHosts(HostSlots):
     """Room for a number of slots on numbered hosts; further slot jobs stay pending, as in Spark."""
 
     def __init__(self, room: int, slots_per_host: int) -> None:
-        self._room = threading.Semaphore(room)
+        super().__init__({"any": room})
+        self._slots = room
         self._per_host = slots_per_host
-        self._closed = threading.Event()
 
     def acquire(self, launch: int) -> str | None:
-        self._room.acquire()
-        if self._closed.is_set():
-            self._room.release()  # wakes the next waiting thread
-            return None
-        return f"host-{launch // self._per_host}"
+        return None if super().acquire(launch) is None else f"host-{launch // self._per_host}"
 
     def release(self, host: str) -> None:
-        self._room.release()
+        super().release("any")
 
     def add(self, slots: int) -> None:
-        self._room.release(slots)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._room.release()
+        self._slots += slots
+        self.update({"any": self._slots})
 
 
 class ProcessLauncher(LocalLauncher):
-    """`LocalLauncher` on numbered hosts, by default one per slot.
-
-    Workers are spawned and have short timeouts.
-    """
+    """`LocalLauncher` on numbered hosts, by default one per slot. Workers are spawned and have short timeouts."""
 
     def __init__(
         self,
@@ -60,13 +49,9 @@ class ProcessLauncher(LocalLauncher):
         collective_timeout: float = 20.0,
         spare_after: float = 0.0,
     ) -> None:
-        """
-        Args:
-            room: how many slots this cluster has.
-            collective_timeout: of its workers, in seconds.
-            spare_after: how long after its first worker each slot starts a warm spare, in seconds. Tests that kill
-                whole slots need none; a spare imports frameworks for as long as a worker.
-        """
+        """room: how many slots this cluster has. collective_timeout: of its workers, in seconds. spare_after: how long
+        after its first worker each slot starts a warm spare, in seconds. Tests that kill whole slots need none; a spare
+        imports frameworks for as long as a worker."""
         self._hosts = NumberedHosts(room, slots_per_host)
         self._collective_timeout = collective_timeout
         self._spare_after = spare_after
@@ -156,9 +141,8 @@ class CountingProgram:
             handle.report_metrics({"step": self._step, "world": group.size})
             if versions.max() > world.version.encode():
                 return Stopped("the membership changes")
-        return Completed(
-            json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank})
-        )
+        result = {"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank}
+        return Completed(json.dumps(result))
 
     def close(self) -> None:
         """Nothing to free."""

@@ -20,7 +20,6 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent, Received
-from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.rendezvous.codec import MalformedMessage
 
 
@@ -52,28 +51,25 @@ class Replay:
         table = [f"    ({lines.of(t.event)}, {lines.of(t.commands)})," for t in self.entries[:entries]]
         arguments = ", ".join(f"{key}={lines.of(value)}" for key, value in self.initial.items())
         first = lines.of(self.first)
-        return "\n".join(
-            [
-                "# ruff: noqa: E501",
-                "from __future__ import annotations",
-                "",
-                "from spark_elastic.protocol import driver_machine",
-                *lines.imports(),
-                "",
-                "TRANSITIONS = [",
-                *table,
-                "]",
-                "",
-                "",
-                f"def {name}() -> None:",
-                f"    state, commands = driver_machine.initial({arguments})",
-                f"    assert commands == {first}",
-                "    for event, expected in TRANSITIONS:",
-                "        state, commands = driver_machine.step(state, event)",
-                "        assert commands == expected, event",
-                "",
-            ]
-        )
+        imports, rows = "\n".join(lines.imports()), "\n".join(table)
+        return f"""# ruff: noqa: E501
+from __future__ import annotations
+
+from spark_elastic.protocol import driver_machine
+{imports}
+
+TRANSITIONS = [
+{rows}
+]
+
+
+def {name}() -> None:
+    state, commands = driver_machine.initial({arguments})
+    assert commands == {first}
+    for event, expected in TRANSITIONS:
+        state, commands = driver_machine.step(state, event)
+        assert commands == expected, event
+"""
 
 
 def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
@@ -105,8 +101,9 @@ def _repeat(
         try:
             state, commands = driver_machine.step(state, entry.event)
         except Exception as error:
+            subject = entry.event.message if isinstance(entry.event, Received) else entry.event
             raise ReplayDiffers(
-                f"{path}, line {entry.line}: the machine fails at {_subject(entry.event)}: {error!r}"
+                f"{path}, line {entry.line}: the machine fails at {subject}: {error!r}"
             ) from error
         _compare(path, f"line {entry.line}, at {entry.event}", entry.commands, commands)
     return Replay(initial, first, tuple(entries), state)
@@ -119,7 +116,11 @@ def _jobs(path: Path) -> Iterator[Job]:
     """The jobs of a file. A torn line is passed over where nothing of its job follows: its driver was killed."""
     job: Job | None = None
     torn = 0
-    for number, text in enumerate(_lines(path), start=1):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidInput(f"The journal {path} cannot be read: {error}.") from error
+    for number, text in enumerate(lines, start=1):
         try:
             line = json.loads(text)
         except ValueError:
@@ -133,9 +134,8 @@ def _jobs(path: Path) -> Iterator[Job]:
             elif job is None or torn:
                 raise MalformedMessage(f"line {torn or number} does not belong to a job")
             else:
-                job[2].append(
-                    JournalEntry(number, decode_event(line["event"]), decode_commands(line["commands"]))
-                )
+                event, commands = decode_event(line["event"]), decode_commands(line["commands"])
+                job[2].append(JournalEntry(number, event, commands))
         except (MalformedMessage, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"{path} is not a journal that this release can read: line {number}: {error}. "
@@ -151,13 +151,6 @@ def _read_header(line: dict[str, Any]) -> Job:
     return decode_initial(line["initial"]), decode_commands(line["commands"]), []
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidInput(f"The journal {path} cannot be read: {error}.") from error
-
-
 def _compare(
     path: object, where: str, recorded: Sequence[DriverCommand], now: Sequence[DriverCommand]
 ) -> None:
@@ -168,10 +161,6 @@ def _compare(
         missing, extra = recorded[len(now) :], now[len(recorded) :]
         what = f"{extra[0]} comes in addition" if extra else f"{missing[0]} does not come"
         raise ReplayDiffers(f"{path}, {where}: {what}")
-
-
-def _subject(event: DriverEvent) -> DriverEvent | DriverMessage:
-    return event.message if isinstance(event, Received) else event
 
 
 class _Source:
@@ -197,9 +186,8 @@ class _Source:
         return repr(value)
 
     def imports(self) -> list[str]:
-        return [
-            f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(self._used.items())
-        ]
+        used = sorted(self._used.items())
+        return [f"from {module} import {', '.join(sorted(names))}" for module, names in used]
 
     def _name(self, cls: type) -> str:
         self._used.setdefault(cls.__module__, set()).add(cls.__name__)

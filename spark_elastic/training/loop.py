@@ -36,8 +36,7 @@ from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed,
 from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, make_pool
 from spark_elastic.worker.context import get_process_context
-from spark_elastic.worker.exits import exit_forks
-from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
+from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle, exit_forks
 
 FREE_COMMIT = 0.005  # seconds of a processor that the training thread may spend for the commit of each step
 COMMIT_SHARE = 0.05  # of the time, that it spends for commits beyond that

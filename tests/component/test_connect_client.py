@@ -11,13 +11,7 @@ import pytest
 pytest.importorskip("pyspark")
 pytestmark = pytest.mark.timeout(180)
 
-# Parts that a session with a SparkContext alone leads to.
-CLASSIC = (
-    "spark_elastic.clusters.platforms.classic",
-    "spark_elastic.clusters.spark.executors",
-    "spark_elastic.clusters.spark.launcher",
-    "spark_elastic.clusters.spark.preflight",
-)
+CLASSIC = "spark_elastic.clusters.spark.classic"  # to which a session with a SparkContext alone leads
 PROGRAM = f"""
 import importlib, pkgutil, sys
 
@@ -29,9 +23,9 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import pyspark.util
 assert pyspark.util.is_remote_only()
-for package in map("spark_elastic.".__add__, ("clusters.spark", "clusters.platforms", "clusters.run", "estimators")):
+for package in map("spark_elastic.".__add__, ("clusters.spark", "clusters.run", "estimators")):
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
-        if module.name not in {CLASSIC} and "keras" not in module.name:  # which is slow to import
+        if module.name != {CLASSIC!r} and "keras" not in module.name:  # which is slow to import
             importlib.import_module(module.name)
 """
 

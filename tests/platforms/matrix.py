@@ -39,14 +39,10 @@ CHECK_SECONDS = 1800
 class Row:
     """A platform and what it ships."""
 
-    # Of the file.
-    row: str
-    # In words.
-    name: str
-    # Minor version, as in "3.11".
-    python: str
-    # Requirements, one per package.
-    packages: tuple[str, ...]
+    row: str  # name of the file
+    name: str  # in words
+    python: str  # minor version, as in "3.11"
+    packages: tuple[str, ...]  # requirements, one per package
 
     @classmethod
     def read(cls, row: str) -> Row:
@@ -125,15 +121,10 @@ class Environment:
             run(self.python, "-m", "pip", "uninstall", "-qq", "-y", *of_earlier_wheel)
         self.pip("--constraint", self.constraints, wheel)
         after = self.versions()
-        moved = [
-            f"{name} {version} -> {after.get(name)}"
-            for name, version in before.items()
-            if after.get(name) != version
-        ]
-        if moved:
-            raise SystemExit(
-                f"{self.row}: the wheel moved {', '.join(moved)}: lower its floors in pyproject.toml."
-            )
+        changed = [name for name, version in before.items() if after.get(name) != version]
+        if changed:
+            moved = ", ".join(f"{name} {before[name]} -> {after.get(name)}" for name in changed)
+            raise SystemExit(f"{self.row}: the wheel moved {moved}: lower its floors in pyproject.toml.")
         return {name: version for name, version in after.items() if name not in before}
 
     def check(self, *part: str) -> dict[str, Any]:
@@ -142,9 +133,8 @@ class Environment:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         shutil.copy(HERE / "check.py", scratch)
-        output = run(
-            self.python, "-u", scratch / "check.py", scratch, *part, seconds=CHECK_SECONDS, cwd=scratch
-        )
+        command = (self.python, "-u", scratch / "check.py", scratch, *part)
+        output = run(*command, seconds=CHECK_SECONDS, cwd=scratch)
         seen: dict[str, Any] = json.loads(output.splitlines()[-1])
         return seen
 

@@ -23,9 +23,7 @@ def write_stand_ins(folder: Path) -> list[str]:
     own = sorted(folder.glob("*.so*"))
     needed = {name for library in own for name in _find_needed(library)}
     missing = sorted(name for name in needed - {path.name for path in own} if not _is_loadable(name))
-    versioned: dict[str, set[str]] = defaultdict(
-        set
-    )  # library -> versions that its symbols are asked for with
+    versioned: dict[str, set[str]] = defaultdict(set)  # library -> versions of which symbols are asked for
     wanted: set[tuple[str, str]] = set()  # (symbol, version) that some library of torch's does not define
     defined: set[str] = set()
     for library in own:

@@ -34,15 +34,7 @@ print(json.dumps([imported, sorted(lacking)]))
 """
 # What an empty environment lacks: frameworks, which the user chooses, and packages of the extras.
 OF_THE_USER = {
-    "torch",
-    "accelerate",
-    "transformers",
-    "tensorflow",
-    "keras",
-    "pyspark",
-    "py4j",
-    "pandas",
-    "petastorm",
+    *("torch", "accelerate", "transformers", "tensorflow", "keras", "pyspark", "py4j", "pandas", "petastorm")
 }
 
 

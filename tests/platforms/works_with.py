@@ -47,18 +47,14 @@ VARIABLES = {
 class Case:
     """A program, and what it runs beside."""
 
-    # The program's file, without ".py", and its arguments.
-    program: str
-    # Distributions whose versions the page shows.
-    shown: tuple[str, ...]
-    # Arguments of pip, a call each.
-    packages: tuple[str, ...] = ()
-    # Options of spark-elastic-run; None: the program starts its workers on Spark by itself.
-    options: str | None = "-np 2"
-    # Step of any rank after which rank 1 is killed.
-    kill_at: int = KILL_AT
-    # What the page says of the case, where something is another's fault.
-    remark: str = ""
+    program: str  # the program's file, without ".py", and its arguments
+    shown: tuple[str, ...]  # distributions whose versions the page shows
+    packages: tuple[str, ...] = ()  # arguments of pip, a call each
+    options: str | None = (
+        "-np 2"  # of spark-elastic-run; None: the program starts its workers on Spark by itself
+    )
+    kill_at: int = KILL_AT  # step of any rank after which rank 1 is killed
+    remark: str = ""  # what the page says of the case, where something is another's fault
 
 
 ELASTIC = "-np 2 --min-np 1"
@@ -69,11 +65,7 @@ ACCELERATE = ("accelerate", "torch")
 CASES = {
     "accelerate-script": Case("accelerate_script test_script", ACCELERATE),
     "accelerate-sync": Case("accelerate_script test_sync", ACCELERATE, kill_at=5),
-    "accelerate-ops": Case(
-        "accelerate_script test_ops",
-        ACCELERATE,
-        kill_at=5,
-    ),
+    "accelerate-ops": Case("accelerate_script test_ops", ACCELERATE, kill_at=5),
     "accelerate-data-loop": Case(
         "accelerate_script test_distributed_data_loop test_can_join_uneven_inputs test_join_can_override_even_batches "
         "test_join_can_override_for_mixed_type_dataloaders "
@@ -157,11 +149,9 @@ class Run:
     def __init__(self, case: Case, folder: Path, killing: bool) -> None:
         self._case = case
         self._folder = folder
-        # The time of the kill; infinity: nothing was killed.
-        self.killed_at = math.inf
         self._killing = killing
-        # Its exit code; None: it took longer than RUN_SECONDS.
-        self.code: int | None = None
+        self.killed_at = math.inf  # the time of the kill; infinity: nothing was killed
+        self.code: int | None = None  # its exit code; None: it took longer than RUN_SECONDS
         self.seconds = 0.0
 
     @property
@@ -180,20 +170,10 @@ class Run:
         name, *arguments = self._case.program.split()
         command = [python, PROGRAMS / f"{name}.py", *arguments]
         if self._case.options is not None:
-            command = [
-                python,
-                "-m",
-                "spark_elastic.clusters.cli",
-                *self._case.options.split(),
-                "-H",
-                "localhost:2",
-                *command,
-            ]
-        own = {
-            "STEPS": str(self._folder / "steps"),
-            "HF_HOME": str(self._folder),
-            "PYSPARK_PYTHON": str(python),
-        }
+            options = [*self._case.options.split(), "-H", "localhost:2"]
+            command = [python, "-m", "spark_elastic.clusters.cli", *options, *command]
+        own = {"STEPS": str(self._folder / "steps"), "HF_HOME": str(self._folder)}
+        own["PYSPARK_PYTHON"] = str(python)
         began = time.monotonic()
         with open(self._folder / "output", "w") as output:
             process = subprocess.Popen(

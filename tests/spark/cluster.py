@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import psutil
@@ -32,6 +31,7 @@ JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
 # The classes that Spark loads, as class_archive.py writes them: a JVM maps them instead of reading them from jars.
 CLASS_ARCHIVE = ROOT / "build" / "spark-classes.jsa"
 START_SECONDS = 180.0
+EXECUTOR = "CoarseGrainedExecutorBackend"  # a word of an executor's command line
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -63,12 +63,8 @@ def start_session(master: str, **settings: str) -> SparkSession:
     """A small session of a program that prints its own results. settings: `executor_cores` is spark.executor.cores."""
     from pyspark.sql import SparkSession
 
-    usual = {
-        "ui_enabled": "false",
-        "driver_host": LOOPBACK,
-        "driver_memory": "512m",
-        "executor_memory": "512m",
-    }
+    usual = {"ui_enabled": "false", "driver_host": LOOPBACK}
+    usual |= {"driver_memory": "512m", "executor_memory": "512m"}
     named = {f"spark.{name.replace('_', '.')}": value for name, value in (usual | settings).items()}
     spark = SparkSession.builder.master(master).config(map=named).getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
@@ -115,9 +111,7 @@ class StandaloneCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property
@@ -143,7 +137,7 @@ class StandaloneCluster:
         """Lose a host at once: its daemon, its executors and all that they run."""
         doomed = [*_children(worker.pid, recursive=True), psutil.Process(worker.pid)]
         for process in doomed:
-            _kill(process)
+            kill(process)
         worker.process.wait()
         await_true(
             lambda: not any(_is_running(process) for process in doomed), f"worker {worker.number} to be gone"
@@ -152,12 +146,8 @@ class StandaloneCluster:
 
     def executor_pids(self) -> list[int]:
         """The JVMs of live executors, of whatever application, in the order of their workers."""
-        found = []
-        for worker in self.workers:
-            for child in _children(worker.pid):
-                if "CoarseGrainedExecutorBackend" in " ".join(get_command(child)):
-                    found.append(child.pid)
-        return found
+        children = [child for worker in self.workers for child in _children(worker.pid)]
+        return [child.pid for child in children if EXECUTOR in " ".join(read_command(child))]
 
     def kill_executor(self, pid: int) -> None:
         """SIGKILL to one executor's JVM, as the kernel does it when memory is short."""
@@ -172,20 +162,18 @@ class StandaloneCluster:
     def training_children(self, executor: int) -> list[psutil.Process]:
         """The training processes and warm spares of an executor. A slot task that is over may keep its fork server."""
         found = [child for task in self.slot_tasks(executor) for child in _children(task.pid)]
-        return [child for child in found if "spark_elastic.worker.entry" in get_command(child)]
+        return [child for child in found if "spark_elastic.worker.entry" in read_command(child)]
 
     def stop(self) -> None:
         """End everything; raises if a process of the cluster is still there afterwards."""
-        daemons = [
-            process for process in (self._master, *(worker.process for worker in self.workers)) if process
-        ]
+        daemons = [*filter(None, [self._master]), *(worker.process for worker in self.workers)]
         everything = [child for daemon in daemons for child in _children(daemon.pid, recursive=True)]
         for daemon in daemons:
             daemon.kill()
         for daemon in daemons:
             daemon.wait()
         for process in everything:
-            _kill(process)
+            kill(process)
         self.workers, self._master = [], None
         await_true(
             lambda: not any(_is_running(process) for process in everything), "the cluster's processes to end"
@@ -208,9 +196,8 @@ class StandaloneCluster:
         self._started += 1
         log = self._directory / f"worker{self._started}.log"
         place = str(self._directory / f"worker{self._started}")
-        process = self._spawn(
-            log, "worker.Worker", "-c", str(cores), "-m", memory, "-d", place, *more, self.url
-        )
+        sizes = ("-c", str(cores), "-m", memory, "-d", place)
+        process = self._spawn(log, "worker.Worker", *sizes, *more, self.url)
         worker = Worker(self._started, process, log)
         self.workers.append(worker)
         return worker
@@ -270,7 +257,7 @@ def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
         return []
 
 
-def get_command(process: psutil.Process) -> list[str]:
+def read_command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:
@@ -279,10 +266,10 @@ def get_command(process: psutil.Process) -> list[str]:
 
 def _is_daemon(process: psutil.Process) -> bool:
     """Spark's Python daemon and, being its forks, the workers in which tasks run."""
-    return any("pyspark.daemon" in word or "pyspark/daemon" in word for word in get_command(process))
+    return any("pyspark.daemon" in word or "pyspark/daemon" in word for word in read_command(process))
 
 
-def _kill(process: psutil.Process) -> None:
+def kill(process: psutil.Process) -> None:
     try:
         process.kill()
     except psutil.NoSuchProcess:

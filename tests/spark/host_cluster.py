@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import pyspark
 
 from tests.hosts import Hosts
 from tests.sources import LIGHT_START, ROOT
-from tests.spark.cluster import await_true, cluster_environment, get_command
+from tests.spark.cluster import EXECUTOR, await_true, cluster_environment, kill, read_command
 
 S3 = ROOT / "build" / "s3"  # what S3 needs beside .venv
 SPARK = Path(pyspark.__file__).parent
@@ -106,8 +105,8 @@ class HostCluster:
     def __enter__(self) -> HostCluster:
         self.hosts.__enter__()
         try:
-            server = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
-            self._spawn(0, "s3", self._environment(0), *server)
+            moto = ["-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
+            self._spawn(0, "s3", self._environment(0), sys.executable, *moto)
             self._start_daemon(0, "master.Master", "--host", "h0", "--port", "7077", "--webui-port", "0")
             self._await_line(0, "master.Master", "New state: ALIVE")
             for node in self.nodes:
@@ -120,9 +119,7 @@ class HostCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start_worker(self, node: int, wait: bool = True) -> None:
@@ -152,10 +149,10 @@ class HostCluster:
     def processes(self, node: int, word: str) -> list[psutil.Process]:
         """Those of a host whose command line has that word, in the order of their start."""
         found = [psutil.Process(pid) for pid in sorted(self.hosts.pids(node))]
-        return [process for process in found if any(word in each for each in get_command(process))]
+        return [process for process in found if any(word in each for each in read_command(process))]
 
     def kill_executor(self, node: int) -> None:
-        self._kill(node, "CoarseGrainedExecutorBackend")
+        self._kill(node, EXECUTOR)
 
     def kill_training(self, node: int) -> None:
         """The training process and the spare of a host; its slot stays."""
@@ -185,10 +182,7 @@ class HostCluster:
         if not victims:
             raise ValueError(f"host {node} has no process {word}")
         for process in victims:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass  # it ended with the one before
+            kill(process)  # it may have ended with the one before
 
     def _start_daemon(self, node: int, name: str, *arguments: str) -> None:
         command = [str(SPARK / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *arguments]

@@ -9,14 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 
+from spark_elastic.clusters.spark.classic import ClassicPlatform
+from spark_elastic.clusters.spark.platform import JobSpec
+from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import LaunchResult
 from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 
@@ -67,6 +74,18 @@ class ScenarioListener(JobListener):
     @property
     def told(self) -> bool:
         return not self._acts
+
+
+def launch(
+    spark: SparkSession,
+    program: CountingProgram,
+    limits: Limits,
+    listener: JobListener | None = None,
+    **more: Any,
+) -> LaunchResult:
+    """Run a program. more: settings, or a `config`; a `name`, as people see it."""
+    name, config = more.pop("name", "job"), more.pop("config", None) or ElasticConfig(**more)
+    return ClassicPlatform(spark, config).launch(JobSpec(program, limits, name), listener)
 
 
 def are_ranks_in_order(result: LaunchResult) -> bool:

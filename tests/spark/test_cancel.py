@@ -17,14 +17,12 @@ import psutil
 import pytest
 from pyspark import InheritableThread
 
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
-from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import JobCancelled
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.spark.cluster import StandaloneCluster, await_line, await_true, cluster_environment
+from tests.spark.stories import launch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -76,7 +74,7 @@ class Job:
 
 def launch_for_ever(spark: SparkSession, listener: Running) -> None:
     program = CountingProgram(steps=1_000_000, seconds=0.02)
-    ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "for-ever"), listener)
+    launch(spark, program, Limits(2, 1, 2), listener)
 
 
 def assert_nothing_is_left(spark: SparkSession, cluster: StandaloneCluster) -> None:
@@ -92,7 +90,7 @@ def children(cluster: StandaloneCluster) -> list[psutil.Process]:
 
 def assert_a_new_launch_works(spark: SparkSession) -> None:
     program = CountingProgram(steps=3)
-    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "afterwards"))
+    result = launch(spark, program, Limits(2, 1, 2))
     assert result.results
     assert f'"sum": {program.expected_sum()}' in result.results[0]
 

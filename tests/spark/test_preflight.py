@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import numpy as np
 import pytest
 
 from spark_elastic.clusters.doctor import Finding, examine
-from spark_elastic.clusters.spark import probe as probes
+from spark_elastic.clusters.spark.classic import preflight
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
-from spark_elastic.clusters.spark.preflight import preflight
-from spark_elastic.clusters.spark.probe import ProbeSpec
+from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
 from tests.spark.cluster import await_true
@@ -40,7 +36,8 @@ def store(tmp_path: Path) -> Store:
 def probe(
     spark: SparkSession, store: Store, payload: bytes = HARMLESS, timeout: float = 60.0
 ) -> list[dict[str, str]]:
-    return preflight(spark.sparkContext, ProbeSpec(payload, store, ("numpy",), what="the model"), timeout)
+    wanted = Probe(payload=payload, store=store, needs=("numpy",), what="the model")
+    return preflight(spark.sparkContext, wanted, timeout)
 
 
 def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store_or_on_the_driver(
@@ -51,21 +48,6 @@ def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store_or_on_
     assert probe(spark, store) == [collect_host_facts()] * HOSTS
     assert store.list("probes") == []
     assert sorted(own.iterdir()) == before
-
-
-def test_a_module_that_only_the_driver_has_is_named(
-    spark: SparkSession, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_here.py").write_text("class Net:\n    pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import only_here
-
-    payload = cloudpickle.dumps(only_here.Net())
-    with pytest.raises(
-        PreflightError, match=r"load the model.*No module named 'only_here'.*--py-files or install them there"
-    ):
-        probe(spark, store, payload)
-    del sys.modules["only_here"]
 
 
 def test_a_store_that_hosts_do_not_share_is_refused(spark: SparkSession) -> None:
@@ -125,41 +107,3 @@ def test_the_preflight_does_not_wait_for_hosts_that_never_answer(
         os.rename(busy, busy + "-over")
         thread.join()
     assert len(probe(spark, store)) == HOSTS
-
-
-def test_another_version_on_the_hosts_is_named_with_both(
-    spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which of both sides is older makes no difference: here the driver says that it is."""
-    facts = collect_host_facts()
-    monkeypatch.setattr(probes, "collect_host_facts", lambda: facts | {"numpy": "1.0.0"})
-    with pytest.raises(PreflightError) as caught:
-        probe(spark, store)
-    assert all(word in str(caught.value) for word in (facts["host"], "numpy 1.0.0", np.__version__))
-
-
-@pytest.mark.faults  # a session of its own; test_shipping.py has such a host in every build
-def test_a_host_without_our_package_is_named(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    store: Store,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And both interpreters: the usual reason is that the workers' is another one."""
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "spark_elastic.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'spark_elastic'\")\n"
-    )
-    spark = spark_with({"spark.executorEnv.PYTHONPATH": str(hidden)})
-    interpreter = tmp_path / "bin" / "python-of-workers"
-    interpreter.parent.mkdir()
-    interpreter.symlink_to(sys.executable)
-    monkeypatch.setattr(spark.sparkContext, "pythonExec", str(interpreter))
-    with pytest.raises(PreflightError, match=r"cannot load spark_elastic .* the driver has") as caught:
-        probe(spark, store)
-    sentence = str(caught.value)
-    assert sentence.startswith(
-        f"host {collect_host_facts()['host']} cannot load spark_elastic with {interpreter} ("
-    )
-    assert f" in {sys.executable}: set PYSPARK_PYTHON to a Python that has it on every host, " in sentence

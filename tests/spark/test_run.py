@@ -6,7 +6,7 @@ import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
@@ -37,14 +37,8 @@ def describe_worker(greeting: str) -> tuple[object, ...]:
 
     forked = "spark_elastic.worker.fork_server" in sys.modules
     added = os.path.exists(SparkFiles.get(os.path.basename(__file__)))
-    return (
-        greeting,
-        os.environ["RANK"],
-        spark_elastic.task_resources(),
-        os.environ["WORLD_SIZE"],
-        forked,
-        added,
-    )
+    world = os.environ["RANK"], spark_elastic.task_resources(), os.environ["WORLD_SIZE"]
+    return greeting, *world, forked, added
 
 
 def test_run_uses_all_room_of_spark_and_returns_results_in_rank_order(spark: SparkSession) -> None:
@@ -54,15 +48,19 @@ def test_run_uses_all_room_of_spark_and_returns_results_in_rank_order(spark: Spa
     assert results == [("hello", str(rank), {}, "3", True, True) for rank in range(3)]
 
 
+def count_through_a_kill(cluster: StandaloneCluster, fault: Fault, *given: object) -> tuple[Any, ActAtStep]:
+    """The loop on the active session, one of whose executors is killed: its results, and what it printed."""
+    stream = ActAtStep(lambda: fault(cluster.kill_executor, cluster.executor_pids()[0]))
+    settings: dict[str, Any] = {"num_proc": 3, "min_np": 1, "stdout": stream, "gather_timeout": 60.0}
+    results = spark_elastic.run(count, (STEPS, *given), **settings)
+    stream.thread.join()
+    return results, stream
+
+
 def test_a_hand_written_loop_survives_a_killed_executor(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
-    stream = ActAtStep(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
-    given = (STEPS, 1, False, {10: 2})
-    results = spark_elastic.run(
-        count, given, spark=spark, num_proc=3, min_np=1, stdout=stream, gather_timeout=60.0
-    )
-    stream.thread.join()
+    results, stream = count_through_a_kill(standalone, fault, 1, False, {10: 2})
     assert {result["number"] for result in results} == {STEPS}
     assert stream.getvalue().count("world of ") >= 2
     assert results.report.recoveries
@@ -75,12 +73,7 @@ def test_w3_uncommitted_steps_are_counted_once_although_an_executor_dies_and_ano
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
     """The loss goes back to the commit of step 8; who joins finds the values of step 14, which nobody committed."""
-    stream = ActAtStep(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
-    given = (STEPS, 4, True, {10: 2, 14: 3})
-    results = spark_elastic.run(
-        count, given, spark=spark, num_proc=3, min_np=1, stdout=stream, gather_timeout=60.0
-    )
-    stream.thread.join()
+    results, _ = count_through_a_kill(standalone, fault, 4, True, {10: 2, 14: 3})
     assert {result["number"] for result in results} == {STEPS}
     assert results.report.recoveries
     ends = {tuple(result["trained"][-(STEPS - 8) :]) for result in results}
@@ -119,11 +112,6 @@ def test_a_host_that_lacks_a_package_is_named_before_any_slot_starts(
     ):
         spark_elastic.run(only_beside_the_driver.train, spark=spark)
     del sys.modules["only_beside_the_driver"]
+    elsewhere = {"advertise_address": "127.0.0.2", "bind_address": "127.0.0.1"}
     with pytest.raises(PreflightError, match=r"cannot reach the driver at 127\.0\.0\.2:.*advertise_address"):
-        spark_elastic.run(
-            describe_worker,
-            args=("nobody",),
-            spark=spark,
-            advertise_address="127.0.0.2",
-            bind_address="127.0.0.1",
-        )
+        spark_elastic.run(describe_worker, args=("nobody",), spark=spark, **elsewhere)

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.types import Limits
 from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 from tests.spark.session_settings import DYNAMIC, NARROW, SPECULATIVE
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
+SparkWith = Callable[[Mapping[str, str]], "SparkSession"]
 
 
 def find_busy(cluster: StandaloneCluster) -> list[int]:
@@ -45,9 +44,7 @@ def run_and_lose_an_executor(
 
     program = HeldProgram(folder, fault.on)
     story = ScenarioListener((5, workers, kill), over=(program.over, workers))
-    result = ClassicPlatform(spark, ElasticConfig()).launch(
-        JobSpec(program, Limits(workers, 1, workers), "settings"), story
-    )
+    result = launch(spark, program, Limits(workers, 1, workers), story)
     assert is_sum_exact(result, program)
     assert are_ranks_in_order(result)
     assert workers - 1 in story.sizes[story.sizes.index(workers) :], "no executor was lost"
@@ -56,19 +53,14 @@ def run_and_lose_an_executor(
 
 @pytest.mark.scenario("G14")
 def test_p8_training_works_under_zero_failures_small_messages_and_no_worker_reuse(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    fault: Fault,
-    tmp_path: Path,
+    spark_with: SparkWith, standalone: StandaloneCluster, fault: Fault, tmp_path: Path
 ) -> None:
     """The model is larger than a message and a result may be."""
     fit_through_a_loss(spark_with(NARROW), standalone, fault, tmp_path, workers=3, numbers=1_300_000)
 
 
 def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor_where_spark_bears_no_failure(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    tmp_path: Path,
+    spark_with: SparkWith, standalone: StandaloneCluster, tmp_path: Path
 ) -> None:
     spark, program = spark_with(NARROW), HeldProgram(tmp_path)
 
@@ -80,7 +72,7 @@ def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor_where_sp
 
     story = ScenarioListener((5, 3, kill_slot_task), (10, 3, kill_executor), over=(program.over, 3))
     limits = Limits(3, 1, 3, gather_timeout=60.0)
-    result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), story)
+    result = launch(spark, program, limits, story)
     assert story.told
     assert is_sum_exact(result, program)
     assert story.sizes[0] == 3
@@ -90,10 +82,7 @@ def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor_where_sp
 
 
 def test_p8_training_works_under_speculation_exclusion_and_fair_pools(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    fault: Fault,
-    tmp_path: Path,
+    spark_with: SparkWith, standalone: StandaloneCluster, fault: Fault, tmp_path: Path
 ) -> None:
     """A core is free, so that Spark starts a second attempt of each slot task; it never makes a third worker (R14)."""
     spark = spark_with(SPECULATIVE)
@@ -106,10 +95,7 @@ def test_p8_training_works_under_speculation_exclusion_and_fair_pools(
 
 @pytest.mark.scenario("G15")
 def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    fault: Fault,
-    tmp_path: Path,
+    spark_with: SparkWith, standalone: StandaloneCluster, fault: Fault, tmp_path: Path
 ) -> None:
     spark, program = spark_with(SPECULATIVE), HeldProgram(tmp_path, fault.on)
     left: list[bool] = []
@@ -123,9 +109,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
 
     story = ScenarioListener((5, 2, decommission))
     with keep_journal(ElasticConfig()) as (config, journal):
-        result = ClassicPlatform(spark, config).launch(
-            JobSpec(program, Limits(2, 1, 2), "decommission"), story
-        )
+        result = launch(spark, program, Limits(2, 1, 2), story, config=config)
     assert left
     assert len(story.sizes) > 1, "nobody left"
     assert is_sum_exact(result, program)
@@ -135,10 +119,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
 
 @pytest.mark.scenario("G13")
 def test_p8_training_works_under_dynamic_allocation(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    fault: Fault,
-    tmp_path: Path,
+    spark_with: SparkWith, standalone: StandaloneCluster, fault: Fault, tmp_path: Path
 ) -> None:
     """No executor is there at first: queued slots bring them."""
     spark = spark_with(DYNAMIC)

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 import spark_elastic
+from spark_elastic.clusters.spark.classic import PACKAGES, preflight
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
-from spark_elastic.clusters.spark.preflight import preflight
-from spark_elastic.clusters.spark.probe import ProbeSpec
-from spark_elastic.clusters.spark.shipping import PACKAGES
+from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from tests.spark.cluster import StandaloneCluster
@@ -71,7 +70,7 @@ def test_a_run_ships_the_package_that_only_the_driver_has(
     with pytest.raises(
         PreflightError, match=f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
     ):
-        preflight(sc, ProbeSpec(cloudpickle.dumps(1), store), 60.0)
+        preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
 
     for found in (
         spark_elastic.run(places, num_workers=2, ship=True, spark=bare),
@@ -81,7 +80,7 @@ def test_a_run_ships_the_package_that_only_the_driver_has(
             assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), (
                 "the driver's own files"
             )
-    assert preflight(sc, ProbeSpec(cloudpickle.dumps(1), store), 60.0)
+    assert preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
 
 
 def _run_after_loss(bare: SparkSession, standalone: StandaloneCluster) -> list[tuple[str, str]]:

@@ -13,15 +13,12 @@ import psutil
 import pytest
 
 from elastic_collectives import Group
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
-from spark_elastic.config import ElasticConfig
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
-from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -47,12 +44,9 @@ def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: S
         for pid in standalone.executor_pids():
             standalone.kill_executor(pid)
 
-    result = ClassicPlatform(spark, ElasticConfig()).launch(
-        JobSpec(program, Limits(3, 1, 3), "all"), ScenarioListener((30, None, kill_all))
-    )
-    anew = next(
-        after for after, world in enumerate(result.worlds) if "starts from the beginning" in world.reason
-    )
+    result = launch(spark, program, Limits(3, 1, 3), ScenarioListener((30, None, kill_all)))
+    reasons = ["starts from the beginning" in world.reason for world in result.worlds]
+    anew = reasons.index(True)
     waited = result.worlds[anew].seconds - result.worlds[anew - 1].seconds
     assert waited < Limits(3, 1, 3).driver_timeout / 2
 
@@ -85,14 +79,10 @@ def test_an_undisturbed_run_succeeds_with_lines_of_each_rank_and_ports_of_the_ra
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[RankPrintingProgram.__module__])
     port, first = free_port(), free_port()
-    config = ElasticConfig(
-        driver_port=port, worker_port_range=(first, first + 20), advertise_address="localhost"
-    )
     program = RankPrintingProgram(tmp_path)
-    listener = Listener(program.over)
-    result = ClassicPlatform(spark, config).launch(
-        JobSpec(program, Limits(2, 1, 2, gather_timeout=60.0), "ports"), listener
-    )
+    listener, limits = Listener(program.over), Limits(2, 1, 2, gather_timeout=60.0)
+    ports = {"driver_port": port, "worker_port_range": (first, first + 20)}
+    result = launch(spark, program, limits, listener, advertise_address="localhost", **ports)
     assert [world.size for world in result.worlds] == [2]
     assert are_ranks_in_order(result)
     assert is_sum_exact(result, program)
@@ -125,7 +115,7 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     sc.setLocalProperty("spark.scheduler.pool", "lane")
     try:
         striker = ScenarioListener((5, None, look_and_kill))
-        ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "carried"), striker)
+        launch(spark, program, Limits(2, 1, 2), striker, name="carried")
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):
             sc.setLocalProperty(name, None)
@@ -133,6 +123,5 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     slots = {f"spark_elastic carried slot {job} (described)" for job in (1, 2)}
     assert said == {"descriptions": slots, "tagged": {"True"}, "pools": {"lane"}}
     assert children
-    await_true(
-        lambda: not any(child.is_running() for child in children), "the executor's workers to end", 10.0
-    )
+    ended = "the executor's workers to end"
+    await_true(lambda: not any(child.is_running() for child in children), ended, 10.0)

@@ -16,8 +16,6 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
 from spark_elastic.protocol.types import Limits
@@ -27,7 +25,7 @@ from tests.spark.cluster import StandaloneCluster, Worker, await_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
@@ -82,9 +80,7 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
     # Hosts that come back find a spare, as in a job that lasts.
     config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0, spare_after=0.0)
     with keep_journal(config) as (config, journal):
-        result = ClassicPlatform(spark, config).launch(
-            JobSpec(program, Limits(1, 1, 3, gather_timeout=1.0), "hosts"), story
-        )
+        result = launch(spark, program, Limits(1, 1, 3, gather_timeout=1.0), story, config=config)
     assert story.told
     assert story.sizes[:4] == [1, 2, 3, 2]
     assert story.sizes[-1] == 1
@@ -99,16 +95,11 @@ def test_hosts_beyond_max_workers_come_and_go_without_a_reset(
 ) -> None:
     all_executors(spark)
     program, ended = HeldProgram(tmp_path, fault.on), Event()
-    lost: list[Worker] = []
     brought: list[Worker] = []
 
     def lose_one_and_bring_one() -> None:
-        idle = [
-            w
-            for w in standalone.workers
-            if not any(map(standalone.training_children, children(standalone, w)))
-        ]
-        lost.append(idle[0])
+        busy = standalone.training_children
+        idle = [w for w in standalone.workers if not any(map(busy, children(standalone, w)))]
         standalone.kill_worker(idle[0])
         all_executors(spark, 2)
         brought.append(standalone.start_worker())
@@ -119,7 +110,7 @@ def test_hosts_beyond_max_workers_come_and_go_without_a_reset(
     story = ScenarioListener((5, 2, lambda: fault(lose_one_and_bring_one)))
     limits = Limits(2, 1, 2, gather_timeout=WHOLE)
     try:
-        result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "unused"), story)
+        result = launch(spark, program, limits, story)
     finally:
         for worker in brought:
             standalone.kill_worker(worker)
@@ -150,8 +141,7 @@ def test_failing_workers_come_back_after_their_cooldown(
     program = RaisingProgram(tmp_path, fault.on)
     story = ScenarioListener((5, 3, order(1)), (10, 3, order(0)), (15, 3, order(1)), over=(program.over, 3))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=(1.0, 1.0))
-    config = ElasticConfig(spare_after=0.0)  # these crash in their first seconds
-    result = ClassicPlatform(spark, config).launch(JobSpec(program, limits, "failing"), story)
+    result = launch(spark, program, limits, story, spare_after=0.0)  # these crash in their first seconds
     assert story.told
     assert story.sizes.count(2) >= 3
     assert story.sizes[-1] == 3
@@ -172,7 +162,7 @@ def test_failing_slots_never_return_until_no_capacity_is_left_and_the_job_ends_w
     )
     limits = Limits(3, 2, 3, start_timeout=12.0, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
     with pytest.raises(NotEnoughWorkers, match="1 workers came within 12 s and 2 are needed"):
-        ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
+        launch(spark, program, limits, story)
     assert story.sizes == [3, 2]
 
 
@@ -184,9 +174,7 @@ def test_an_exception_of_all_ranks_ends_the_job_at_once(
     story = ScenarioListener((5, 3, lambda: fault((tmp_path / "order.all").touch)))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     with pytest.raises((WorkerFailed, FailureBudgetExceeded), match="ordered of all"):
-        ClassicPlatform(spark, ElasticConfig()).launch(
-            JobSpec(RaisingProgram(tmp_path, fault.on), limits, "all raise"), story
-        )
+        launch(spark, RaisingProgram(tmp_path, fault.on), limits, story)
 
 
 @pytest.mark.scenario("S14")
@@ -200,6 +188,4 @@ def test_more_failures_than_the_budget_allows_end_the_job_at_once(
     )
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, failure_budget=1, cooldown_range=(0.2, 0.4))
     with pytest.raises(FailureBudgetExceeded, match=r"workers failed 2 times .*\(failure_budget\)"):
-        ClassicPlatform(spark, ElasticConfig()).launch(
-            JobSpec(RaisingProgram(tmp_path, fault.on), limits, "over budget"), story
-        )
+        launch(spark, RaisingProgram(tmp_path, fault.on), limits, story)

@@ -13,13 +13,14 @@ from spark_elastic.clusters.run.options import parse
 from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
 from spark_elastic.errors import InvalidInput
 
+GLOO, FUSION = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"}, {"HOROVOD_FUSION_THRESHOLD": "1024"}
+
 
 def test_an_explicit_argument_wins_over_the_environment() -> None:
     environment = {"SPARK_ELASTIC_DRIVER_PORT": "7000", "SPARK_ELASTIC_LEDGER": "true"}
     assert from_env(environment) == ElasticConfig(driver_port=7000, ledger=True)
-    assert from_env(environment, driver_port=7001, ledger=None) == ElasticConfig(
-        driver_port=7001, ledger=True
-    )
+    wanted = ElasticConfig(driver_port=7001, ledger=True)
+    assert from_env(environment, driver_port=7001, ledger=None) == wanted
 
 
 @pytest.mark.parametrize(
@@ -29,20 +30,16 @@ def test_an_explicit_argument_wins_over_the_environment() -> None:
         ({"HOROVOD_SPARK_START_TIMEOUT": "30"}, {"start_timeout": 30.0}),
         ({"HOROVOD_ELASTIC_TIMEOUT": "90", "HOROVOD_SPARK_START_TIMEOUT": "30"}, {"start_timeout": 90.0}),
         ({"HOROVOD_START_TIMEOUT": "20"}, {"gather_timeout": 20.0}),
-        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"}, {"collective_timeout": 15.0}),
-        (
-            {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15", "SPARK_ELASTIC_COLLECTIVE_TIMEOUT": "5"},
-            {"collective_timeout": 5.0},
-        ),
+        (GLOO, {"collective_timeout": 15.0}),
+        (GLOO | {"SPARK_ELASTIC_COLLECTIVE_TIMEOUT": "5"}, {"collective_timeout": 5.0}),
     ],
 )
 def test_a_job_follows_horovods_variables_where_ours_are_unset(
     environment: dict[str, str], expected: dict[str, float]
 ) -> None:
     assert from_env(environment) == ElasticConfig(**expected)  # type: ignore[arg-type]
-    assert from_env(environment, **dict.fromkeys(expected, 3.0)) == ElasticConfig(
-        **dict.fromkeys(expected, 3.0)  # type: ignore[arg-type]
-    )
+    other: dict[str, Any] = dict.fromkeys(expected, 3.0)
+    assert from_env(environment, **other) == ElasticConfig(**other)
 
 
 def test_horovods_interface_names_the_address_that_executors_dial() -> None:
@@ -69,14 +66,8 @@ def test_values_are_read_by_their_kind() -> None:
     ("environment", "sentence"),
     [
         ({"SPARK_ELASTIC_LEASE": "soon"}, "SPARK_ELASTIC_LEASE='soon'"),
-        (
-            {"HOROVOD_ELASTIC_TIMEOUT": "soon"},
-            "^HOROVOD_ELASTIC_TIMEOUT='soon' must be a number.$",
-        ),
-        (
-            {"SPARK_ELASTIC_WORKER_PORT_RANGE": "20000"},
-            "='20000' must be first-last, as in 20000-20099, or none.$",
-        ),
+        ({"HOROVOD_ELASTIC_TIMEOUT": "soon"}, "^HOROVOD_ELASTIC_TIMEOUT='soon' must be a number.$"),
+        ({"SPARK_ELASTIC_WORKER_PORT_RANGE": "20000"}, "='20000' must be first-last, as in 20000-20099, or"),
         ({"SPARK_ELASTIC_COOLDOWN_RANGE": "1,60"}, "='1,60' must be lower-upper in seconds, as in 1-60.$"),
         ({"SPARK_ELASTIC_TLS": "on"}, "='on' must be true or false, or none.$"),
         ({"SPARK_ELASTIC_RESET_LIMIT": "few"}, "='few' must be a whole number, or none.$"),
@@ -167,21 +158,16 @@ def test_variables_of_training_processes_are_checked_before_a_job() -> None:
     ("environment", "expected"),
     [
         ({}, {}),
-        ({"HOROVOD_FUSION_THRESHOLD": "1024"}, {"fusion_threshold": 1024, "bucket_bytes": 1024}),
+        (FUSION, {"fusion_threshold": 1024, "bucket_bytes": 1024}),
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, {"fusion_threshold": 0, "bucket_bytes": 1}),
         ({"SPARK_ELASTIC_BUCKET_BYTES": "9"}, {"bucket_bytes": 9}),
-        (
-            {"HOROVOD_FUSION_THRESHOLD": "1024", "SPARK_ELASTIC_FUSION_THRESHOLD": "7"},
-            {"fusion_threshold": 7, "bucket_bytes": 1024},
-        ),
+        (FUSION | {"SPARK_ELASTIC_FUSION_THRESHOLD": "7"}, {"fusion_threshold": 7, "bucket_bytes": 1024}),
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, {"warn_after": 5.0}),
         ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, {"warn_after": math.inf}),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, {"wait_at_most": None}),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}, {"wait_at_most": 90.0}),
-        (
-            {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
-            {"timeline": "t.json", "timeline_mark_cycles": True},
-        ),
+        ({"HOROVOD_TIMELINE": "t.json"}, {"timeline": "t.json"}),
+        ({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}, {"timeline_mark_cycles": True}),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, {}),
         ({"HOROVOD_LOG_LEVEL": "trace"}, {"log_level": "DEBUG"}),
         ({"HOROVOD_LOG_LEVEL": "fatal", "SPARK_ELASTIC_LOG_LEVEL": "info"}, {"log_level": "INFO"}),

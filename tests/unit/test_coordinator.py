@@ -12,18 +12,16 @@ import pytest
 from spark_elastic.clusters.coordinator import (
     CLIENT,
     COORDINATOR,
-    COORDINATOR_MESSAGES,
+    MOST_IDLE,
     Coordinator,
     CoordinatorClient,
-    JobEndedInError,
-    JobSucceeded,
-    _unpack_end,
+    JobEnd,
     check_config,
+    resume_after_coordinator_loss,
 )
-from spark_elastic.clusters.platforms import MOST_IDLE, resume_after_coordinator_loss
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
-from spark_elastic.driver.remote_launcher import ClientCall, DriverStarted
+from spark_elastic.driver.remote_launcher import ClientCall
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport
@@ -62,10 +60,10 @@ def test_a_coordinator_does_not_use_the_clients_addresses() -> None:
 
 def test_an_error_of_the_coordinator_is_raised_at_the_client() -> None:
     with pytest.raises(WorkerFailed, match="no such luck") as failed:
-        _unpack_end(JobEndedInError("WorkerFailed", "no such luck", JobReport(seconds=3.0).to_json()))
+        JobEnd(JobReport(seconds=3.0).to_json(), error="WorkerFailed", text="no such luck").unpack()
     assert failed.value.report.seconds == 3.0
     with pytest.raises(JobFailed, match="of a later release"):
-        _unpack_end(JobEndedInError("Unknown", "of a later release"))
+        JobEnd(error="Unknown", text="of a later release").unpack()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_a_coordinator_that_is_not_heard_of_has_a_deadline(
 
     def carry() -> str:
         if taken:
-            task.send(DriverStarted("10.0.0.1:7", None))
+            task.send(ClientCall("client", "on_started", ("10.0.0.1:7", None)))
             task.poll()
             began.wait(20)
         clock.advance(61)
@@ -111,19 +109,17 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
         end, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, check_host=lambda facts: None, run=None
     )
     task.run_driver("127.0.0.1")
-    heard: list[Any] = []
-    client = StoreChannel(
-        ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR), COORDINATOR_MESSAGES, heard.append, FakeClock()
-    )
-    client.poll()
+    clock, launcher = FakeClock(), cast("Any", SimpleNamespace(close=lambda timeout: []))
+    end = ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR)
+    client = CoordinatorClient(end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
     with pytest.raises(JobFailed, match=r"the coordinator of job, .*\n(.*\n)*RuntimeError: no port was free"):
-        _unpack_end(heard[-1])
+        client.follow(lambda: "it has ended", ElasticConfig())
 
 
 def test_results_of_a_coordinator_survive_the_channel() -> None:
-    end = JobSucceeded(("1", "2"), JobReport(3.0).to_json())
-    found = _unpack_end(codec.read(JobSucceeded, codec.to_plain(end)))
-    assert (found.results, found.report.seconds) == (("1", "2"), 3.0)
+    end = JobEnd(JobReport(3.0).to_json(), ("1", "2"))
+    launched = codec.read(JobEnd, codec.to_plain(end)).unpack()
+    assert (launched.results, launched.report.seconds) == (("1", "2"), 3.0)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +145,9 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
     end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
     with turn.alive_lock, turn:
-        client._on_message(ClientCall("scheduler", "finish_gathering", ()))
-        client._on_message(ClientCall("scheduler", "report_shortage", (True,)))
-        client._on_message(ClientCall("listener", "on_world", (2, "all are there")))  # its listener is behind
+        client._call(ClientCall("scheduler", "finish_gathering", ()))
+        client._call(ClientCall("scheduler", "report_shortage", (True,)))
+        client._call(ClientCall("listener", "on_world", (2, "all are there")))  # its listener is behind
         clock.advance(60.0)
         assert turn._is_short()
 
@@ -175,7 +171,7 @@ def test_p6_a_coordinator_has_only_listed_methods_called_with_arguments_of_their
     launcher: Any = SimpleNamespace(launch=called.append, close=called.append)
     clock = FakeClock()
     client = CoordinatorClient(channel_end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
-    client._on_message(codec.read(ClientCall, codec.to_plain(ClientCall("launcher", "launch", (3,)))))
+    client._call(codec.read(ClientCall, codec.to_plain(ClientCall("launcher", "launch", (3,)))))
     with pytest.raises((KeyError, ValueError)):
-        client._on_message(codec.read(ClientCall, codec.to_plain(call)))
+        client._call(codec.read(ClientCall, codec.to_plain(call)))
     assert called == [3]

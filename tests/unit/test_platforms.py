@@ -10,12 +10,10 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.clusters.platforms import make_platform
-from spark_elastic.clusters.platforms.classic import ClassicPlatform
-from spark_elastic.clusters.platforms.connect import ConnectPlatform
-from spark_elastic.clusters.platforms.job_spec import JobSpec
-from spark_elastic.clusters.spark import connect
-from spark_elastic.clusters.spark.probe import ProbeSpec
+from spark_elastic.clusters.spark import connect, make_platform
+from spark_elastic.clusters.spark.classic import ClassicPlatform
+from spark_elastic.clusters.spark.connect import ConnectPlatform
+from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import JobHandle
@@ -31,21 +29,20 @@ def session() -> Any:
     return SimpleNamespace(client=SimpleNamespace(host="127.0.0.1"), conf={}, addTag=lambda tag: None)
 
 
-def make_conf(settings: dict[str, str]) -> Any:
-    return SimpleNamespace(getAll=settings.items)
+def make_context(**settings: str) -> Any:
+    conf = SimpleNamespace(getAll={f"spark.{name}": value for name, value in settings.items()}.items)
+    return SimpleNamespace(_jsc=1, defaultParallelism=7, getConf=lambda: conf)
 
 
 def test_a_session_whose_settings_kill_each_slot_is_refused_before_any_job() -> None:
     old, new = "spark.python.worker.", "spark.sql.execution.pyspark.udf."
     kill = {f"{old}idleTimeoutSeconds": "9", f"{old}killOnIdleTimeout": "true"}
-    context = SimpleNamespace(_jsc=1, getConf=lambda: make_conf(kill))
+    context = make_context(**{name.removeprefix("spark."): value for name, value in kill.items()})
     with pytest.raises(InvalidInput, match="kills every slot after 9 seconds"):
         make_platform(SimpleNamespace(sparkContext=context), ElasticConfig())  # type: ignore[arg-type]
     over_connect = session()
     over_connect.conf = kill
-    with pytest.raises(
-        InvalidInput, match=r"with spark\.sql\.execution\.pyspark\.udf\.killOnIdleTimeout=true"
-    ):
+    with pytest.raises(InvalidInput, match=rf"with {re.escape(new)}killOnIdleTimeout=true"):
         make_platform(over_connect, ElasticConfig())
     for harmless in ({f"{old}idleTimeoutSeconds": "0"}, {f"{new}killOnIdleTimeout": "false"}):
         over_connect.conf = kill | harmless
@@ -53,7 +50,7 @@ def test_a_session_whose_settings_kill_each_slot_is_refused_before_any_job() -> 
 
 
 def test_a_session_with_a_context_is_classic() -> None:
-    context = SimpleNamespace(_jsc=1, master="yarn", defaultParallelism=7, getConf=lambda: make_conf({}))
+    context = make_context(master="yarn")
     classic: Any = SimpleNamespace(sparkContext=context)
     platform = make_platform(classic, ElasticConfig())
     assert isinstance(platform, ClassicPlatform)
@@ -70,10 +67,7 @@ def test_a_session_with_a_context_is_classic() -> None:
         ({"journal": "/nowhere/journal"}, "The journal /nowhere/journal cannot be written"),
         ({"host_discovery": "./nowhere.sh"}, "host_discovery is './nowhere.sh', which is no executable file"),
         ({"handle": "a handle"}, "handle must be a spark_elastic.JobHandle; got a str"),
-        (
-            {"tls_certificate": "/nowhere/a", "tls_key": "/nowhere/b"},
-            "tls_certificate /nowhere/a and tls_key",
-        ),
+        ({"tls_certificate": "/no/a", "tls_key": "/no/b"}, "tls_certificate /no/a and tls_key"),
     ],
 )
 def test_what_the_driver_cannot_use_is_refused_before_any_job(setting: dict[str, Any], sentence: str) -> None:
@@ -87,21 +81,17 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], unreached))
     ways: list[str] = []
-    monkeypatch.setattr(
-        "spark_elastic.clusters.platforms.spark_platform.supervise", lambda *arguments: ways.append("beside")
-    )
-    monkeypatch.setattr(
-        "spark_elastic.clusters.coordinator.CoordinatorClient.follow",
-        lambda self, *arguments: ways.append("in a task"),
-    )
+    supervise = "spark_elastic.clusters.spark.platform.supervise"
+    monkeypatch.setattr(supervise, lambda *arguments: ways.append("beside"))
+    follow = "spark_elastic.clusters.coordinator.CoordinatorClient.follow"
+    monkeypatch.setattr(follow, lambda self, *arguments: ways.append("in a task"))
     platform = ConnectPlatform(session(), ElasticConfig())
     platform.preflight(b"", make_memory_store(), (), 2, "it")
     found: LaunchResult | None = platform.launch(JobSpec("program", Limits(1, 1, 1), "job"))
     assert found is None
     assert ways == ["beside" if unreached is None else "in a task"]
-    assert ("the coordinator will run in a task: host h cannot reach" in caplog.text) is (
-        unreached is not None
-    )
+    said = "the coordinator will run in a task: host h cannot reach" in caplog.text
+    assert said is (unreached is not None)
 
 
 @pytest.mark.parametrize("error", [None, JobFailed("two workers were lost.")])
@@ -145,7 +135,5 @@ def test_an_unreachable_client_without_a_store_is_an_error(monkeypatch: pytest.M
     monkeypatch.setattr(connect, "require_report", lambda answer: report)
     monkeypatch.setattr(connect.pickle, "loads", lambda content: None)
     monkeypatch.setattr(connect, "check_reports", lambda *arguments, **named: None)
-    spark: Any = session()
-    probing = ProbeSpec(b"", bind=connect.choose_bind(spark, ElasticConfig()))
     with pytest.raises(PreflightError, match=r"open it; or give a store, and the driver runs in a task\."):
-        connect.preflight(spark, probing, 1, 1.0)
+        ConnectPlatform(session(), ElasticConfig()).preflight(b"", None, (), 1, "it")

@@ -1,23 +1,46 @@
-"""The command of `spark-elastic-run` where it is more than a Python and its script.
+"""The command of `spark-elastic-run`: which Python it names, Python's options, or another program that starts Pythons.
 
-Options of Python become the variables of the environment that mean the same, for this process and all that it starts.
-Any other program (`env`, `nice`, a shell's script) runs once, here; each `python` that it finds on its PATH is a call
-of `spark-elastic-run` with the same options. Main thread.
+Another Python than this process's own is asked in a process of its own; nothing of it is imported here. Options of
+Python become the variables of the environment that mean the same, for this process and all that it starts. Any other
+program (`env`, `nice`, a shell's script) runs once, here; each `python` that it finds on its PATH is a call of
+`spark-elastic-run` with the same options. Main thread, before the job.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import spark_elastic
 from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.script import Module
 
+OWN_NAMES = ("python", "python3")  # without a folder they mean the Python that runs spark-elastic-run
+ANSWER_WITHIN = 60.0  # seconds
+_QUESTION = """
+import base64, json, sys
+import spark_elastic
+from spark_elastic.worker.script import Module
+try:
+    found = Module.find(sys.argv[1]) if sys.argv[1:] else None
+    source = base64.b64encode(found.source).decode() if found else ""
+    module = {"name": found.name, "folder": found.folder, "source": source} if found else None
+    answer = {"version": spark_elastic.__version__, "module": module}
+except spark_elastic.InvalidInput as error:
+    answer = {"version": spark_elastic.__version__, "error": str(error)}
+print(json.dumps(answer))
+"""
 PATH = "PATH"
 # Flags of Python, and what means the same; None: nothing does, or nothing has to.
 FLAGS = {
@@ -36,11 +59,8 @@ PATH=$(printf %s "$PATH" | sed "s|{folder}:||g") exec {run} python "$@"
 
 
 def take_python_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(the variables that stand for Python's options, the words from the script, -m or -c on).
-
-    Raises:
-        InvalidInput: an option has no variable.
-    """
+    """(the variables that stand for Python's options, the words from the script, -m or -c on). Raises InvalidInput: an
+    option has no variable."""
     variables: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "-m", "-c"):
@@ -72,10 +92,7 @@ def _refuse(option: str) -> None:
 
 def run_around(command: Sequence[str], options: Sequence[str], environment: MutableMapping[str, str]) -> int:
     """Run a program whose Pythons are elastic jobs with these options of `spark-elastic-run`. Returns its exit code.
-
-    Raises:
-        InvalidInput: there is no such program, or it started no `python` of its PATH.
-    """
+    Raises InvalidInput: there is no such program, or it started no `python` of its PATH."""
     run = shlex.join([sys.executable, "-m", "spark_elastic.clusters.cli", *options])
     with tempfile.TemporaryDirectory(prefix="spark-elastic-") as folder:
         for name in ("python", "python3"):
@@ -101,3 +118,69 @@ def run_around(command: Sequence[str], options: Sequence[str], environment: Muta
                 "let it start Python by that name, or start it around spark-elastic-run."
             )
         return code
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that workers run with."""
+
+    path: str  # of its executable
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the one that runs this process."""
+        return self.path == sys.executable
+
+    @classmethod
+    def find(cls, name: str) -> Interpreter:
+        """The Python that a command names: by its path, or as the shell finds it. Raises InvalidInput: there is no such
+        executable."""
+        if name in OWN_NAMES:
+            return cls(sys.executable)
+        path = shutil.which(name)
+        if path is None:
+            raise InvalidInput(f"there is no executable {name!r}: give the path of a Python.")
+        path = os.path.abspath(path)  # links stay: by its folder a Python knows its environment
+        folders = os.path.realpath(os.path.dirname(path)), os.path.realpath(os.path.dirname(sys.executable))
+        same = folders[0] == folders[1] and os.path.realpath(path) == os.path.realpath(sys.executable)
+        return cls(sys.executable if same else path)
+
+    def find_module(self, name: str, *arguments: str) -> Module:
+        """The module that `-m` names, as this Python finds it. Raises InvalidInput: there is none, or this Python
+        cannot run workers."""
+        if self.is_own:
+            return Module.find(name, *arguments)
+        found: dict[str, str] = self._ask(name)["module"]
+        return Module(found["name"], found["folder"], base64.b64decode(found["source"]), arguments)
+
+    def check(self) -> None:
+        """Raises InvalidInput: this Python cannot run workers."""
+        if not self.is_own:
+            self._ask()
+
+    def _ask(self, *module: str) -> dict[str, Any]:
+        problem = f"workers cannot run with {self.path}"
+        try:
+            done = subprocess.run(
+                [self.path, "-c", _QUESTION, *module],
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_WITHIN,
+                check=False,
+            )
+            answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+            if not isinstance(error, ValueError | IndexError):
+                raise InvalidInput(f"{problem} ({error}): give a Python that has spark_elastic.") from error
+            said = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise InvalidInput(
+                f"{problem} ({said}): give a Python that has spark_elastic, or install it there."
+            ) from error
+        if answer["version"] != spark_elastic.__version__:
+            raise InvalidInput(
+                f"{problem}: it has spark_elastic {answer['version']}, and spark-elastic-run is of "
+                f"{spark_elastic.__version__}; install the same version."
+            )
+        if "error" in answer:
+            raise InvalidInput(answer["error"])
+        return answer

@@ -1,6 +1,6 @@
 """Starts slots as processes of this machine: `driver.ports.Launcher` without a cluster.
 
-The thread of a slot waits for room in a `SlotPool`, starts the slot's process and waits for its end.
+The thread of a slot waits for room in a `HostSlots`, starts the slot's process and waits for its end.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from spark_elastic.clock import Clock
 from spark_elastic.clusters.local.slot import LocalSlot
@@ -22,25 +21,12 @@ from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import is_own_address
-from spark_elastic.worker import pickling
-from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.imports import list_early_imports
-
-
-class SlotPool(Protocol):
-    """Room for slots on hosts. The threads of a launcher wait here."""
-
-    def acquire(self, launch: int) -> str | None:
-        """Wait for room. Returns the host that has it, or None once the pool is closed."""
-        ...
-
-    def release(self, host: str) -> None: ...
-
-    def close(self) -> None: ...
+from spark_elastic.worker.program import describe_exit, pickle_for_workers
 
 
 class HostSlots:
-    """A pool of hosts by name, each with a number of slots, that come and go.
+    """Room for slots on hosts by name, which come and go; the threads of a launcher wait here.
 
     Hosts are filled in the order in which they are listed. Where a slot has ended, the driver may refuse new ones:
     other hosts come first, then the host whose last slot ended longest ago. Discovery's thread calls `update`.
@@ -67,6 +53,7 @@ class HostSlots:
             return bool(self._room)
 
     def acquire(self, launch: int) -> str | None:
+        """Wait for room. Returns the host that has it, or None once the pool is closed."""
         with self._change:
             while not self._closed:
                 free = [host for host, room in self._room.items() if self._taken[host] < room]
@@ -90,13 +77,10 @@ class HostSlots:
             self._change.notify_all()
 
 
-def find_remote_hosts(hosts: Mapping[str, int]) -> list[str]:
+def find_remote_hosts(hosts: Iterable[str]) -> list[str]:
     """The hosts that are not this machine."""
-    return [host for host in hosts if not _is_this_machine(host)]
-
-
-def _is_this_machine(host: str) -> bool:
-    return host in ("localhost", socket.gethostname()) or is_own_address(host)
+    own = ("localhost", socket.gethostname())
+    return [host for host in hosts if host not in own and not is_own_address(host)]
 
 
 class LocalLauncher(ThreadPerSlotLauncher):
@@ -107,18 +91,15 @@ class LocalLauncher(ThreadPerSlotLauncher):
     def __init__(
         self,
         program: object,
-        pool: SlotPool,
+        pool: HostSlots,
         clock: Clock,
         preload: tuple[str, ...] = (),
         interpreter: str = sys.executable,
     ) -> None:
-        """
-        Args:
-            interpreter: path of the Python that slots run with.
-        """
+        """interpreter: path of the Python that slots run with."""
         super().__init__(clock)
         self._program = program
-        self._payload = pickling.dumps(program)
+        self._payload = pickle_for_workers(program)
         self._pool = pool
         self._preload = preload
         self.interpreter = interpreter
@@ -130,10 +111,8 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     def slots(self) -> dict[int, int]:
         """Living slot processes: number of the launch -> process id."""
-        alive = [
-            (launch, process) for launch, process in list(self.processes.items()) if process.poll() is None
-        ]
-        return {launch: process.pid for launch, process in alive}
+        started = list(self.processes.items())
+        return {launch: process.pid for launch, process in started if process.poll() is None}
 
     def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
         """Signal a slot process; its training child dies with it."""

@@ -52,9 +52,8 @@ def main() -> None:
         die_with_parent(slot.parent)
     # Ctrl-C reaches all processes of a terminal, but the driver ends the job. Child processes inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with RendezvousClient(
-        spec.address, spec.key, spec.attempt, clock, certificate=spec.certificate
-    ) as client:
+    known = spec.address, spec.key, spec.attempt, clock
+    with RendezvousClient(*known, certificate=spec.certificate) as client:
         try:
             identity = replace(slot.identity, address=find_address_towards(*split_address(spec.address)))
             reason = SlotAgent(spec, identity, payload, client, clock).run()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import os
@@ -13,20 +12,18 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.platforms import make_platform, resume_after_coordinator_loss
-from spark_elastic.clusters.platforms.job_spec import JobSpec
+from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
 from spark_elastic.clusters.run import captures, early_imports, options
 from spark_elastic.config import ElasticConfig, check_environment
-from spark_elastic.data.store import Store
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, supports_live_line
 from spark_elastic.monitoring.listener import close_within_deadline
-from spark_elastic.monitoring.log_forwarding import log_to_listener
+from spark_elastic.monitoring.logs import log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
@@ -102,7 +99,7 @@ def run(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    return prepare(fn, given, arguments, config).run_on_active_session(spark)
+    return prepare(fn, given, arguments, config).run_on_spark(spark)
 
 
 @dataclass(frozen=True)
@@ -114,46 +111,36 @@ class RunCall:
     preload: tuple[str, ...]  # modules that the user wants to be imported before a process is warm
     name: str  # of the function or script
 
-    def run_on_active_session(self, spark: SparkSession | None = None) -> Results[Any]:
+    def run_on_spark(self, spark: SparkSession | None = None) -> Results[Any]:
         """spark: a session in place of the active one."""
+        from spark_elastic.clusters.spark import make_platform
         from spark_elastic.clusters.spark.host_facts import get_session
+        from spark_elastic.clusters.spark.platform import JobSpec
 
-        return self.run_on_spark(get_session(spark))
-
-    def run_on_spark(self, spark: SparkSession) -> Results[Any]:
-        platform = make_platform(spark, self.options.config)
+        platform = make_platform(get_session(spark), self.options.config)
         limits = self.make_limits(platform.count_workers(self.options.num_workers))
-        name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        job = JobSpec(self.program, limits, name, self.preload)
-        what = "the function or its arguments"
-        run_id, store = self.options.run_id, self.open_store()
+        job = JobSpec(self.program, limits, f"{self.name}-{uuid.uuid4().hex[:8]}", self.preload)
+        run_id, store = self.options.run_id, self.options.open_store()
         with self.open_output() as listener:
-            needs = job.needs, limits.num_workers, what, job.imports
-            platform.preflight(self.program.pickled_call, store, *needs)
+
+            def launch() -> Results[Any]:
+                return decode_results(platform.launch(replace(job, run=self.take_run()), listener))
+
+            what, payload = "the function or its arguments", self.program.pickled_call
+            platform.preflight(payload, store, job.needs, limits.num_workers, what, job.imports)
             if run_id is None or store is None:
-                return decode_results(platform.launch(job, listener))
-            return resume_after_coordinator_loss(
-                lambda: decode_results(
-                    platform.launch(dataclasses.replace(job, run=self.take_run()), listener)
-                ),
-                CheckpointStore(store, run_id).read_published,
-            )
+                return launch()
+            return resume_after_coordinator_loss(launch, CheckpointStore(store, run_id).read_published)
 
     def take_run(self) -> OwnedRun | None:
-        """Take over the run for this driver. Returns None if the call has no `run_id`.
-
-        Raises:
-            StoreError: the store cannot be read or written.
-        """
-        run_id, store = self.options.run_id, self.open_store()
+        """Take over the run for this driver. Returns None if the call has no `run_id`. Raises StoreError: the store
+        cannot be read or written."""
+        run_id, store = self.options.run_id, self.options.open_store()
         return None if run_id is None or store is None else OwnedRun.acquire(store, run_id)
-
-    def open_store(self) -> Store | None:
-        return self.options.open_store()
 
     def make_limits(self, default_workers: int) -> Limits:
         number, least, most = self.options.resolve_workers(default_workers)
-        return dataclasses.replace(make_limits(self.options.config, number, least, most), all_results=True)
+        return replace(make_limits(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
     def open_output(self) -> Iterator[OutputListener]:
@@ -176,14 +163,8 @@ class RunCall:
 def prepare(
     fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
 ) -> RunCall:
-    """Check a call, before anything is launched.
-
-    Args:
-        given: what follows `fn` by position.
-
-    Raises:
-        InvalidInput: as `run`.
-    """
+    """Check a call, before anything is launched. given: what follows `fn` by position. Raises InvalidInput: as
+    `run`."""
     if get_context() is not None:
         raise InvalidInput("run() was called on a worker: call it where the SparkSession lives.")
     named = dict(arguments)
@@ -201,11 +182,12 @@ def prepare(
     chosen = options.parse(named, config)
     if not callable(fn):
         raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-    _check_arguments(fn, name, args, kwargs)
     imports = () if chosen.preload == () else _find_early_imports(fn)
-    program = FunctionProgram(
-        fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen), imports
-    )
+    store, conf = chosen.open_store(), chosen.config
+    checkpoints = None
+    if chosen.run_id is not None and store is not None:
+        checkpoints = store, CheckpointPolicy(chosen.run_id, conf.checkpoint_steps, conf.checkpoint_seconds)
+    program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, checkpoints, imports)
     check_environment({**os.environ, **chosen.env})
     return RunCall(program, chosen, chosen.preload or (), name)
 
@@ -215,16 +197,6 @@ def _find_early_imports(fn: Any) -> tuple[str, ...]:
     if isinstance(fn, Script | Module):
         return early_imports.find_in_source(fn.source, fn.folder, fn.package)
     return early_imports.find_in_function(fn)
-
-
-def _open_checkpoint_target(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
-    """Where and when workers write checkpoints; None: the call has no `run_id`."""
-    store = chosen.open_store()
-    if chosen.run_id is None or store is None:
-        return None
-    config = chosen.config
-    policy = CheckpointPolicy(chosen.run_id, config.checkpoint_steps, config.checkpoint_seconds)
-    return store, policy
 
 
 def decode_results(launched: LaunchResult) -> Results[Any]:
@@ -254,19 +226,3 @@ def _place_positional(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
     return args, kwargs or {}, named
-
-
-def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises InvalidInput if the function's own signature does not take these arguments. What it wraps is not asked: a
-    decorator may add arguments."""
-    try:
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # a built-in function may have none
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        named = ", ".join(map(str, kwargs)) or "nothing"
-        raise InvalidInput(
-            f"{name}{signature} was given {len(args)} in args and {named} in kwargs: {error}."
-        ) from None

@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.pickling import WorkerPickler
+from spark_elastic.worker.program import WorkerPickler
 
 DRIVER_ONLY = {
     "Accumulator", "Broadcast", "Column", "DataFrame", "HiveContext", "RDD", "SQLContext", "SparkContext",
     "SparkSession",
 }  # fmt: skip
-ADVICE = {
-    "Broadcast": "pass its value instead",
-    "DataFrame": "collect what the function needs, or write it to a path that workers can read",
-    "RDD": "collect what the function needs, or write it to a path that workers can read",
-}
+_COLLECT = "collect what the function needs, or write it to a path that workers can read"
+ADVICE = {"Broadcast": "pass its value instead", "DataFrame": _COLLECT, "RDD": _COLLECT}
 
 
 def dumps(call: object, called: str = "", modules: dict[str, None] | None = None) -> bytes:
     """cloudpickle of (fn, args, kwargs), or of another object that errors are to call by a name.
 
-    Args:
-        modules: gets the names of modules that loading it imports, in their order.
-
-    Raises:
-        InvalidInput: something in it lives on Spark's driver only, or cannot be pickled.
+    modules: gets the names of modules that loading it imports, in their order. Raises InvalidInput: something in it
+    lives on Spark's driver only, or cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
@@ -57,8 +52,7 @@ class _Pickler(WorkerPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and isinstance(obj.__module__, str):
             self._modules[obj.__module__] = None
-        kind = _find_driver_only_kind(obj)
-        if kind is not None:
+        if kind := _find_driver_only_kind(obj):
             name = _find_name(obj, self._call)
             where = f"{name!r}, a {kind}," if name else f"a {kind},"
             advice = ADVICE.get(kind, "get what it needs before, and pass that")
@@ -96,8 +90,9 @@ def _find_name(wanted: object, call: object) -> str:
 
 def _iterate_children(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a variable that was not assigned yet
+                yield name, cell.cell_contents
         around = value.__globals__
         yield from ((name, around[name]) for name in sorted(collect_names(value.__code__)) if name in around)
         yield from (("", default) for default in value.__defaults__ or ())
@@ -114,17 +109,7 @@ def _iterate_children(value: object) -> Iterator[tuple[str, object]]:
         yield from vars(value).items()
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        return bool(cell.cell_contents is not cell)
-    except ValueError:  # a variable that was not assigned yet
-        return False
-
-
 def collect_names(code: CodeType) -> set[str]:
     """Global, attribute and module names that the code uses, nested functions included."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= collect_names(constant)
-    return found
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(collect_names, nested))

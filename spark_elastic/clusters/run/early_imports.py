@@ -32,23 +32,14 @@ WATCHED = {"environ", "path", "modules"}  # of `os` and `sys`: what an import de
 
 
 def find_in_source(source: bytes, folder: str, package: str = "") -> tuple[str, ...]:
-    """The early imports (`worker.imports`) of a script or module.
-
-    Args:
-        folder: in which its modules are searched first. package: for relative imports.
-    """
-    search = _Search(folder)
-    with suppress(_SetAtRunTime):
-        search.read_source(source, package)
-    return tuple(dict.fromkeys(search.found))
+    """The early imports (`worker.imports`) of a script or module. folder: in which its modules are searched first.
+    package: for relative imports."""
+    return _Search(folder).list_found(lambda search: search.read_source(source, package))
 
 
 def find_in_function(fn: Callable[..., Any]) -> tuple[str, ...]:
     """The early imports of a function: the modules that it uses, and those that it imports if its source is known."""
-    search = _Search("")
-    with suppress(_SetAtRunTime):
-        search.read_function(fn)
-    return tuple(dict.fromkeys(search.found))
+    return _Search("").list_found(lambda search: search.read_function(fn))
 
 
 class _SetAtRunTime(Exception):
@@ -60,8 +51,7 @@ class _Scope:
     """What names mean in one file or function."""
 
     package: str = ""  # for relative imports
-    # Bodies of the functions that were defined so far and not used yet.
-    functions: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    functions: dict[str, list[ast.stmt]] = field(default_factory=dict)  # bodies of those not used yet
     modules: dict[str, str] = field(default_factory=dict)  # names of imported modules
     optional: bool = False  # the imports may fail: they stand in a `try`
 
@@ -71,6 +61,11 @@ class _Search:
         self.found: list[str] = []
         self._path = [folder] if folder else []
         self._seen: set[object] = set()
+
+    def list_found(self, read: Callable[[_Search], None]) -> tuple[str, ...]:
+        with suppress(_SetAtRunTime):
+            read(self)
+        return tuple(dict.fromkeys(self.found))
 
     def read_source(self, source: bytes, package: str) -> None:
         with suppress(SyntaxError, ValueError):  # the worker that runs it says so
@@ -93,8 +88,9 @@ class _Search:
             tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
         except (OSError, TypeError, SyntaxError, ValueError, TokenError):
             return  # typed into an interpreter, a part of an expression, or the file of its name is another one
-        for definition in tree.body:
-            self._walk(getattr(definition, "body", []) if _is_function(definition) else [definition], scope)
+        for node in tree.body:
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            self._walk(getattr(node, "body", []) if is_function else [node], scope)
 
     def _add_object(self, value: object, user: Any) -> None:
         """What loading a function imports for an object that it uses."""
@@ -109,16 +105,16 @@ class _Search:
         for statement in statements:
             match statement:
                 case ast.Import(names):
-                    for each in names:
-                        self._add(each.name, "", scope)
-                        root = each.name.partition(".")[0]
-                        scope.modules[each.asname or root] = each.name if each.asname else root
+                    for alias in names:
+                        self._add(alias.name, "", scope)
+                        root = alias.name.partition(".")[0]
+                        scope.modules[alias.asname or root] = alias.name if alias.asname else root
                 case ast.ImportFrom(module, names, level):
                     name = "." * level + (module or "")
-                    for each in names:
+                    for alias in names:
                         with suppress(ImportError):  # beyond the top-level package
                             whole = resolve_name(name, scope.package) if level else name
-                            self._add(whole, each.name.replace("*", ""), scope)
+                            self._add(whole, alias.name.replace("*", ""), scope)
                 case ast.FunctionDef(name, _, body) | ast.AsyncFunctionDef(name, _, body):
                     scope.functions[name] = body
                     self._use(statement.decorator_list, scope)
@@ -149,7 +145,7 @@ class _Search:
     def _use(self, nodes: list[Any], scope: _Scope) -> None:
         """Follow the functions whose names stand here, and import the parts of modules: some are loaded when used."""
         used: list[str] = []
-        for node in (each for part in nodes for each in ast.walk(part)):
+        for node in (inner for part in nodes for inner in ast.walk(part)):
             match node:
                 case ast.Attribute(ast.Name(name), attribute) if name in scope.modules:
                     self._add(scope.modules[name], attribute, scope)
@@ -186,10 +182,6 @@ class _Search:
             return own
 
 
-def _is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-
-
 def _get_variables(fn: Any, code: CodeType) -> Mapping[str, Any]:
     """What the names of a function mean, its own variables apart."""
     known = dict(fn.__globals__)
@@ -220,24 +212,22 @@ def _list_files(spec: ModuleSpec, parts: list[str]) -> Iterator[tuple[Path, str]
 def _read_variables(statement: ast.stmt) -> list[str] | None:
     """The variables of the environment that a statement sets to constants; None: it does something else."""
     match statement:
-        case ast.Assign([ast.Subscript(place, ast.Constant(str(name)))], ast.Constant(str(value))):
-            known = [f"{name}={value}"]
-        case ast.Expr(
-            ast.Call(ast.Attribute(place, "setdefault"), [ast.Constant(str(name)), ast.Constant(str(value))])
-        ):
-            known = [f"{name}?={value}"]
+        case ast.Assign([ast.Subscript(place, name)], value):
+            sign = ""
+        case ast.Expr(ast.Call(ast.Attribute(place, "setdefault"), [name, value])):
+            sign = "?"
         case _:
             return None
-    return known if _is_watched(place) else None
+    match name, value:
+        case ast.Constant(str(variable)), ast.Constant(str(text)) if _is_watched(place):
+            return [f"{variable}{sign}={text}"]
+    return None
 
 
 def _check_changes(node: ast.AST) -> None:
-    """
-    Raises:
-        _SetAtRunTime: what is below the node changes what later imports depend on.
-    """
-    for each in ast.walk(node):
-        match each:
+    """Raises _SetAtRunTime: what is below the node changes what later imports depend on."""
+    for part in ast.walk(node):
+        match part:
             case ast.Assign(targets) | ast.Delete(targets):
                 places = [target.value if isinstance(target, ast.Subscript) else target for target in targets]
             case ast.Call(ast.Attribute(place, method)) if method in CHANGES:

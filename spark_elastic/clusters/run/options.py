@@ -31,17 +31,13 @@ _SPARK = "workers run where Spark's executors are; spark-elastic-run takes hosts
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_gloo": ((None, True), _MESH),
     "use_mpi": ((None, False), _MESH),
-    "extra_mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
-    "mpi_args": ((None, ""), f"{_MESH}, and there is no MPI in it"),
-    "nics": ((None,), _ADDRESS),
-    "network_interfaces": ((None,), _ADDRESS),
+    **dict.fromkeys(("extra_mpi_args", "mpi_args"), ((None, ""), f"{_MESH}, and there is no MPI in it")),
+    **dict.fromkeys(("nics", "network_interfaces"), ((None,), _ADDRESS)),
     "executable": ((None,), "workers run the Python of Spark's executors: set spark.pyspark.python"),
     "stderr": ((None,), "what workers write to either stream comes in one, in order: give stdout alone"),
-    "hosts": ((None,), _SPARK),
-    "hostfile": ((None,), _SPARK),
+    **dict.fromkeys(("hosts", "hostfile"), ((None,), _SPARK)),
     "slots": ((None,), "an executor has a slot for each spark.task.cpus of its cores"),
-    "ssh_port": ((None,), "workers are started by Spark, not by ssh"),
-    "ssh_identity_file": ((None,), "workers are started by Spark, not by ssh"),
+    **dict.fromkeys(("ssh_port", "ssh_identity_file"), ((None,), "workers are started by Spark, not by ssh")),
     "disable_cache": ((None, False), "no check of the hosts is kept from one call to the next"),
     "output_filename": ((None,), "give an open file as stdout"),
 }
@@ -55,8 +51,7 @@ class Options:
 
     num_workers: int | None = None  # None: Spark's default parallelism
     min_workers: int | None = None  # None: num_workers, as in Horovod
-    # None: num_workers. R16 (start) uses all three.
-    max_workers: int | None = None
+    max_workers: int | None = None  # None: num_workers. R16 (start) uses all three
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables of the training processes
     stdout: IO[str] | None = None  # where the workers' lines go; None: standard output
     # 0: what workers print. 1: also worlds, joins, losses and drains. 2: also the log "spark_elastic", level INFO.
@@ -66,32 +61,23 @@ class Options:
     preload: tuple[str, ...] | None = None
     # Checkpoints of commits are written to the store under this name, and another call with it continues from them.
     run_id: str | None = None
-    # Path or url of the store; goes with `run_id`. None: commits are in memory alone.
-    store: str | None = None
+    store: str | None = None  # path or url; goes with `run_id`. None: commits are in memory alone
     # fsspec's options for the store. They may hold credentials, and are neither shown nor stored.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    # The settings of the job, arguments that name one included.
-    config: ElasticConfig = field(default_factory=ElasticConfig)
+    config: ElasticConfig = field(default_factory=ElasticConfig)  # settings, arguments that name one included
 
     def open_store(self) -> Store | None:
         """Open the store; None if the call has none. Raises StoreError."""
         return None if self.store is None else Store.open(self.store, **self.storage_options)
 
     def resolve_workers(self, default: int) -> tuple[int, int, int]:
-        """(num_workers, min_workers, max_workers).
-
-        Args:
-            default: num_workers, if the call does not say it.
-
-        Raises:
-            InvalidInput: they contradict each other.
-        """
+        """(num_workers, min_workers, max_workers). default: num_workers, if the call does not say it. Raises
+        InvalidInput: they contradict each other."""
         number = self.num_workers
         if number is None:
             number = max(default, self.min_workers or 1)
-            number = number if self.max_workers is None else min(number, self.max_workers)
-        least = number if self.min_workers is None else self.min_workers
-        most = number if self.max_workers is None else self.max_workers
+            number = min(number, self.max_workers or number)
+        least, most = self.min_workers or number, self.max_workers or number
         check_workers(least, number, most)
         return number, least, most
 
@@ -101,12 +87,9 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
 
     With `elastic_timeout` (Horovod's wait for `min_workers`), `start_timeout` means the wait for `num_workers`.
 
-    Args:
-        given: by our names or Horovod's. None counts as not given, except in checkpoint_seconds=None: not by time.
-        config: the settings that `given` overrides.
-
-    Raises:
-        InvalidInput: a name is unknown, refused, or one of two names of one setting.
+    given: by our names or Horovod's. None counts as not given, except in checkpoint_seconds=None: not by time. config:
+    the settings that `given` overrides. Raises InvalidInput: a name is unknown, refused, or one of two names of one
+    setting.
     """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -141,17 +124,14 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
 
 
 def _check_variables(name: str, env: Any) -> Mapping[str, str]:
-    if not isinstance(env, Mapping) or not all(_is_variable(*pair) for pair in env.items()):
-        raise InvalidInput(  # without the values, which may be secrets
-            f"{name} must map names of variables to their values, all of them text without NUL, the names without '='."
-        )
-    return env
-
-
-def _is_variable(name: Any, value: Any) -> bool:
-    if not isinstance(name, str) or not isinstance(value, str):
-        return False
-    return bool(name) and "=" not in name and "\0" not in name + value
+    try:
+        if all(key and "=" not in key and "\0" not in key + value for key, value in env.items()):
+            return dict(env)
+    except (TypeError, AttributeError):
+        pass  # a name or value is no text, or it is no mapping
+    raise InvalidInput(  # without the values, which may be secrets
+        f"{name} must map names of variables to their values, all of them text without NUL, the names without '='."
+    )
 
 
 def _to_modules(names: Any) -> tuple[str, ...]:
@@ -160,10 +140,10 @@ def _to_modules(names: Any) -> tuple[str, ...]:
 
 def _to_stream(stream: Any) -> Any:
     """Refuse what is closed or known to take bytes. It need not be a file: notebooks have streams of their own."""
-    is_binary = isinstance(stream, io.RawIOBase | io.BufferedIOBase) or "b" in str(
+    takes_bytes = isinstance(stream, io.RawIOBase | io.BufferedIOBase) or "b" in str(
         getattr(stream, "mode", "")
     )
-    if not hasattr(stream, "write") or is_binary or getattr(stream, "closed", False):
+    if not hasattr(stream, "write") or takes_bytes or getattr(stream, "closed", False):
         raise TypeError
     return stream
 

@@ -19,8 +19,8 @@ from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.devices import require_gpus
+from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun
 from spark_elastic.worker.script import Script
-from spark_elastic.worker.torchrun import ResultStore, StoredResult, Torchrun
 
 
 class TorchDistributor:
@@ -92,7 +92,7 @@ class TorchDistributor:
             program = Torchrun(function, self.local_mode, results)
             named = dict(self._arguments)
             call = prepare(program, () if is_script else (args, kwargs), named, named.pop("config", None))
-            value = (_run_here(call) if self.local_mode else call.run_on_active_session())[0]
+            value = (_run_here(call) if self.local_mode else call.run_on_spark())[0]
             return results.take(value) if results is not None and isinstance(value, StoredResult) else value
 
 

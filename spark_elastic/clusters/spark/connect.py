@@ -1,7 +1,8 @@
-"""Slots and probes over a session of Spark Connect: `mapInArrow` jobs, one thread each, under a tag of the launch.
+"""A session of Spark Connect, which has no SparkContext: slots and probes are `mapInArrow` jobs, one thread each.
 
-Such a session has no SparkContext. Without broadcasts, a large program is a file of the session. Without a list of
-executors, the driver learns of hosts from the registrations of their slots.
+Without broadcasts, a large program is a file of the session. Without a list of executors, the driver learns of hosts
+from the registrations of their slots. The driver runs beside the client. If executors cannot reach the client, it runs
+in a task, as a coordinator, and exchanges messages with the client through the store.
 """
 
 from __future__ import annotations
@@ -10,44 +11,49 @@ import logging
 import pickle
 import secrets
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock
+from spark_elastic.clusters import coordinator
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, find_own_address
-from spark_elastic.clusters.spark.payload import make_payload
-from spark_elastic.clusters.spark.probe import (
-    ProbeSpec,
-    await_probes,
-    check_reports,
-    make_probe_task,
-    open_probe,
-    require_report,
-)
+from spark_elastic.clusters.spark.payload import Payload, make_payload, make_program_payload
+from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
+from spark_elastic.clusters.spark.probe import Probe, await_probes, check_reports, require_report
 from spark_elastic.clusters.spark.settings import (
     CLASSIC_PYTHON,
     CONNECT_PYTHON,
+    ENCRYPTION,
     EXECUTOR_GPUS,
     IDLE_KILL,
     IDLE_TIMEOUT,
     TASK_GPUS,
+    VALIDITY,
+    YARN_DEFAULT,
+    YARN_OLD,
+    is_ssl_enabled,
 )
-from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error
+from spark_elastic.clusters.spark.slot_task import classify_error
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.gang_scheduler import get_job_queue
-from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
-from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.monitoring.log_forwarding import announce_phase
+from spark_elastic.data.store import Store
+from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
+from spark_elastic.driver.job import FIRST_ATTEMPT, LaunchResult
+from spark_elastic.driver.ports import Discovery, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.errors import InvalidInput, PreflightError, StoreError
+from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.runs.store_channel import ChannelEnd
 
 if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic.spark")
@@ -69,53 +75,126 @@ SETTINGS = (
     "spark.executor.memoryOverheadFactor",
     "spark.kubernetes.memoryOverheadFactor",
     "spark.executor.pyspark.memory",
-    "spark.executor.maxNumFailures",
-    "spark.yarn.max.executor.failures",
-    "spark.executor.failuresValidityInterval",
-    "spark.yarn.executor.failuresValidityInterval",
-    "spark.network.crypto.enabled",
-    "spark.authenticate.enableSaslEncryption",
-    "spark.ssl.rpc.enabled",
     "spark.ssl.enabled",
+    *(YARN_DEFAULT, YARN_OLD, *VALIDITY, *ENCRYPTION),
     *(prefix + name for prefix in (CONNECT_PYTHON, CLASSIC_PYTHON) for name in (IDLE_KILL, IDLE_TIMEOUT)),
 )
 
 
+class ConnectPlatform(SparkPlatform):
+    """Programs travel in the plan of a job or as files of the session."""
+
+    python_settings = (CONNECT_PYTHON, CLASSIC_PYTHON)
+
+    def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
+        super().__init__(config, spark, read_settings(spark))
+        self._spark = spark
+        # The store of the coordinator's messages; None: executors reach the client, where the driver runs.
+        self._coordinator_store: Store | None = None
+
+    def count_workers(self, asked: int | None) -> int:
+        over = "over Spark Connect"
+        if asked is None:
+            raise InvalidInput(f"{over} the number of workers cannot be looked up: give num_workers.")
+        if self._config.ship:
+            raise InvalidInput(f"ship=True does not work {over}: install spark_elastic on the executors.")
+        return asked
+
+    def _find_address(self) -> str:
+        """On the way to the server, or to Spark's driver if the session does not say where that is."""
+        driver_host = self._settings.get(DRIVER_HOST)
+        if _is_classic(self._spark):  # its SparkContext is denied
+            return find_address_towards(driver_host or LOOPBACK, 1)
+        server = _find_server(self._spark)
+        return find_address_towards(server, 1) if server else find_own_address(driver_host)
+
+    def _probe(self, probe: Probe, number: int) -> list[dict[str, str]]:
+        self.count_workers(number)
+        probe = replace(probe, peers=number, reachable_host=self._settings.get(DRIVER_HOST))
+        facts, unreached = preflight(self._spark, probe, self._config.start_timeout)
+        if unreached is not None:
+            coordinator.check_config(self._config)
+            log.warning("the coordinator will run in a task: %s", unreached)
+            self._coordinator_store = probe.store
+        return facts
+
+    def _find_plaintext_server(self) -> str | None:
+        client: Any = None if _is_classic(self._spark) else self._spark.client
+        secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
+        return None if secure else _find_server(self._spark)
+
+    @contextmanager
+    def _ship(self, program: object) -> Iterator[Payload]:
+        yield make_program_payload(self._spark, program)
+
+    def _check_profile(self, profile: ResourceProfile) -> object:
+        return profile.id
+
+    def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> ConnectLauncher:
+        return ConnectLauncher(self._spark, make_task, self._clock, profile)
+
+    def _discover(self, scheduler: GangScheduler) -> Discovery:
+        return scheduler  # the session does not tell which executors there are
+
+    def _drive(
+        self,
+        job: JobSpec,
+        launcher: ThreadPerSlotLauncher,
+        scheduler: GangScheduler,
+        listener: JobListener | None,
+    ) -> LaunchResult:
+        store, run, config = self._coordinator_store, job.run, self._config
+        if store is None:
+            return super()._drive(job, launcher, scheduler, listener)
+        assert isinstance(launcher, ConnectLauncher)
+        folder, key = f"channels/{uuid.uuid4().hex}", secrets.token_bytes(32)
+        own, other = coordinator.CLIENT, coordinator.COORDINATOR
+        task = coordinator.Coordinator(
+            ChannelEnd(store, folder, key, other, own),
+            job.limits,
+            coordinator.check_config(config),
+            job.name,
+            is_ssl_enabled(self._settings),
+            self._make_probe(job.needs).make_host_check(),
+            None if run is None else (run.run_id, run.attempt, run.checkpoints),
+        )
+        attempt = FIRST_ATTEMPT if run is None else run.attempt
+        commit_key = run.load_commit_key() if run is not None and config.keep_commits else None
+        # The coordinator's address and certificate follow.
+        known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
+        spec = SlotSpec.from_config(config, address="", **known)
+        end, listener = ChannelEnd(store, folder, key, own, other), listener or JobListener()
+        client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, self._clock)
+        try:
+            towards = self._settings.get(DRIVER_HOST)
+            return client.follow(lambda: launcher.run_coordinator(task, towards), config)
+        finally:
+            try:
+                store.remove_tree(folder)
+            except StoreError as error:  # the job's result or error counts more
+                log.warning("%s Remove it by hand.", error)
+
+
+# ---- what the session tells
+
+
 def read_settings(spark: SparkSession) -> dict[str, str]:
     """The server's settings that a job looks at."""
-    found = {name: _setting(spark, name) for name in SETTINGS}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _setting(spark: SparkSession, name: str) -> str | None:
-    try:
-        return spark.conf.get(name, None)
-    except Exception as error:  # of gRPC or py4j: some servers refuse
-        log.debug("the setting %s cannot be read: %s", name, error)
-        return None
-
-
-def driver_host(spark: SparkSession) -> str | None:
-    """The host of Spark's own driver, which executors reach."""
-    return read_settings(spark).get(DRIVER_HOST)
-
-
-def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
-    """Where the driver listens: as the configuration says, else on this machine's address on the way to the server."""
-    own = config.advertise_address or _find_client_address(spark)
-    return Bind(config.bind_address or own, config.driver_port, own)
+    settings = {}
+    for name in SETTINGS:
+        try:
+            value = spark.conf.get(name, None)
+        except Exception as error:  # of gRPC or py4j: some servers refuse
+            log.debug("the setting %s cannot be read: %s", name, error)
+        else:
+            if value is not None:
+                settings[name] = value
+    return settings
 
 
 def _is_classic(spark: SparkSession) -> bool:
     """Asks the session itself for nothing: platforms may refuse even that."""
     return "_jsparkSession" in vars(spark)
-
-
-def _find_client_address(spark: SparkSession) -> str:
-    if _is_classic(spark):  # its SparkContext is denied
-        return find_address_towards(driver_host(spark) or LOOPBACK, 1)
-    server = _find_server(spark)
-    return find_address_towards(server, 1) if server else find_own_address(driver_host(spark))
 
 
 def _find_server(spark: SparkSession) -> str | None:
@@ -128,60 +207,32 @@ def _find_server(spark: SparkSession) -> str | None:
         return None
 
 
-def find_plaintext_server(spark: SparkSession) -> str | None:
-    """The server's host if the client speaks to it without TLS; None if not, or if that is unknown."""
-    client: Any = None if _is_classic(spark) else spark.client
-    secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
-    return None if secure else _find_server(spark)
-
-
-def check_call(config: ElasticConfig, number: int | None) -> int:
-    """Check a call before any job is launched. Returns the number of workers.
-
-    Raises:
-        InvalidInput: it cannot work over Spark Connect.
-    """
-    if number is None:
-        raise InvalidInput("over Spark Connect the number of workers cannot be looked up: give num_workers.")
-    if config.ship:
-        raise InvalidInput(
-            "ship=True does not work over Spark Connect: install spark_elastic on the executors."
-        )
-    return number
-
-
-def preflight(
-    spark: SparkSession, spec: ProbeSpec, number: int, timeout: float
-) -> tuple[list[dict[str, str]], str | None]:
-    """As `preflight.preflight`, with as many probes as workers, which also check whether they reach one another.
+def preflight(spark: SparkSession, spec: Probe, timeout: float) -> tuple[list[dict[str, str]], str | None]:
+    """As `classic.preflight`, with as many probes as workers, which also check whether they reach one another.
 
     Returns the facts of each executor, and why executors cannot reach the client, or None.
 
-    Args:
-        timeout: seconds for all probes; they do not count while another job of the application trains.
-
-    Raises:
-        PreflightError: a host cannot run the job, or the time was over.
+    timeout: seconds for all probes; they do not count while another job of the application trains. Raises
+    PreflightError: a host cannot run the job, or the time was over.
     """
-    with open_probe(spec) as alone:
-        probe = replace(alone, peers=number, reachable_host=driver_host(spark))
-        task = make_probe_task(probe, make_payload(spark, spec.payload))
+    with spec.open() as probe:
+        task = probe.make_task(make_payload(spark, spec.payload))
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
                 for answer in task(batch.column(0).to_pylist()):
                     yield pa.RecordBatch.from_pydict({"answer": [pickle.dumps(answer)]})
 
-        announce_phase(f"checking hosts with {number} probes")
+        announce_phase(f"checking hosts with {spec.peers} probes")
         tag = f"spark_elastic-preflight-{probe.token}"
 
         def collect() -> list[Any]:
             spark.addTag(tag)
-            return list(_make_frame(spark, number).mapInArrow(body, "answer binary").collect())
+            return list(_make_frame(spark, spec.peers).mapInArrow(body, "answer binary").collect())
 
         rows = await_probes(collect, lambda: _interrupt(spark, tag), get_job_queue(spark), timeout)
         reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
-        check_reports(reports, spec.make_host_check(), spec.store, reached=False)
+        check_reports(probe, reports, reached=False)
     unreached = next((report.unreached for report in reports if report.unreached is not None), None)
     if unreached is not None and spec.store is None:
         raise PreflightError(
@@ -190,60 +241,43 @@ def preflight(
     return list({report.executor: report.facts for report in reports}.values()), unreached
 
 
-class DriverTask(Protocol):
-    """The driver of a job, as the body of a task."""
-
-    def run_driver(self, host: str) -> None:
-        """Drive the job to its end. host: the address of this machine, as other machines know it."""
-        ...
-
-    def wait_standby(self) -> None:
-        """Return once no other attempt of the task drives the job."""
-        ...
-
-
 class ConnectLauncher(ThreadPerSlotLauncher):
-    """`driver.ports.Launcher` over a session of Spark Connect. Its arguments are those of `SparkLauncher`."""
+    """`driver.ports.Launcher` over a session of Spark Connect: jobs under a tag of the launcher."""
 
     def __init__(
         self,
         spark: SparkSession,
-        make_task: Callable[[SlotSpec], SlotTask],
+        make_task: MakeTask,
         clock: Clock,
         profile: ResourceProfile | None = None,
     ) -> None:
+        """The arguments are those of `classic.SparkLauncher`."""
         super().__init__(clock)
         self._spark = spark
         # Spark 3.5 has no such argument.
         self._slot_arguments = {} if profile is None else {"profile": profile}
         self._make_task = make_task
-        self._task: SlotTask | None = None
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"
-
-    def start(self, spec: SlotSpec, post: Post) -> None:
-        super().start(spec, post)
-        self._task = self._make_task(spec)
 
     def cancel(self) -> None:
         _interrupt(self._spark, self._tag)
 
     def run_slot(self, launch: int) -> SlotOutcome:
-        task = self._task
+        task = self._make_task(self.spec)
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            assert task is not None
             for batch in batches:
                 yield pa.RecordBatch.from_pydict({"ended": list(task([launch] * batch.num_rows))})
 
         return self._run_task(body, **self._slot_arguments)
 
-    def run_coordinator(self, coordinator: DriverTask) -> str:
-        """Run a coordinator in a task, and wait for its end. Returns how it ended."""
-        towards = driver_host(self._spark)
+    def run_coordinator(self, task: coordinator.Coordinator, towards: str | None) -> str:
+        """Run a coordinator in a task, and wait for its end. Returns how it ended. towards: a host that all executors
+        reach."""
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                reason = _run_coordinator_task(coordinator, towards)
+                reason = _run_coordinator_task(task, towards)
                 yield pa.RecordBatch.from_pydict({"ended": [reason] * batch.num_rows})
 
         self._threads.append(threading.current_thread())  # `close` interrupts its job, too, and waits for it
@@ -259,7 +293,7 @@ class ConnectLauncher(ThreadPerSlotLauncher):
             return classify_error(str(error))
 
 
-def _run_coordinator_task(coordinator: DriverTask, towards: str | None) -> str:
+def _run_coordinator_task(task: coordinator.Coordinator, towards: str | None) -> str:
     """Run the coordinator in the task's first attempt. Returns how it ended.
 
     A later attempt (a retry of Spark's, or a speculative copy) starts no coordinator. It returns only when the first is
@@ -267,9 +301,9 @@ def _run_coordinator_task(coordinator: DriverTask, towards: str | None) -> str:
     """
     context = TaskContext.get()
     if context is None or context.attemptNumber() == 0:
-        coordinator.run_driver(find_own_address(towards))
+        task.run_driver(find_own_address(towards))
         return "it has ended"
-    coordinator.wait_standby()
+    task.wait_standby()
     return RETRIED
 
 

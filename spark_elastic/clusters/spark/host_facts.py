@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,22 +19,18 @@ from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 import spark_elastic
-from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.rendezvous.addresses import find_address_towards, is_loopback, is_own_address
-from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.worker.devices import collect_gpu_facts
 
 if TYPE_CHECKING:
-    from pyspark import SparkConf, SparkContext
+    from pyspark import SparkContext
 
 log = logging.getLogger("spark_elastic.spark")
 
 LOOPBACK = "127.0.0.1"
 PROC = Path("/proc")
-DESCRIPTION = (
-    "spark.job.description"  # a local property of the calling thread, which Spark Connect does not have
-)
+DESCRIPTION = "spark.job.description"  # a local property of the calling thread, which Spark Connect has not
 
 
 # ---- the session
@@ -50,11 +46,8 @@ def find_session() -> SparkSession | None:
 
 
 def get_session(given: SparkSession | None) -> SparkSession:
-    """The given session, or the one that `find_session` finds.
-
-    Raises:
-        InvalidInput: there is none, or something else was given.
-    """
+    """The given session, or the one that `find_session` finds. Raises InvalidInput: there is none, or something else
+    was given."""
     chosen = find_session() if given is None else given
     if chosen is None:
         raise InvalidInput("there is no active SparkSession: create one, or pass it as spark=.")
@@ -67,10 +60,7 @@ def get_session(given: SparkSession | None) -> SparkSession:
 
 
 def start_session(master: str, settings: Mapping[str, str]) -> SparkSession:
-    """
-    Raises:
-        InvalidInput: Spark cannot start one.
-    """
+    """Raises InvalidInput: Spark cannot start one."""
     builder = SparkSession.builder.master(master).appName("spark_elastic")
     try:
         return builder.config(map=dict(settings)).getOrCreate()
@@ -93,27 +83,19 @@ def has_context(session: SparkSession) -> bool:
 # ---- what Spark's UI says of our jobs: the run and the slot, never a key or a value of `env`
 
 
-def set_description(sc: SparkContext, what: str) -> None:
-    """Describe the next jobs of this thread, with the caller's own description in brackets."""
-    before = sc.getLocalProperty(DESCRIPTION)
-    sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({before})' if before else ''}")
-
-
 @contextmanager
 def describe_jobs(session: SparkSession, what: str) -> Iterator[None]:
-    """Describe the jobs of this thread inside the block; then restore the former description."""
-    if not has_context(session):
-        yield
-        return
-    with mark_jobs(session.sparkContext, what):
+    """As `mark_jobs`; does nothing if the session has no SparkContext."""
+    with mark_jobs(session.sparkContext, what) if has_context(session) else nullcontext():
         yield
 
 
 @contextmanager
 def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[None]:
-    """As `describe_jobs`; with a tag by which these jobs can be cancelled."""
+    """Describe the jobs of this thread inside the block, with the caller's own description in brackets. tag: by which
+    these jobs can be cancelled."""
     before = sc.getLocalProperty(DESCRIPTION)
-    set_description(sc, what)
+    sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({before})' if before else ''}")
     if tag is not None:
         sc.addJobTag(tag)
     try:
@@ -126,13 +108,6 @@ def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[N
 
 
 # ---- addresses
-
-
-def choose_bind(conf: SparkConf, config: ElasticConfig) -> Bind:
-    """Where the driver listens: as the job's configuration says, else at the address of Spark's own driver."""
-    name = config.advertise_address or conf.get("spark.driver.host", LOOPBACK) or LOOPBACK
-    host = config.bind_address or conf.get("spark.driver.bindAddress", name) or name
-    return Bind(host, config.driver_port, name)
 
 
 def find_own_address(towards: str | None, proc: Path = PROC) -> str:
@@ -152,8 +127,7 @@ def find_reachable_address(host: str, port: int, proc: Path = PROC) -> str:
     On the driver's own machine its name may lead to a loopback address, which workers of other machines do not reach:
     then the address under which Spark knows the executor.
 
-    Raises:
-        DriverUnreachable: there is no way to that host.
+    Raises DriverUnreachable: there is no way to that host.
     """
     address = find_address_towards(host, port)
     return address if is_loopback(host) else _replace_loopback(address, proc)
@@ -181,20 +155,15 @@ def find_executor(proc: Path = PROC) -> tuple[list[bytes], int]:
     return [], 0
 
 
-# ---- what a host reports about itself, for `probe.make_version_check`
+# ---- what a host reports about itself, for `probe.find_mismatch`
 
 
 def collect_host_facts() -> dict[str, str]:
     """This process's host name, the versions of the installed packages and what is known of its GPUs; imports none of
     the packages."""
-    found = {
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "spark_elastic": spark_elastic.__version__,
-    }
+    own = {"python": platform.python_version(), "spark_elastic": spark_elastic.__version__}
+    facts = {"host": socket.gethostname(), **own}
     for package in ("numpy", "torch", "tensorflow", "keras"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found | collect_gpu_facts(os.environ)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    return facts | collect_gpu_facts(os.environ)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker import pickling
-from spark_elastic.worker.pickling import WorkerPickler
+from spark_elastic.worker.program import WorkerPickler, pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -68,11 +67,7 @@ class SplitPayload:
 
 
 def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
-    """A broadcast, which each executor fetches once.
-
-    Raises:
-        InvalidInput: Spark's driver has no memory for it.
-    """
+    """A broadcast, which each executor fetches once. Raises InvalidInput: Spark's driver has no memory for it."""
     from py4j.protocol import Py4JJavaError
 
     try:
@@ -110,13 +105,13 @@ def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | Artifac
 def make_program_payload(spark: SparkSession, program: object) -> InlinePayload | SplitPayload:
     """A payload with a pickled program. The secrets that stay out of files are the values of the program's environment
     and its stores with their options."""
-    content = pickling.dumps(program)
+    content = pickle_for_workers(program)
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)
     bulk = io.BytesIO()
     pickler = _SecretPickler(bulk, getattr(program, "environment", None))
     pickler.dump(program)
-    return SplitPayload(make_payload(spark, bulk.getvalue()), pickling.dumps(pickler.secrets))
+    return SplitPayload(make_payload(spark, bulk.getvalue()), pickle_for_workers(pickler.secrets))
 
 
 class _SecretPickler(WorkerPickler):
@@ -137,14 +132,15 @@ class _SecretPickler(WorkerPickler):
         return len(self.secrets) - 1
 
 
+@dataclass(frozen=True)
 class _PickledParts:
     """Its pickle loads as the program."""
 
-    def __init__(self, bulk: bytes, secrets: bytes) -> None:
-        self._parts = bulk, secrets
+    bulk: bytes
+    secrets: bytes
 
     def __reduce__(self) -> tuple[Callable[[bytes, bytes], object], tuple[bytes, bytes]]:
-        return _load_parts, self._parts
+        return _load_parts, (self.bulk, self.secrets)
 
 
 class _SecretUnpickler(pickle.Unpickler):

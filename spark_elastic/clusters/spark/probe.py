@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import spark_elastic
@@ -26,9 +26,10 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import JobQueue, QueueTimeout
 from spark_elastic.errors import ElasticError, InvalidInput, PreflightError, StoreError
 from spark_elastic.protocol.types import SlotSpec
+from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
+from spark_elastic.worker.child import LOAD_SECONDS, find_load_error, find_load_error_in_fork
 from spark_elastic.worker.devices import check_host_device
-from spark_elastic.worker.load_check import LOAD_SECONDS, find_load_error, find_load_error_in_fork
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
@@ -43,33 +44,10 @@ SHARE = "choose a place that all machines share, such as s3://, hdfs:// or a net
 
 
 @dataclass(frozen=True)
-class ProbeSpec:
-    """What the probes of a job check."""
-
-    payload: bytes  # cloudpickle of what workers will load
-    store: Store | None = None  # the store that driver and hosts must share; None: the job uses none
-    needs: tuple[str, ...] = ()  # frameworks that the job uses
-    # Where the job's server will listen; None: whether hosts reach it is not checked.
-    bind: Bind | None = None
-    what: str = "the program"  # the payload in words, for errors
-    encrypted: bool = False  # workers talk inside TLS
-    device: str = "auto"  # the setting of the job
-    assigned: bool = False  # whether Spark gives GPUs to the job's slots
-    # How the job's slots start workers, without the driver's address and the job's key; None: not known.
-    slot: SlotSpec | None = None
-
-    def make_host_check(self) -> Callable[[Mapping[str, Any]], str | None]:
-        """A check of hosts: given a host's facts, why it cannot take part in the job, or None."""
-        versions = make_version_check(collect_host_facts(), self.needs)
-        device, needs, assigned = self.device, self.needs, self.assigned
-        return lambda host: versions(host) or check_host_device(host, device, needs, assigned)
-
-
-@dataclass(frozen=True)
 class ProbeReport:
     """What a probe found."""
 
-    facts: dict[str, str]  # host name and versions: `session.collect_host_facts`
+    facts: dict[str, str]  # host name and versions: `host_facts.collect_host_facts`
     process: int  # id of the executor's process, to count executors of one host
     written: str  # name of the object that the probe wrote to the store
     fault: str | None  # why the host cannot run the job, in one sentence, or None
@@ -80,133 +58,86 @@ class ProbeReport:
         return self.facts["host"], self.process
 
 
-@dataclass(frozen=True)
-class PeerCheck:
-    """Whether executors reach one another: probes of one job exchange addresses through the store and dial each other.
-    So compute that isolates its executors is refused before any slot is asked for.
-
-    Probes that do not run at the same time find no fault.
-    """
-
-    store: Store  # all probes reach it
-    folder: str  # the folder of the check
-    address: str  # of this probe
-
-    def run(self, expected: int, clock: Clock) -> str | None:
-        """Blocks for a few seconds at most. Returns the address of a probe that cannot be dialled, or None.
-
-        Args:
-            expected: number of probes, this one included.
-        """
-        listener = listen(Bind(self.address))  # the kernel accepts connections by itself
-        own = f"{self.folder}/{uuid.uuid4().hex}"
-        try:
-            self.store.write_bytes(own, format_address(Bind(self.address), listener).encode())
-            others = self._wait_for_names("", expected, clock) - {own}
-            refused = next((name for name in sorted(others) if not self._is_reachable(name)), None)
-            self.store.write_bytes(f"{own}.done", b"")
-            self._wait_for_names(".done", len(others) + 1, clock)
-            return None if refused is None else self._address(refused)
-        finally:
-            listener.close()
-            with suppress(StoreError):  # it is removed with the folder of all probes
-                self.store.delete(own)
-
-    def _wait_for_names(self, ending: str, expected: int, clock: Clock) -> set[str]:
-        """The names with that ending, as soon as there are `expected`, or those that are there after a while."""
-        deadline = clock.now() + PEERS_SECONDS
-        while True:
-            names = {name for name in self.store.list(self.folder) if name.endswith(".done") is bool(ending)}
-            if len(names) >= expected or clock.now() > deadline:
-                return names
-            clock.sleep(LOOK_EVERY)
-
-    def _is_reachable(self, name: str) -> bool:
-        """Whether that probe answers; also True if it has ended by now."""
-        address = self._address(name)
-        if address is None:
-            return True
-        host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), DIAL_SECONDS).close()
-        except OSError:
-            return self._address(name) is None
-        return True
-
-    def _address(self, name: str) -> str | None:
-        try:
-            return self.store.read_bytes(name).decode()
-        except StoreError:
-            return None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The body of a probe's task. It returns what went wrong: if it raised, Spark would try again."""
+    """What the probes of a job check, and the body of their tasks."""
 
-    store: Store | None  # as in `ProbeSpec`; None: it is not checked, and peers neither
-    token: str  # names this preflight's objects in the store
-    what: str = ProbeSpec.what  # as in `ProbeSpec`
-    driver: str | None = None  # the address that workers will dial; None: not checked
-    encrypted: bool = False  # as in `ProbeSpec`; the host must be able to use TLS then
+    payload: bytes = b""  # cloudpickle of what workers will load; tasks get it by themselves
+    what: str = "the program"  # the payload in words, for errors
+    store: Store | None = None  # the store that driver and hosts must share; None: the job uses none
+    needs: tuple[str, ...] = ()  # frameworks that the job uses
+    bind: Bind | None = None  # where the job's server will listen; None: it is not checked
+    encrypted: bool = False  # workers talk inside TLS
+    device: str = "auto"  # the setting of the job
+    assigned: bool = False  # whether Spark gives GPUs to the job's slots
+    # How the job's slots start workers, without the driver's address and the job's key; None: not known.
+    slot: SlotSpec | None = None
+    hold: float = HOLD_SECONDS  # seconds for which a probe keeps its core at least
     peers: int = 0  # number of probes that check whether they reach one another; 0: not checked
     # A host that all executors reach: their own addresses are those on the way to it.
     reachable_host: str | None = None
-    slot: SlotSpec | None = None  # as in `ProbeSpec`
-    hold: float = HOLD_SECONDS  # seconds for which a probe keeps its core at least
+    token: str = ""  # from `open`: names this preflight's objects in the store
+    driver: str | None = None  # from `open`: the address that workers will dial
+
+    def make_host_check(self) -> Callable[[Mapping[str, Any]], str | None]:
+        """A check of hosts: given a host's facts, why it cannot take part in the job, or None."""
+        own, device, needs, assigned = collect_host_facts(), self.device, self.needs, self.assigned
+        check = check_host_device
+        return lambda host: find_mismatch(own, host, needs) or check(host, device, needs, assigned)
+
+    @contextmanager
+    def open(self) -> Iterator[Probe]:
+        """A probe that finds the driver's object in the store, and its listening socket, as long as the block runs.
+        Raises StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound."""
+        token, store, bind = uuid.uuid4().hex, self.store, self.bind
+        listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
+        try:
+            if store is not None:
+                store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
+            driver = format_address(bind, listener) if bind is not None and listener is not None else None
+            yield replace(self, token=token, driver=driver)
+        finally:
+            if listener is not None:
+                listener.close()
+            if store is not None:
+                with suppress(StoreError):  # what the block raised says more; `Store.clean` removes it
+                    store.remove_tree(f"{PROBES}/{token}")
+                    store.remove_empty_folder(PROBES)
+
+    def make_task(self, program: Payload) -> Task:
+        """The probe as a nested function, which is pickled by value: it starts even where our package is missing."""
+        packed = pickle.dumps(replace(self, payload=b""))
+
+        def run(numbers: Iterable[int]) -> Iterator[Any]:
+            for number in list(numbers):  # consumed, so that Spark uses the Python worker again
+                try:
+                    yield pickle.loads(packed).report(number, program.value)
+                except ImportError as error:
+                    yield socket.gethostname(), str(error), sys.executable
+
+        return run
 
     def report(self, number: int, program: bytes) -> ProbeReport:
+        """Check this host. It returns what went wrong: if it raised, Spark would try again."""
         clock = SystemClock()
         began, facts = clock.now(), collect_host_facts()
         host = facts["host"]
         name = f"{PROBES}/{self.token}/{host}-{os.getpid()}-{number}"
-        checks: tuple[tuple[bool, Callable[[], str | None]], ...] = (
-            (True, lambda: self._check_program(program)),
-            (self.store is not None, lambda: self._check_store(name)),
-            (self.encrypted, self._check_encryption),
-            (self.slot is not None and bool(self.slot.network_interface), self._check_interface),
-            (self.store is not None and self.peers > 1, self._check_peers),
+        checks: tuple[Callable[[], str | None], ...] = (
+            lambda: self._check_program(program),
+            lambda: self._check_store(name),
+            self._check_encryption,
+            self._check_interface,
+            self._check_peers,
         )
-        fault = next((said for applies, check in checks if applies and (said := check())), None)
+        fault = next((said for check in checks if (said := check())), None)
         unreached = self._check_driver()
         clock.sleep(max(0.0, began + self.hold - clock.now()))
+        fault, unreached = (said and f"host {host}{said}" for said in (fault, unreached))
         # The parent is the executor's Python daemon: one per executor.
-        return ProbeReport(
-            facts,
-            os.getppid(),
-            name,
-            fault and f"host {host}{fault}",
-            unreached and f"host {host}{unreached}",
-        )
+        return ProbeReport(facts, os.getppid(), name, fault, unreached)
 
     # ---- checks: each returns what is wrong, as the rest of a sentence that begins with the host, or None
-
-    def _check_interface(self) -> str | None:
-        interface = self.slot and self.slot.network_interface
-        assert interface
-        try:
-            find_interface_address(interface)
-        except InvalidInput as error:
-            return f": {error}"
-        return None
-
-    def _check_peers(self) -> str | None:
-        assert self.store is not None
-        folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.reachable_host)
-        try:
-            refused = PeerCheck(self.store, folder, address).run(self.peers, SystemClock())
-        except StoreError as error:
-            return f" could not exchange addresses with other executors, so start the job again: {error}"
-        return refused and (
-            f" cannot reach {refused}, another executor: workers exchange gradients directly, which serverless "
-            "compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
-        )
-
-    def _check_encryption(self) -> str | None:
-        from spark_elastic.worker.entry import find_tls_problem
-
-        refused = find_tls_problem()
-        return refused and f": {refused}, or set tls=False."
 
     def _check_program(self, program: bytes) -> str | None:
         slot = self.slot if self.slot is not None and self.slot.forks_imports else None
@@ -217,25 +148,12 @@ class Probe:
                 f" was still loading {self.what} after {LOAD_SECONDS:.0f} s: see why imports take long there (a busy "
                 "machine, Python on a network drive), and start the job again."
             )
-        return error and (
-            f" cannot load {self.what} ({error}): ship their modules with --py-files or install them there."
-        )
-
-    def _check_driver(self) -> str | None:
-        if self.driver is None:
-            return None
-        name, _, port = self.driver.rpartition(":")
-        try:
-            socket.create_connection((name.strip("[]"), int(port)), REACH_SECONDS).close()
-        except OSError as error:
-            return (
-                f" cannot reach the driver at {self.driver} ({error}): let executors reach it there, or set "
-                "advertise_address and driver_port to what they reach."
-            )
-        return None
+        advice = "ship their modules with --py-files or install them there."
+        return error and f" cannot load {self.what} ({error}): {advice}"
 
     def _check_store(self, name: str) -> str | None:
-        assert self.store is not None
+        if self.store is None:
+            return None
         token, url = self.token.encode(), self.store.url
         try:
             is_shared = self.store.read_bytes(f"{PROBES}/{self.token}/driver") == token
@@ -245,50 +163,97 @@ class Probe:
             return f" does not see what the driver wrote to the store {url}: {SHARE}"
         try:
             self.store.write_bytes(name, token)
-            if self.store.read_bytes(name) != token:
-                return f" reads something else than it wrote in the store {url}."
+            is_same = self.store.read_bytes(name) == token
         except (ElasticError, OSError) as error:
+            kind = type(error).__name__
+            return f" cannot write to the store {url} ({kind}: {error}): give it the right to."
+        return None if is_same else f" reads something else than it wrote in the store {url}."
+
+    def _check_encryption(self) -> str | None:
+        from spark_elastic.worker.entry import find_tls_problem
+
+        refused = find_tls_problem() if self.encrypted else None
+        return refused and f": {refused}, or set tls=False."
+
+    def _check_interface(self) -> str | None:
+        try:
+            if self.slot is not None and self.slot.network_interface:
+                find_interface_address(self.slot.network_interface)
+        except InvalidInput as error:
+            return f": {error}"
+        return None
+
+    def _check_peers(self) -> str | None:
+        """Compute that isolates its executors is refused before any slot is asked for."""
+        if self.store is None or self.peers < 2:
+            return None
+        folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.reachable_host)
+        try:
+            refused = find_unreachable_peer(self.store, folder, address, self.peers, SystemClock())
+        except StoreError as error:
+            return f" could not exchange addresses with other executors, so start the job again: {error}"
+        return refused and (
+            f" cannot reach {refused}, another executor: workers exchange gradients directly, which serverless "
+            "compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
+        )
+
+    def _check_driver(self) -> str | None:
+        try:
+            if self.driver is not None:
+                socket.create_connection(split_address(self.driver), REACH_SECONDS).close()
+        except OSError as error:
             return (
-                f" cannot write to the store {url} ({type(error).__name__}: {error}): give it the right to."
+                f" cannot reach the driver at {self.driver} ({error}): let executors reach it there, or set "
+                "advertise_address and driver_port to what they reach."
             )
         return None
 
 
-def make_probe_task(probe: Probe, program: Payload) -> Task:
-    """The probe as a nested function, which is pickled by value: it starts even where our package is missing."""
-    packed = pickle.dumps(probe)
+def find_unreachable_peer(store: Store, folder: str, address: str, expected: int, clock: Clock) -> str | None:
+    """Exchange addresses with the other probes of a job through a folder of the store, and dial each.
 
-    def run(numbers: Iterable[int]) -> Iterator[Any]:
-        for number in list(numbers):  # consumed, so that Spark uses the Python worker again
-            try:
-                yield pickle.loads(packed).report(number, program.value)
-            except ImportError as error:
-                yield socket.gethostname(), str(error), sys.executable
+    Blocks for a few seconds at most. Returns the address of one that cannot be dialled, or None, also where probes do
+    not run at the same time.
 
-    return run
-
-
-@contextmanager
-def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
-    """A probe that finds the driver's object in the store, and its listening socket, as long as the block runs.
-
-    Raises:
-        StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound.
+    address: of this probe. expected: number of probes, this one included.
     """
-    token, store, bind = uuid.uuid4().hex, spec.store, spec.bind
-    listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
+
+    def wait_for_names(ending: str, count: int) -> set[str]:
+        """The names with that ending, as soon as there are `count`, or those that are there after a while."""
+        deadline = clock.now() + PEERS_SECONDS
+        while True:
+            names = {name for name in store.list(folder) if name.endswith(".done") is bool(ending)}
+            if len(names) >= count or clock.now() > deadline:
+                return names
+            clock.sleep(LOOK_EVERY)
+
+    def read_address(name: str) -> str | None:
+        try:
+            return store.read_bytes(name).decode()
+        except StoreError:
+            return None  # it has ended by now
+
+    def is_refused(name: str) -> bool:
+        try:
+            if (peer := read_address(name)) is not None:
+                socket.create_connection(split_address(peer), DIAL_SECONDS).close()
+        except OSError:
+            return read_address(name) is not None
+        return False
+
+    listener = listen(Bind(address))  # the kernel accepts connections by itself
+    own = f"{folder}/{uuid.uuid4().hex}"
     try:
-        if store is not None:
-            store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
-        driver = format_address(bind, listener) if bind is not None and listener is not None else None
-        yield Probe(store, token, spec.what, driver, spec.encrypted, slot=spec.slot)
+        store.write_bytes(own, format_address(Bind(address), listener).encode())
+        others = wait_for_names("", expected) - {own}
+        refused = next(filter(is_refused, sorted(others)), None)
+        store.write_bytes(f"{own}.done", b"")
+        wait_for_names(".done", len(others) + 1)
+        return None if refused is None else read_address(refused)
     finally:
-        if listener is not None:
-            listener.close()
-        if store is not None:
-            with suppress(StoreError):  # what the block raised says more; `Store.clean` removes what is left
-                store.remove_tree(f"{PROBES}/{token}")
-                store.remove_empty_folder(PROBES)
+        listener.close()
+        with suppress(StoreError):  # it is removed with the folder of all probes
+            store.delete(own)
 
 
 def await_probes(
@@ -301,13 +266,9 @@ def await_probes(
 ) -> list[Any]:
     """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted.
 
-    Args:
-        collect: runs the job and returns its rows.
-        timeout: seconds; they do not count while another job of the application trains.
-        explain: what the cluster was doing when the time was over, if that is known; called before `cancel`.
-
-    Raises:
-        PreflightError: the time was over. Exception: what `collect` raised.
+    collect: runs the job and returns its rows. timeout: seconds; they do not count while another job of the application
+    trains. explain: what the cluster was doing when the time was over, if that is known; called before `cancel`. Raises
+    PreflightError: the time was over. Exception: what `collect` raised.
     """
     collected: Future[list[Any]] = Future()
 
@@ -329,11 +290,8 @@ def await_probes(
             cancel()
             thread.join(CANCEL_SECONDS)
     if late:
-        raise PreflightError(
-            why
-            or f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
-            "start_timeout."
-        )
+        advice = "see whether the cluster has free cores, or raise start_timeout."
+        raise PreflightError(why or f"no executor took a probe within {timeout:.0f} s: {advice}")
     return collected.result(0)
 
 
@@ -341,11 +299,8 @@ def await_probes(
 
 
 def require_report(answer: Any) -> ProbeReport:
-    """The answer of a probe.
-
-    Raises:
-        PreflightError: the host has no spark_elastic, so that the probe could not be loaded.
-    """
+    """The answer of a probe. Raises PreflightError: the host has no spark_elastic, so that the probe could not be
+    loaded."""
     if isinstance(answer, ProbeReport):
         return answer
     host, reason, interpreter = answer
@@ -357,26 +312,16 @@ def require_report(answer: Any) -> ProbeReport:
     )
 
 
-def check_reports(
-    reports: list[ProbeReport],
-    check_versions: Callable[[Mapping[str, Any]], str | None],
-    store: Store | None,
-    reached: bool = True,
-) -> None:
-    """Check what all hosts found.
-
-    Args:
-        check_versions: as of `ProbeSpec.make_host_check`.
-        reached: hosts must reach the driver.
-
-    Raises:
-        PreflightError: a host has a fault, or the driver does not see what a host wrote to the store.
-    """
+def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True) -> None:
+    """Check what all hosts found. reached: hosts must reach the driver. Raises PreflightError: a host has a fault, or
+    the driver does not see what a host wrote to the store."""
     # Versions first: they explain why a program does not load.
-    faults = [*(check_versions(report.facts) for report in reports), *(report.fault for report in reports)]
-    for fault in [*faults, *(report.unreached for report in reports if reached)]:
-        if fault is not None:
-            raise PreflightError(fault)
+    faults = [*map(probe.make_host_check(), (report.facts for report in reports))]
+    faults += [report.fault for report in reports]
+    faults += [report.unreached for report in reports if reached]
+    for fault in filter(None, faults):
+        raise PreflightError(fault)
+    store = probe.store
     for report in reports if store is not None else []:
         assert store is not None
         try:
@@ -387,43 +332,24 @@ def check_reports(
             ) from error
 
 
-# Packages whose versions must match: spark_elastic exactly (hosts speak its wire format), Python to the minor version
-# (cloudpickle carries bytecode), numpy and the frameworks to the major version (pickles and kernels change there, and
-# driver and executors may have different builds of one release line).
-# Package -> how many leading parts of its version must be equal; None: all of it.
-MUST_MATCH: dict[str, int | None] = {
-    "spark_elastic": None,
-    "python": 2,
-    "numpy": 1,
-    "torch": 1,
-    "tensorflow": 1,
-    "keras": 1,
-}
+# Package -> how many leading parts of its version must be equal; None: all of it. spark_elastic exactly (hosts speak
+# its wire format), Python to the minor version (cloudpickle carries bytecode), numpy and the frameworks to the major
+# version (pickles and kernels change there, and hosts may have different builds of one release line).
+MUST_MATCH = {"spark_elastic": None, "python": 2, "numpy": 1, "torch": 1, "tensorflow": 1, "keras": 1}
 ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
 
 
-def make_version_check(
-    driver: Mapping[str, Any], needs: tuple[str, ...] = ()
-) -> Callable[[Mapping[str, Any]], str | None]:
-    """A check of hosts: given a host's facts, why it cannot take part in a job of this driver, or None.
-
-    Args:
-        driver: the facts of this process.
-        needs: frameworks that the job uses; any other may be missing or of any version.
-    """
-    packages = [p for p in MUST_MATCH if p in ALWAYS_NEEDED or p in needs]
-
-    def check(host: Mapping[str, Any]) -> str | None:
-        for package in packages:
-            own, theirs, parts = driver.get(package), host.get(package), MUST_MATCH[package]
-            if own is None or (
-                theirs is not None and str(own).split(".")[:parts] == str(theirs).split(".")[:parts]
-            ):
-                continue
-            has = f"no {package}" if theirs is None else f"{package} {theirs}"
-            place = "there" if theirs is None else "on one of them to match"
-            name = host.get("host", "unknown")
-            return f"host {name} has {has}, and the driver has {own}: install {package} {own} {place}."
-        return None
-
-    return check
+def find_mismatch(driver: Mapping[str, Any], host: Mapping[str, Any], needs: tuple[str, ...]) -> str | None:
+    """Why a host with these facts cannot take part in a job of a driver with those, or None. needs: frameworks that the
+    job uses; any other may be missing or of any version."""
+    for package, parts in MUST_MATCH.items():
+        own, theirs = driver.get(package), host.get(package)
+        if own is None or package not in (*ALWAYS_NEEDED, *needs):
+            continue
+        if theirs is not None and str(own).split(".")[:parts] == str(theirs).split(".")[:parts]:
+            continue
+        has = f"no {package}" if theirs is None else f"{package} {theirs}"
+        place = "there" if theirs is None else "on one of them to match"
+        name = host.get("host", "unknown")
+        return f"host {name} has {has}, and the driver has {own}: install {package} {own} {place}."
+    return None

@@ -44,13 +44,8 @@ def is_ssl_enabled(settings: Mapping[str, str]) -> bool:
 
 
 def check_settings(settings: Mapping[str, str], prefixes: Sequence[str]) -> None:
-    """
-    Args:
-        prefixes: of the settings for the Python processes in which slots run; the first that is set counts.
-
-    Raises:
-        InvalidInput: Spark would kill the slots, which send it nothing until they end.
-    """
+    """prefixes: of the settings for the Python processes in which slots run; the first that is set counts. Raises
+    InvalidInput: Spark would kill the slots, which send it nothing until they end."""
 
     def read(name: str) -> str:
         return next((settings[each + name] for each in prefixes if each + name in settings), "").lower()
@@ -72,11 +67,8 @@ def warn_about_settings(settings: Mapping[str, str], application: object, plain:
 
 
 def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None) -> list[str]:
-    """Settings that end the whole application, expose the job's key or limit workers unnoticed; a sentence each.
-
-    Args:
-        plain: host of a Spark Connect server to which the session speaks without TLS.
-    """
+    """Settings that end the whole application, expose the job's key or limit workers unnoticed; a sentence each. plain:
+    host of a Spark Connect server to which the session speaks without TLS."""
     master = settings.get("spark.master", "local")
     is_local = master.startswith("local") or is_loopback(settings.get("spark.driver.host", ""))
     is_encrypted = any(settings.get(name, "false").lower() == "true" for name in ENCRYPTION)
@@ -134,10 +126,8 @@ class ExecutorMemory:
     ) -> str | None:
         """Why the processes of the executor's slots will not fit, if all slots are like this one; None if they do.
 
-        Args:
-            worker: a process id, as the other arguments.
-            spare: None: none runs yet, and it will be like the worker.
-            server: the fork server of worker and spare; None: they are spawned.
+        worker: a process id, as the other arguments. spare: None: none runs yet, and it will be like the worker.
+        server: the fork server of worker and spare; None: they are spawned.
         """
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -146,13 +136,8 @@ class ExecutorMemory:
         except (OSError, ValueError):
             return None  # it has ended; the slot notices that elsewhere
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        return explain_shortage(
-            self,
-            sum(sizes) * self.slots,
-            mapped,
-            None if most == resource.RLIM_INFINITY else most,
-            read_cgroup_limit(),
-        )
+        limits = None if most == resource.RLIM_INFINITY else most, read_cgroup_limit()
+        return explain_shortage(self, sum(sizes) * self.slots, mapped, *limits)
 
 
 def _measure_memory(process: Path) -> int:
@@ -164,16 +149,11 @@ def _measure_memory(process: Path) -> int:
 def explain_shortage(
     memory: ExecutorMemory, need: int, mapped: int, address_space: int | None, limit: int | None
 ) -> str | None:
-    """Why memory will not suffice, in a sentence, or None.
-
-    Args:
-        need: by all processes of an executor's slots.
-        mapped: address space that one process has mapped; address_space: the limit of that.
-        limit: of the control group.
-    """
+    """Why memory will not suffice, in a sentence, or None. need: by all processes of an executor's slots. mapped:
+    address space that one process has mapped; address_space: the limit of that. limit: of the control group."""
     if address_space is not None and mapped * 5 > address_space * 4:
         return (
-            f"a worker has mapped {_mib(mapped)} of the {_mib(address_space)} that spark.executor.pyspark.memory "
+            f"a worker has mapped {_mib(mapped)} of the {_mib(address_space)} that {ADDRESS_SPACE} "
             "lets it map: raise that, or unset it and raise spark.executor.memoryOverhead."
         )
     beside = memory.overhead
@@ -194,11 +174,8 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 def read_executor_memory(
     settings: Mapping[str, str], device: str = "auto", slots_per_gpu: int = 1
 ) -> ExecutorMemory:
-    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not.
-
-    Args:
-        device, slots_per_gpu: of the job's `ElasticConfig`.
-    """
+    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not. device,
+    slots_per_gpu: of the job's `ElasticConfig`."""
     heap = parse_size(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
@@ -211,13 +188,9 @@ def read_executor_memory(
     # In cluster mode, Spark sets the factor for Kubernetes to 0.4 for a Python program.
     default = "0.1" if master == "yarn" else settings.get("spark.kubernetes.memoryOverheadFactor", "0.1")
     share = float(settings.get("spark.executor.memoryOverheadFactor", default))
-    overhead_setting = settings.get("spark.executor.memoryOverhead")
-    overhead = (
-        max(LEAST_OVERHEAD, int(heap * share)) if overhead_setting is None else parse_size(overhead_setting)
-    )
-    return ExecutorMemory(
-        heap, overhead + parse_size(settings.get("spark.executor.pyspark.memory", "0")), slots
-    )
+    said = settings.get("spark.executor.memoryOverhead")
+    overhead = max(LEAST_OVERHEAD, int(heap * share)) if said is None else parse_size(said)
+    return ExecutorMemory(heap, overhead + parse_size(settings.get(ADDRESS_SPACE, "0")), slots)
 
 
 def parse_size(text: str) -> int:
@@ -256,12 +229,8 @@ def make_slot_profile(
     device: str = "auto",
     slots_per_gpu: int = 1,
 ) -> ResourceProfile | None:
-    """The resource profile of slots; None: the application's own.
-
-    Args:
-        take: makes Spark accept a profile, or raises.
-        device, slots_per_gpu: of the job's `ElasticConfig`.
-    """
+    """The resource profile of slots; None: the application's own. take: makes Spark accept a profile, or raises.
+    device, slots_per_gpu: of the job's `ElasticConfig`."""
     if device == "cpu" and int(settings.get(EXECUTOR_GPUS, "0")):
         log.warning("executors have GPUs, which this job leaves idle: it trains on the CPU (device='cpu')")
     gpus = choose_gpus_of_slot(settings, device, slots_per_gpu)

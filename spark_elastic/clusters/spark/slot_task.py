@@ -41,8 +41,7 @@ class SlotTask:
 
     def __call__(self, launches: Iterable[int]) -> Iterator[str]:
         """Serve the slot launch of each number in turn; yields why each ended."""
-        numbers = list(launches)  # consumed, so that Spark uses the Python worker again
-        for launch in numbers:
+        for launch in list(launches):  # consumed, so that Spark uses the Python worker again
             try:
                 yield self._serve(launch)
             except Exception as error:  # the driver reads it as the job's result, and decides what follows
@@ -65,9 +64,8 @@ class SlotTask:
             files=SparkFiles.getRootDirectory(),
         )
         payload, clock, spec = self.program.value, SystemClock(), self.spec
-        with RendezvousClient(
-            spec.address, spec.key, spec.attempt, clock, certificate=spec.certificate
-        ) as client:
+        known = spec.address, spec.key, spec.attempt, clock
+        with RendezvousClient(*known, certificate=spec.certificate) as client:
             facts, shortage = collect_host_facts(), self.memory.find_shortage
             return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
 
@@ -79,8 +77,7 @@ def find_host(address: str, proc: Path = PROC) -> tuple[str, int]:
     Where platforms hide it, the address and the boot of this machine make the id: containers of one machine share the
     boot, those of several machines may share the address. The process id is then 0.
 
-    Args:
-        address: this machine's own, on the way to the driver.
+    address: this machine's own, on the way to the driver.
     """
     words, pid = find_executor(proc)
     if b"--executor-id" in words:
@@ -98,11 +95,7 @@ def _read_boot(proc: Path) -> str:
 # ---- how Spark says that a job ended
 
 CANCELLED = (
-    "SPARK_JOB_CANCELLED",
-    "cancelled job",
-    "cancelled part of",
-    "was cancelled",
-    "JOB_GROUP_CANCELLED",
+    *("SPARK_JOB_CANCELLED", "cancelled job", "cancelled part of", "was cancelled", "JOB_GROUP_CANCELLED"),
     "OPERATION_CANCELED",  # Spark Connect's word
 )
 EXECUTOR_LOST = "ExecutorLostFailure"

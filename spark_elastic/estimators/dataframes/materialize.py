@@ -73,7 +73,7 @@ from spark_elastic.estimators.dataframes.store_access import (
     to_spark_url,
     translate_write_errors,
 )
-from spark_elastic.monitoring.log_forwarding import announce_phase
+from spark_elastic.monitoring.logs import announce_phase
 
 GROUPS_PER_FILE = 16
 # A table of at most so many bytes is small: the driver merges it.

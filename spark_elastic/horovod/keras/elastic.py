@@ -23,7 +23,7 @@ from spark_elastic.handwritten.object_state import KerasState, ObjectState, Stat
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.horovod.keras.callbacks import DONE_BEFORE
 from spark_elastic.protocol.types import HostUpdateResult
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
 __all__ = [
     "CommitStateCallback",

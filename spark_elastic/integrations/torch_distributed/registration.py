@@ -26,7 +26,7 @@ from spark_elastic.gradients.process_sets import choose_channel
 from spark_elastic.gradients.store import get_store
 from spark_elastic.integrations.torch_distributed.process_group import NAME, ElasticProcessGroup
 from spark_elastic.worker.context import get_context, get_process_context
-from spark_elastic.worker.outside import ALONE
+from spark_elastic.worker.session import ALONE
 
 Rendezvous = Iterator[tuple[Any, int, int]]  # store, rank, size
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.sources import PYTHONPATH
+from tests.component.local.watched import run_command
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -23,20 +22,8 @@ GPUS = [f"GPU-{os.getpid()}-{number}" for number in range(2)]  # which no other 
 
 def _run(folder: Path, gpus: list[str], *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    settings = {
-        "PYTHONPATH": PYTHONPATH,
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "SPARK_ELASTIC_FAILURE_BUDGET": "0",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", *options, "train.py"],
-        capture_output=True,
-        text=True,
-        env=os.environ | settings,
-        cwd=folder,
-        timeout=100,
-        check=False,
-    )
+    settings = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "SPARK_ELASTIC_FAILURE_BUDGET": "0"}
+    return run_command(folder, *options, "train.py", **settings)
 
 
 def test_workers_of_a_machine_see_a_gpu_each(tmp_path: Path) -> None:

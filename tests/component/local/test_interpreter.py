@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import PYTHONPATH
+from tests.component.local.watched import run_command
 
 SCRIPT = "import os, sys\nprint('rank', os.environ['RANK'], 'runs in', sys.prefix, sys.argv[1:])\n"
 
@@ -26,16 +26,7 @@ def _create_environment(folder: Path, *paths: str) -> str:
 
 
 def _run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    runner = [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", "-H", "localhost:2"]
-    return subprocess.run(
-        [*runner, *command],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-        cwd=folder,
-        timeout=120,
-        check=False,
-    )
+    return run_command(folder, "-H", "localhost:2", *command)
 
 
 @pytest.mark.parametrize("given", [("train.py", "--lr", "0.1"), ("-m", "train", "--lr", "0.1")])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.component.local.watched import run_command
 from tests.pages import apply_diff, blocks
-from tests.sources import PYTHONPATH
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
@@ -21,9 +18,7 @@ def test_an_unchanged_script_of_horovod_runs(tmp_path: Path, form: str) -> None:
     one_line, diff = blocks("moving-from-horovod.md", "diff")
     script = tmp_path / "train.py"
     script.write_text(apply_diff(before, one_line if form == "one line" else diff))
-    command = [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", "python", str(script)]
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150, env=environment)
+    done = run_command(tmp_path, "python", str(script))
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-4]) for line in done.stdout.splitlines() if "on 2 workers" in line]
     assert len(losses) == 8

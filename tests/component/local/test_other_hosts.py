@@ -18,14 +18,9 @@ from tests.leaks import SessionOwned
 from tests.patience import until
 from tests.sources import PYTHONPATH, ROOT
 
-MISSING = find_obstacle() or (
-    "" if shutil.which(SSHD) else f"{SSHD} is not installed (package openssh-server)"
-)
-pytestmark = [
-    pytest.mark.native,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
-]
+NO_SSHD = "" if shutil.which(SSHD) else f"{SSHD} is not installed (package openssh-server)"
+MISSING = find_obstacle() or NO_SSHD
+pytestmark = [pytest.mark.native, pytest.mark.timeout(120), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 LOOP = Path(__file__).with_name("sum_loop.py")
 MARK = "marked-41c7"
@@ -123,9 +118,8 @@ def processes(hosts: Hosts, node: int) -> dict[psutil.Process, list[str]]:
             process = psutil.Process(pid)
             commands[process] = process.cmdline()
     own = ("sleep", "sshd:", SSHD)
-    return {
-        each: words for each, words in commands.items() if words and os.path.basename(words[0]) not in own
-    }
+    living = {process: words for process, words in commands.items() if words}
+    return {p: words for p, words in living.items() if os.path.basename(words[0]) not in own}
 
 
 def pythons(hosts: Hosts, *nodes: int) -> list[str]:
@@ -147,18 +141,8 @@ def test_a_job_over_three_hosts_shows_no_secret_and_ends_with_its_driver(hosts: 
 
 
 def test_r13_of_two_hosts_with_a_link_that_is_dead_in_one_direction_one_is_left_out(hosts: Hosts) -> None:
-    options = (
-        "-H",
-        "h0:1,h1:1,h2:1",
-        "-np",
-        "3",
-        "--min-np",
-        "1",
-        "--gloo-timeout-seconds",
-        "2",
-        "--verbose",
-    )
-    with run_job(hosts, *options, SPARK_ELASTIC_DRIVER_TIMEOUT="8") as job:
+    options = "-H h0:1,h1:1,h2:1 -np 3 --min-np 1 --gloo-timeout-seconds 2 --verbose"
+    with run_job(hosts, *options.split(), SPARK_ELASTIC_DRIVER_TIMEOUT="8") as job:
         job.await_lines(*(f"sum 6 of 3 on h{node} mark {MARK}" for node in (0, 1, 2)))
         hosts.lose_packets(1, 2)
         try:

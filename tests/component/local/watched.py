@@ -1,4 +1,4 @@
-"""One run of `spark-elastic-run` over `loop.py` as the tests see it: its log, its orders, its end."""
+"""`spark-elastic-run` as the tests see it: to its end, or over `loop.py` with its log, its orders and its end."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ T = TypeVar("T")
 LOOP = Path(__file__).with_name("loop.py")
 WAIT = 60.0  # seconds for what must happen, on a busy machine
 WAIT_IN_VAIN = 4.0  # where faults are off
+
+
+def run_command(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`spark-elastic-run` with two workers, in a folder, to its end."""
+    command = [sys.executable, "-m", "spark_elastic.clusters.cli", "-np", "2", *words]
+    own = {"PYTHONPATH": PYTHONPATH, **variables}
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=folder, env=os.environ | own, timeout=150
+    )
 
 
 class ObservedJob:

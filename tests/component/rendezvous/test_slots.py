@@ -109,7 +109,7 @@ def test_r12_a_request_whose_answer_never_comes_is_sent_again_after_its_patience
 ) -> None:
     client = driver.client()
     client.ask(Heartbeat("1-0"))
-    limits, post = [], client._pool.post
+    limits, post = [], client._post
 
     def swallow(path: str, body: bytes, seconds: float) -> dict[str, Any]:
         limits.append(seconds)
@@ -117,7 +117,7 @@ def test_r12_a_request_whose_answer_never_comes_is_sent_again_after_its_patience
             raise TransportError("timed out")
         return post(path, body, seconds)
 
-    monkeypatch.setattr(client._pool, "post", swallow)
+    monkeypatch.setattr(client, "_post", swallow)
     client.ask(Heartbeat("1-0"), patience=0.5)
     assert limits == pytest.approx([0.5, 1.0, 2.0, 4.0])
 

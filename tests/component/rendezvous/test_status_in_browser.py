@@ -16,14 +16,11 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.page import save_page
-from spark_elastic.monitoring.status import build_status, build_status_pages
+from spark_elastic.monitoring.job_history import build_status
+from spark_elastic.monitoring.report import save_page
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.rendezvous.status_app import StatusApp
+from tests.component.rendezvous.driver_side import serve_pages
 from tests.unit.monitoring.played_job import SimulatedJob
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: nox -s browser")
@@ -31,6 +28,7 @@ BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-c
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 SHOWN = 10_000  # milliseconds until a page must show what is waited for
 WIDTH, HEIGHT = 1180, 700
+SIDES = ("right", "left"), ("bottom", "top")
 INSIDE = (
     "[...document.querySelectorAll('.tile, section')].every(part => part.scrollWidth <= part.clientWidth)"
 )
@@ -100,10 +98,7 @@ class BrowserPage:
         """Nothing sticks out to the side, and no part lies over another or out of its frame."""
         boxes = self.page.evaluate(BOXES)
         apart = all(
-            a["right"] <= b["left"]
-            or b["right"] <= a["left"]
-            or a["bottom"] <= b["top"]
-            or b["bottom"] <= a["top"]
+            any(one[end] <= two[begin] for one, two in ((a, b), (b, a)) for end, begin in SIDES)
             for i, a in enumerate(boxes)
             for b in boxes[:i]
         )
@@ -123,10 +118,7 @@ def job() -> SimulatedTraining:
 
 @pytest.fixture
 def url(job: SimulatedTraining) -> Iterator[str]:
-    clock = SystemClock()
-    status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
+    with serve_pages(job.history) as (server, status_app):
         yield status_app.url(server.url)
 
 
@@ -233,11 +225,8 @@ def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
 
 
 def test_the_page_shows_that_the_server_is_gone(job: SimulatedTraining, screen: BrowserPage) -> None:
-    clock = SystemClock()
-    status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     job.start([1, 2, 3])
-    with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
+    with serve_pages(job.history) as (server, status_app):
         screen.page.goto(status_app.url(server.url))
         screen.expect_texts("3 of 3")
     screen.expect_texts("the job is over, or the driver cannot be reached")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from spark_elastic.testing import ClusterFaults, InjectedFault
-from tests.sources import ROOT
+from tests.component.local.watched import run_command
 
 pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -48,25 +47,7 @@ def test_each_fault_is_injected_once_and_the_world_takes_all_steps(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     folder = str(tmp_path / "faults")
-    command = [
-        sys.executable,
-        "-m",
-        "spark_elastic.clusters.cli",
-        "-np",
-        "2",
-        "--min-np",
-        "1",
-        "-H",
-        "localhost:2",
-    ]
-    run = subprocess.run(
-        [*command, sys.executable, script, folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    run = run_command(tmp_path, "--min-np", "1", "-H", "localhost:2", sys.executable, str(script), folder)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
     # One who was lost may come back after the end.
     assert run.stdout.count(f"steps {STEPS}") >= 1, run.stdout

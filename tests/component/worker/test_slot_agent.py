@@ -29,9 +29,10 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
-from spark_elastic.worker import child, pickling, slot_agent
+from spark_elastic.worker import child, slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT, Child
 from spark_elastic.worker.forking import fork_server_cache
+from spark_elastic.worker.program import pickle_for_workers
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 
@@ -67,7 +68,7 @@ def serve(
 ) -> str:
     """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    payload = pickling.dumps(program)
+    payload = pickle_for_workers(program)
 
     spec = SlotSpec(
         address=driver.server.address,

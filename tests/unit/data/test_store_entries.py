@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,23 @@ from spark_elastic.runs.owned_run import OwnedRun
 
 OLD, READ = "0" * 32, "f" * 32  # data sets
 ENDED = "[*op]*"  # a run whose name is a pattern of "open"
+FOREIGN = ("data/raw/rows.csv", "runs/Nov28_12-00/events.out", "runs/other/run.json", "probes/a/b")
 LATER = 4e9  # seconds since 1970: long after anything that a test writes
 
 
 @pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    found = Store.open(str(tmp_path) if request.param == "file" else f"memory://{uuid.uuid4().hex}")
-    fill(found)
-    return found
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path) if request.param == "file" else f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def store(empty: Store) -> Store:
+    fill(empty)
+    return empty
+
+
+def names(entries: Iterable[Any]) -> list[str]:
+    return [entry.name for entry in entries]
 
 
 def fill(store: Store) -> None:
@@ -41,7 +51,7 @@ def fill(store: Store) -> None:
     store.write_bytes(f"runs/{ENDED}/result.json", b"{}")
     run("open", f"data/{READ}/x/part.parquet")
     store.write_bytes("somebody/else's", b"1")
-    for name in ("data/raw/rows.csv", "runs/Nov28_12-00/events.out", "runs/other/run.json", "probes/a/b"):
+    for name in FOREIGN:
         store.write_bytes(name, b"another program's")
 
 
@@ -55,19 +65,10 @@ def test_data_of_an_unfinished_run_stays(store: Store) -> None:
     assert list_entries(store)[0].bytes == 5
     assert not remove_old_entries(store, 3600, 0.0), "nothing is so old"
     assert not store.clean(older_than=3600), "by the clock, nothing is"
-    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [f"data/{OLD}", f"runs/{ENDED}"]
-    assert [each.name for each in remove_old_entries(store, 3600, LATER, unfinished=True)] == [
-        f"data/{READ}",
-        "runs/open",
-    ]
+    assert names(remove_old_entries(store, 3600, LATER)) == [f"data/{OLD}", f"runs/{ENDED}"]
+    assert names(remove_old_entries(store, 3600, LATER, unfinished=True)) == [f"data/{READ}", "runs/open"]
     assert not list_entries(store)
-    assert [each.name for each in store.find()] == [
-        "data/raw/rows.csv",
-        "probes/a/b",
-        "runs/Nov28_12-00/events.out",
-        "runs/other/run.json",
-        "somebody/else's",
-    ]
+    assert names(store.find()) == sorted([*FOREIGN, "somebody/else's"])
 
 
 def test_a_run_without_a_record_is_unfinished_until_its_last_job_has_succeeded(store: Store) -> None:
@@ -79,7 +80,7 @@ def test_a_run_without_a_record_is_unfinished_until_its_last_job_has_succeeded(s
     assert not is_unfinished(), "without a checkpoint there is nothing to continue from"
     run.publish_now((Checkpoint(Fence(1, 1), Position(0, Phase.TRAIN, 5), "c", "d"),))
     assert is_unfinished()
-    assert "runs/mine" not in [each.name for each in remove_old_entries(store, 3600, LATER)]
+    assert "runs/mine" not in names(remove_old_entries(store, 3600, LATER))
     run.mark_ended()
     assert not is_unfinished()
     continued = OwnedRun.acquire(store, "mine")
@@ -88,7 +89,7 @@ def test_a_run_without_a_record_is_unfinished_until_its_last_job_has_succeeded(s
     run.mark_ended()
     assert is_unfinished(), "another driver owns the run"
     continued.mark_ended()
-    assert "runs/mine" in [each.name for each in remove_old_entries(store, 3600, LATER)]
+    assert "runs/mine" in names(remove_old_entries(store, 3600, LATER))
 
 
 def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None:
@@ -98,63 +99,38 @@ def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None
     for name in (f"runs/{ENDED}/{half}", f"runs/open/{half}", f"somebody/{half}", f"data/raw/{checksum}"):
         (tmp_path / name).write_bytes(b"half a model")
     partial = [entry for entry in list_entries(store) if entry.kind == "partial"]
-    assert [(each.name, each.bytes) for each in partial] == [
-        (f"runs/{ENDED}/{half}", 12),
-        (f"runs/open/{half}", 12),
-    ]
-    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [
-        f"runs/{ENDED}/{half}",
-        f"runs/open/{half}",
-        f"data/{OLD}",
-        f"runs/{ENDED}",
-    ]
-    assert {path.parent.name: path.name for path in tmp_path.rglob(".part-*")} == {
-        "raw": checksum,
-        "somebody": half,
-    }
+    ours = [f"runs/{ENDED}/{half}", f"runs/open/{half}"]
+    assert [(entry.name, entry.bytes) for entry in partial] == [(name, 12) for name in ours]
+    removed = names(remove_old_entries(store, 3600, LATER))
+    assert removed == [*ours, f"data/{OLD}", f"runs/{ENDED}"]
+    left = {path.parent.name: path.name for path in tmp_path.rglob(".part-*")}
+    assert left == {"raw": checksum, "somebody": half}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+LEFT_BY_A_KILLED_JOB = (
+    *(
         f"data/{OLD}/{READ}/_temporary/0/part.parquet",
         f"data/{OLD}/validation.json",
         "runs/mine/attempts/000001",
-        "runs/mine/checkpoints/published-000001-00000001.json",
-        "runs/mine/logs/000001-000001.log",
-        "runs/mine/status/000001.html",
-        f"probes/{OLD}",
-        f"probes/{OLD}/driver",
-        f"channels/{OLD}/1",
-    ],
+    ),
+    *("runs/mine/checkpoints/published-000001-00000001.json", "runs/mine/logs/000001-000001.log"),
+    *("runs/mine/status/000001.html", f"probes/{OLD}", f"probes/{OLD}/driver", f"channels/{OLD}/1"),
 )
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_what_a_killed_job_has_left_is_removed(tmp_path: Path, kind: str, name: str) -> None:
-    store = Store.open(str(tmp_path) if kind == "file" else f"memory://{uuid.uuid4().hex}")
-    store.write_bytes(name, b"1")
-    assert len(remove_old_entries(store, 3600, LATER, unfinished=True)) == 1
-    assert not store.find()
+OF_OTHER_PROGRAMS = (
+    *("data", f"data/{OLD}", f"data/{OLD}/photo.png", "runs/mine/attempts/1"),  # the first two are files
+    *("runs/mine/logs/000001_loss.png", "runs/mine/checkpoints/000001.pt", "runs/mine/model-000001.pt"),
+    "channels/1/a",
+)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "data",  # a file
-        f"data/{OLD}",
-        f"data/{OLD}/photo.png",
-        "runs/mine/attempts/1",
-        "runs/mine/logs/000001_loss.png",
-        "runs/mine/checkpoints/000001.pt",
-        "runs/mine/model-000001.pt",
-        "channels/1/a",
-    ],
-)
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_what_other_programs_keep_stays(tmp_path: Path, kind: str, name: str) -> None:
-    store = Store.open(str(tmp_path) if kind == "file" else f"memory://{uuid.uuid4().hex}")
-    store.write_bytes(name, b"1")
-    assert not remove_old_entries(store, 3600, LATER, unfinished=True)
-    assert store.exists(name)
+@pytest.mark.parametrize("name", [*LEFT_BY_A_KILLED_JOB, *OF_OTHER_PROGRAMS])
+def test_what_a_killed_job_has_left_is_removed_and_what_other_programs_keep_stays(
+    empty: Store, name: str
+) -> None:
+    empty.write_bytes(name, b"1")
+    removed = remove_old_entries(empty, 3600, LATER, unfinished=True)
+    assert len(removed) == (name in LEFT_BY_A_KILLED_JOB)
+    assert names(empty.find()) == ([] if removed else [name])
 
 
 @pytest.mark.parametrize(
@@ -185,9 +161,8 @@ def test_the_command_line_lists_and_removes_entries(tmp_path: Path) -> None:
     assert [line.split()[-2:] for line in listed.output.splitlines()][1] == [f"data/{READ}", "unfinished"]
     cleaned = CliRunner().invoke(store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "0s"])
     assert cleaned.output.endswith("removed 2, 94 bytes\n"), cleaned.output
-    kept = CliRunner().invoke(
-        store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "1d", "--unfinished"]
-    )
+    words = ["store", "clean", str(tmp_path), "--older-than", "1d", "--unfinished"]
+    kept = CliRunner().invoke(store_cli.group, words)
     assert kept.output == "removed 0, 0 bytes\n"
 
 
@@ -217,14 +192,7 @@ def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> No
 def test_an_option_of_the_store_is_json_or_else_text(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(Store, "open", lambda url, **options: given.update(options))
-    store_cli._open_store(
-        "s3://b", ("retry_seconds=30", "anon=false", "profile=me", 'account="12"', "key=a=b", "empty=")
-    )
-    assert given == {
-        "retry_seconds": 30,
-        "anon": False,
-        "profile": "me",
-        "account": "12",
-        "key": "a=b",
-        "empty": "",
-    }
+    words = ("retry_seconds=30", "anon=false", "profile=me", 'account="12"', "key=a=b", "empty=")
+    store_cli._open_store("s3://b", words)
+    texts = {"profile": "me", "account": "12", "key": "a=b", "empty": ""}
+    assert given == {"retry_seconds": 30, "anon": False, **texts}

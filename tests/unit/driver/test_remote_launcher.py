@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from spark_elastic.driver.remote_launcher import ClientCall, DriverStarted, RemoteLauncher
+from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
@@ -19,7 +19,7 @@ def test_requests_reach_the_client_and_its_events_the_driver() -> None:
     events: list[Any] = []
     client = StoreChannel(
         ChannelEnd(store, "m", b"key", "client", "task"),
-        [DriverStarted, ClientCall],
+        [ClientCall],
         requests.append,
         clock,
     )
@@ -36,7 +36,8 @@ def test_requests_reach_the_client_and_its_events_the_driver() -> None:
     assert launcher.close(20.0) == []  # returns once launch 3 has ended
     launcher.channel.close(10.0)
     client.poll()
-    assert requests == [DriverStarted("10.0.0.1:7", None), ClientCall("launcher", "launch", (3,))]
+    started = ClientCall("client", "on_started", ("10.0.0.1:7", None))
+    assert requests == [started, ClientCall("launcher", "launch", (3,))]
     assert events == [
         LaunchEnded(clock.now(), 3, "lost", False, True),
         SlotsWanted(clock.now(), "others", True),

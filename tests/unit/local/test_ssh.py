@@ -17,11 +17,11 @@ from spark_elastic.clusters.local.ssh import (
     BOOTSTRAP,
     READY,
     RemoteEnd,
+    SshLauncher,
     SshOptions,
     SshProcess,
     export_environment,
 )
-from spark_elastic.clusters.local.ssh_launcher import SshLauncher
 from spark_elastic.errors import PreflightError
 from spark_elastic.protocol.types import SlotSpec
 from tests.patience import until
@@ -43,11 +43,8 @@ def test_the_key_and_the_environment_travel_over_standard_input_only(monkeypatch
     command = launcher._build_command("h1")
     assert command[-2] == "h1"
     assert command[-3] == "--", "a host's name is never an option"
-    assert [command[command.index(option) + 1] for option in ("-p", "-l", "-i")] == [
-        "2222",
-        "train",
-        "/keys/job",
-    ]
+    given = {"-p": "2222", "-l": "train", "-i": "/keys/job"}
+    assert {option: command[command.index(option) + 1] for option in given} == given
     whole, slot = " ".join(command), launcher.describe(1, "h1", None)
     encoded = json.loads(slot.split(b"\n")[0])["spec"]["key"]
     assert len(encoded) > 8
@@ -59,14 +56,11 @@ def test_the_key_and_the_environment_travel_over_standard_input_only(monkeypatch
 
 
 def test_variables_of_the_machine_or_the_login_are_not_sent() -> None:
-    given = {
-        "HOME": "/root",
-        "XDG_RUNTIME_DIR": "/run/1",
-        "BASH_FUNC_x%%": "() {}",
-        "PATH": "/bin",
-        "LR": "0.1",
-    }
-    assert export_environment(given) == {"PATH": "/bin", "LR": "0.1"}
+    own, sent = (
+        {"HOME": "/h", "XDG_RUNTIME_DIR": "/run/1", "BASH_FUNC_x%%": ""},
+        {"PATH": "/bin", "LR": "0.1"},
+    )
+    assert export_environment({**own, **sent}) == sent
 
 
 def test_every_login_shell_can_quote_the_first_program() -> None:
@@ -78,24 +72,16 @@ def test_every_login_shell_can_quote_the_first_program() -> None:
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [
-        (
-            RemoteEnd(255, False, "", ("banner", "ssh: connect to host h port 22: No route to host")),
-            "check that it is up",
-        ),
-        (
-            RemoteEnd(127, False, "", ("sh: exec: /x/python: not found",)),
-            "Python and spark_elastic at the same path",
-        ),
-        (RemoteEnd(1, False, "", ()), "ssh ended with code 1: `ssh` to it, by hand"),
-        (
-            RemoteEnd(255, True, "", ("Timeout, server h not responding.",)),
-            "the ssh connection ended (Timeout",
-        ),
-        (RemoteEnd(1, True, "", ("ImportError: x",)), "Python ended there with code 1 (ImportError: x)"),
+        ((255, False, "banner", "ssh: connect to h: No route to host"), "check that it is up"),
+        ((127, False, "sh: exec: /x/python: not found"), "Python and spark_elastic at the same path"),
+        ((1, False), "ssh ended with code 1: `ssh` to it, by hand"),
+        ((255, True, "Timeout, server h not responding."), "the ssh connection ended (Timeout"),
+        ((1, True, "ImportError: x"), "Python ended there with code 1 (ImportError: x)"),
     ],
 )
-def test_the_exit_code_of_ssh_is_explained(end: RemoteEnd, sentence: str) -> None:
-    assert sentence in end.explain()
+def test_the_exit_code_of_ssh_is_explained(end: tuple[Any, ...], sentence: str) -> None:
+    code, was_ready, *errors = end
+    assert sentence in RemoteEnd(code, was_ready, "", tuple(errors)).explain()
 
 
 def test_a_job_begins_without_a_host_only_if_the_others_are_enough(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import pickle
@@ -33,7 +32,8 @@ def test_the_log_of_the_preflight_is_shown_like_that_of_the_job(monkeypatch: pyt
     platform = SimpleNamespace(
         count_workers=lambda asked: 1, preflight=make_logger("the preflight"), launch=make_logger("the job")
     )
-    monkeypatch.setattr(running, "make_platform", lambda *given: platform)
+    monkeypatch.setattr("spark_elastic.clusters.spark.host_facts.get_session", lambda given: given)
+    monkeypatch.setattr("spark_elastic.clusters.spark.make_platform", lambda *given: platform)
     monkeypatch.setattr(running, "decode_results", lambda launched: [])
     told = io.StringIO()
     prepare(print, (), {"num_workers": 1, "verbose": 2, "stdout": told}).run_on_spark(None)  # type: ignore[arg-type]
@@ -53,24 +53,6 @@ def test_results_are_a_list_with_the_jobs_report() -> None:
 def test_a_script_takes_no_args_of_a_function(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a script takes its arguments one by one after its path"):
         prepare(tmp_path / "train.py", (), {"args": ("--lr", "0.1")})
-
-
-@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1, 2, 3), {}), ((1,), {"rate": 2}), ((1,), {2: 3})])
-def test_arguments_that_the_function_does_not_take_are_refused(
-    args: tuple[int, ...], kwargs: dict[Any, int]
-) -> None:
-    def train(steps: int, lr: float = 0.1) -> None:
-        """A function of one or two arguments."""
-
-    with pytest.raises(InvalidInput, match=r"^train\(steps: .* in args and .* in kwargs: "):
-        prepare(train, (args, kwargs), {})
-    prepare(train, ((1,), {"lr": 2}), {})
-
-    @functools.wraps(train)
-    def give_steps(*given: Any, **named: Any) -> None:
-        train(1, *given, **named)
-
-    prepare(give_steps, ((), {"lr": 2}), {})
 
 
 class Answering:

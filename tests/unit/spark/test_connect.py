@@ -16,9 +16,10 @@ from pyspark.errors import PySparkNotImplementedError
 
 from spark_elastic.clusters.spark import connect
 from spark_elastic.clusters.spark.host_facts import has_context
-from spark_elastic.clusters.spark.probe import ProbeSpec
+from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
+from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.testing.fakes import FakeClock
 
@@ -55,18 +56,19 @@ class Session:
 
 
 @pytest.mark.parametrize(
-    ("config", "number", "sentence"),
-    [
-        (ElasticConfig(), None, "give num_workers"),
-        (ElasticConfig(ship=True), 2, "ship=True does not work over Spark Connect"),
-    ],
+    ("settings", "number", "sentence"),
+    [({}, None, "give num_workers"), ({"ship": True}, 2, "ship=True does not work over Spark Connect")],
 )
 def test_a_call_that_cannot_work_over_connect_is_refused(
-    config: ElasticConfig, number: int | None, sentence: str
+    settings: dict[str, bool], number: int | None, sentence: str
 ) -> None:
     with pytest.raises(InvalidInput, match=sentence):
-        connect.check_call(config, number)
-    assert connect.check_call(ElasticConfig(), 2) == 2
+        make_platform(Session(), ElasticConfig(**settings)).count_workers(number)  # type: ignore[arg-type]
+    assert make_platform(Session()).count_workers(2) == 2
+
+
+def make_platform(session: Any, config: ElasticConfig | None = None) -> connect.ConnectPlatform:
+    return connect.ConnectPlatform(session, config or ElasticConfig())
 
 
 class SessionWithoutHost(Session):
@@ -113,13 +115,13 @@ def test_the_driver_listens_where_executors_reach_it(
     session: Any, conf: dict[str, str], config: dict[str, Any], bind: Bind
 ) -> None:
     session.conf = conf
-    assert connect.choose_bind(session, ElasticConfig(**config)) == bind
+    assert make_platform(session, ElasticConfig(**config))._choose_bind() == bind
 
 
 def test_a_channel_without_a_host_name_and_without_tls_names_no_server() -> None:
     session: Any = SessionWithoutHost()
     session._builder = SimpleNamespace(secure=False)
-    assert connect.find_plaintext_server(session) is None
+    assert make_platform(session)._find_plaintext_server() is None
 
 
 def test_a_session_that_denies_its_context_counts_as_without_one() -> None:
@@ -151,7 +153,7 @@ def test_a_setting_that_the_server_refuses_is_left_out() -> None:
 def test_probes_that_no_executor_takes_are_interrupted() -> None:
     session: Any = Session()
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        connect.preflight(session, ProbeSpec(b"", bind=Bind()), 2, 0.05)
+        connect.preflight(session, Probe(bind=Bind(), peers=2), 0.05)
     assert session.interrupted.is_set()
 
 
@@ -159,7 +161,7 @@ def test_a_slot_job_that_still_runs_is_interrupted_at_close() -> None:
     session: Any = Session()
     ended: list[Any] = []
     launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
-    launcher.start(None, ended.append)  # type: ignore[arg-type]
+    launcher.start(SlotSpec(address="", key=b"", attempt=1), ended.append)
     launcher.launch(0)
     while not session.tags:
         threading.Event().wait(0.001)
@@ -191,5 +193,7 @@ def test_only_the_first_attempt_of_the_task_runs_the_driver(
         ]
     )
     launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
-    assert launcher.run_coordinator(Coordinator()) == ("it has ended" if attempt == 0 else connect.RETRIED)
+    task: Any = Coordinator()
+    how = "it has ended" if attempt == 0 else connect.RETRIED
+    assert launcher.run_coordinator(task, None) == how
     assert called == calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import probe as meeting
-from spark_elastic.clusters.spark.probe import PeerCheck, Probe
 from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
@@ -21,7 +21,14 @@ pytest.importorskip("pyspark")
 
 
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
-from spark_elastic.clusters.spark.probe import ProbeSpec, check_reports, make_version_check, open_probe
+from spark_elastic.clusters.spark.probe import (
+    Probe,
+    ProbeReport,
+    check_reports,
+    find_mismatch,
+    find_unreachable_peer,
+    require_report,
+)
 from spark_elastic.errors import InvalidInput, PreflightError, StoreError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 
@@ -30,14 +37,15 @@ def test_a_probe_dials_the_driver() -> None:
     bind = Bind("127.0.0.1")
     with listen(bind) as door:
         address = format_address(bind, door)
-        assert Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).unreached is None
-    report = Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1))
+        probe = Probe(driver=address)
+        assert probe.report(0, cloudpickle.dumps(1)).unreached is None
+    report = probe.report(0, cloudpickle.dumps(1))
     fault = report.unreached
     assert report.fault is None
     assert fault is not None
     with pytest.raises(PreflightError, match="cannot reach the driver"):
-        check_reports([report], make_version_check(collect_host_facts()), None)
-    check_reports([report], make_version_check(collect_host_facts()), None, reached=False)
+        check_reports(probe, [report])
+    check_reports(probe, [report], reached=False)
     assert fault.startswith(f"host {socket.gethostname()} cannot reach the driver at {address} (")
     assert "advertise_address" in fault
 
@@ -45,14 +53,14 @@ def test_a_probe_dials_the_driver() -> None:
 def test_a_port_that_is_taken_leaves_nothing_in_the_store(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     with listen(Bind("127.0.0.1")) as taken:
-        spec = ProbeSpec(b"", store, bind=Bind("127.0.0.1", taken.getsockname()[1]))
-        with pytest.raises(InvalidInput, match="cannot listen"), open_probe(spec):
+        probe = Probe(store=store, bind=Bind("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(InvalidInput, match="cannot listen"), probe.open():
             pass
     assert store.find() == []
 
 
 def test_a_probe_names_a_program_that_cannot_be_loaded() -> None:
-    fault = Probe(None, "t", "the function or its arguments").report(0, b"no pickle").fault
+    fault = Probe(what="the function or its arguments").report(0, b"no pickle").fault
     assert fault is not None
     assert "cannot load the function or its arguments (UnpicklingError" in fault
 
@@ -60,7 +68,7 @@ def test_a_probe_names_a_program_that_cannot_be_loaded() -> None:
 @pytest.mark.native
 def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where OpenSSL is no library of the system the engine raises; Python may have its own, and HTTP speak TLS."""
-    probe = Probe(None, "t", encrypted=True)
+    probe = Probe(encrypted=True)
     assert probe.report(0, cloudpickle.dumps(1)).fault is None
 
     def refuse(*arguments: object, **named: object) -> None:
@@ -76,8 +84,8 @@ def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    with open_probe(ProbeSpec(b"", store)):
-        with open_probe(ProbeSpec(b"", store)):
+    with Probe(store=store).open():
+        with Probe(store=store).open():
             pass
         assert len(store.list("probes")) == 1  # another job's
     assert list(tmp_path.iterdir()) == []
@@ -90,10 +98,8 @@ def test_a_store_that_cannot_remove_a_probe_s_objects_does_not_hide_the_error(
         raise StoreError("Cannot delete 'probes/t' in the store.")
 
     monkeypatch.setattr(Store, "remove_tree", fail)
-    with (
-        pytest.raises(PreflightError, match="a host is broken"),
-        open_probe(ProbeSpec(b"", Store.open(tmp_path))),
-    ):
+    probe = Probe(store=Store.open(tmp_path))
+    with pytest.raises(PreflightError, match="a host is broken"), probe.open():
         raise PreflightError("a host is broken.")
 
 
@@ -101,7 +107,7 @@ def run_check(store: Store, number: int) -> list[str | None]:
     found: list[str | None] = []
 
     def probe() -> None:
-        found.append(PeerCheck(store, "meeting", "127.0.0.1").run(number, SystemClock()))
+        found.append(find_unreachable_peer(store, "meeting", "127.0.0.1", number, SystemClock()))
 
     threads = [threading.Thread(target=probe) for _ in range(number)]
     for thread in threads:
@@ -139,7 +145,11 @@ def test_a_store_that_fails_is_a_fault_and_no_error_of_the_task() -> None:
         return write
 
     store.filesystem.pipe_file = refuse_peers(store.filesystem.pipe_file)
-    fault = Probe(store, "t", peers=2, reachable_host="127.0.0.1").report(0, cloudpickle.dumps(1)).fault
+    fault = (
+        Probe(store=store, token="t", peers=2, reachable_host="127.0.0.1")
+        .report(0, cloudpickle.dumps(1))
+        .fault
+    )
     assert fault is not None
     assert "could not exchange addresses with other executors, so start the job again: Cannot write" in fault
 
@@ -157,8 +167,7 @@ def test_an_address_that_cannot_be_deleted_stays() -> None:
 def test_a_probe_that_runs_alone_finds_no_fault() -> None:
     """Its time is over, and one that has gone by then is no fault."""
     clock = FakeClock()
-    alone = PeerCheck(make_memory_store(), "meeting", "127.0.0.1")
-    assert alone.run(2, clock) is None
+    assert find_unreachable_peer(make_memory_store(), "meeting", "127.0.0.1", 2, clock) is None
     assert clock.now() >= meeting.PEERS_SECONDS
 
 
@@ -167,11 +176,25 @@ DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2
 
 def check_host(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
     host = {k: v for k, v in (DRIVER | {"host": "h1"} | changes).items() if v is not None}
-    return make_version_check(DRIVER, needs)(host)
+    return find_mismatch(DRIVER, host, needs)
+
+
+def test_a_report_with_another_version_is_an_error_and_so_is_a_host_that_lacks_the_package() -> None:
+    report = ProbeReport(
+        {**collect_host_facts(), "host": "h1", "numpy": "1.0.0"}, 1, "", "it cannot load the model."
+    )
+    with pytest.raises(PreflightError, match=r"^host h1 has numpy 1\.0\.0, and the driver has "):
+        check_reports(Probe(), [report])
+    sentence = (
+        rf"^host h1 cannot load spark_elastic with /bin/p \(No module\), and the driver has .* in {sys.executable}: "
+        "set PYSPARK_PYTHON to a Python that has it on every host, "
+    )
+    with pytest.raises(PreflightError, match=sentence):
+        require_report(("h1", "No module", "/bin/p"))
 
 
 def test_a_host_with_the_drivers_versions_is_admitted() -> None:
-    assert make_version_check(collect_host_facts(), ("torch",))(collect_host_facts()) is None
+    assert Probe(needs=("torch",)).make_host_check()(collect_host_facts()) is None
 
 
 @pytest.mark.parametrize(

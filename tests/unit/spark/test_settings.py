@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clusters.spark.settings import (
-    ExecutorMemory,
-    explain_shortage,
-    parse_size,
-    read_executor_memory,
-)
 from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 
 pytest.importorskip("pyspark")
@@ -22,32 +16,26 @@ from spark_elastic.clusters.spark import settings
 from spark_elastic.clusters.spark.settings import (
     EXECUTOR_GPUS,
     TASK_GPUS,
+    ExecutorMemory,
     choose_gpus_of_slot,
+    explain_shortage,
     find_harmful_settings,
     make_slot_profile,
+    parse_size,
+    read_executor_memory,
     warn_about_settings,
 )
 
-ENCRYPTED = {"spark.network.crypto.enabled": "true"}
-
-
+ENCRYPTED, YARN = {"spark.network.crypto.enabled": "true"}, {"spark.master": "yarn"}
 STANDALONE = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
 
 
 @pytest.mark.parametrize(
     ("settings", "server", "says"),
     [
-        ({"spark.master": "yarn"} | ENCRYPTED, None, ["set spark.executor.maxNumFailures to 1000"]),
-        (
-            {"spark.master": "k8s://https://c:443"} | ENCRYPTED,
-            None,
-            ["spark.executor.maxNumFailures to 1000"],
-        ),
-        (
-            {"spark.master": "yarn", "spark.executor.maxNumFailures": "4"} | ENCRYPTED,
-            None,
-            ["failure of 4 executors"],
-        ),
+        (YARN | ENCRYPTED, None, ["set spark.executor.maxNumFailures to 1000"]),
+        ({"spark.master": "k8s://https://c:443"} | ENCRYPTED, None, ["executor.maxNumFailures to 1000"]),
+        (YARN | {"spark.executor.maxNumFailures": "4"} | ENCRYPTED, None, ["failure of 4 executors"]),
         ({"spark.executor.pyspark.memory": "1g"}, None, ["spark.executor.memoryOverhead"]),
         (STANDALONE, None, ["spark.network.crypto.enabled=true"]),
         (STANDALONE | {"spark.network.crypto.enabled": "false"}, None, ["spark.network.crypto.enabled=true"]),
@@ -58,8 +46,8 @@ STANDALONE = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.
         (STANDALONE | {"spark.driver.host": "127.0.0.1"}, None, []),
         *((ENCRYPTED, host, []) for host in ("localhost", "127.0.0.1", "[::1]", None)),
         ({"spark.master": "local[2]"}, None, []),
-        ({"spark.master": "yarn", "spark.executor.maxNumFailures": "1000"} | ENCRYPTED, None, []),
-        ({"spark.master": "yarn", "spark.executor.failuresValidityInterval": "10m"} | ENCRYPTED, None, []),
+        (YARN | {"spark.executor.maxNumFailures": "1000"} | ENCRYPTED, None, []),
+        (YARN | {"spark.executor.failuresValidityInterval": "10m"} | ENCRYPTED, None, []),
     ],
 )
 def test_settings_that_harm_are_found(settings: dict[str, str], server: str | None, says: list[str]) -> None:
@@ -83,26 +71,18 @@ M = 1 << 20
 
 
 def test_sizes_in_sparks_notation_are_parsed() -> None:
-    assert [parse_size(text) for text in ("1g", "512m", "2048", "1gb", "64k", "7b")] == [
-        G,
-        G // 2,
-        2 * G,
-        G,
-        64 << 10,
-        7,
-    ]
+    sizes = {"1g": G, "512m": G // 2, "2048": 2 * G, "1gb": G, "64k": 64 << 10, "7b": 7}
+    assert {text: parse_size(text) for text in sizes} == sizes
 
 
 def test_overhead_counts_only_if_the_cluster_manager_limits_it() -> None:
     settings = {"spark.executor.memory": "8g", "spark.executor.cores": "4", "spark.task.cpus": "2"}
-    assert read_executor_memory(settings | {"spark.master": "spark://host:1"}) == ExecutorMemory(
-        8 * G, None, 2
-    )
-    assert read_executor_memory(settings | {"spark.master": "yarn"}) == ExecutorMemory(
-        8 * G, int(8 * G * 0.1), 2
-    )
-    said = {"spark.master": "k8s://x", "spark.executor.memoryOverhead": "3g"}
-    assert read_executor_memory(settings | said) == ExecutorMemory(8 * G, 3 * G, 2)
+    for said, overhead in (
+        ({"spark.master": "spark://host:1"}, None),
+        ({"spark.master": "yarn"}, int(8 * G * 0.1)),
+        ({"spark.master": "k8s://x", "spark.executor.memoryOverhead": "3g"}, 3 * G),
+    ):
+        assert read_executor_memory(settings | said) == ExecutorMemory(8 * G, overhead, 2)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +101,7 @@ def test_the_overhead_of_pods_is_what_spark_gives_them(given: dict[str, str], ov
 @pytest.mark.parametrize(
     ("memory", "used", "address_space", "limits", "says"),
     [
-        (
-            ExecutorMemory(G, 384 * M, 1),
-            800 * M,
-            M,
-            (None, None),
-            "set spark.executor.memoryOverhead to 1200m",
-        ),
+        (ExecutorMemory(G, 384 * M, 1), 800 * M, M, (None, None), "spark.executor.memoryOverhead to 1200m"),
         (ExecutorMemory(G, 800 * M, 1), 800 * M, M, (None, None), None),
         (ExecutorMemory(G, None, 2), 800 * M, M, (None, G + 500 * M), "500m beside its JVM"),
         (ExecutorMemory(G, None, 2), 800 * M, M, (None, 4 * G), None),
@@ -157,17 +131,9 @@ def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path)
         (tmp_path / pid / "smaps_rollup").write_text(
             f"10-20 ---p 00000000 00:00 0 [rollup]\nRss: 2000000 kB\nPss: {share * 1024} kB\nPss_Dirty: 7 kB\n"
         )
-    without, beside, forked = (
-        ExecutorMemory(0, 100 * M, 2).find_shortage(7, proc=tmp_path),
-        ExecutorMemory(0, 100 * M, 2).find_shortage(7, 8, proc=tmp_path),
-        ExecutorMemory(0, 100 * M, 2).find_shortage(7, 8, 9, proc=tmp_path),
-    )
-    assert without is not None
-    assert "2 workers of an executor and their spares take 3600m" in without
-    assert beside is not None
-    assert "take 2000m by now" in beside
-    assert forked is not None
-    assert "take 2100m by now" in forked
+    for pids, taken in (((7,), "3600m"), ((7, 8), "2000m"), ((7, 8, 9), "2100m")):
+        said = ExecutorMemory(0, 100 * M, 2).find_shortage(*pids, proc=tmp_path)
+        assert f"the 2 workers of an executor and their spares take {taken} by now" in str(said)
 
 
 @pytest.mark.parametrize(
@@ -213,21 +179,16 @@ def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
     class Builder:
         build = "profile"
 
-        def require(self, requests: Any) -> Builder:
-            assert requests.requests["gpu"].amount == 1
-            assert requests.requests["cpus"].amount == 2
+        def require(self, requests: dict[str, float]) -> Builder:
+            assert requests == {"cpus": 2, "gpu": 1}
             return self
 
-    class Requests:
-        def __init__(self) -> None:
-            self.requests: dict[str, Any] = {}
-
+    class Requests(dict[str, float]):
         def cpus(self, amount: int) -> Requests:
             return self.resource("cpus", amount)
 
-        def resource(self, name: str, amount: int) -> Requests:
-            self.requests[name] = type("Request", (), {"amount": amount})
-            return self
+        def resource(self, name: str, amount: float) -> Requests:
+            return Requests({**self, name: amount})
 
     monkeypatch.setattr(settings, "ResourceProfileBuilder", Builder)
     monkeypatch.setattr(settings, "TaskResourceRequests", Requests)

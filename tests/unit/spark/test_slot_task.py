@@ -16,7 +16,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
-from spark_elastic.clusters.spark.launcher import SparkLauncher
+from spark_elastic.clusters.spark.classic import SparkLauncher
 from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
@@ -58,9 +58,8 @@ def test_the_executor_is_found_in_the_ancestors_command_line(
 
 def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Path) -> None:
     ids = set()
-    for number, (address, boot) in enumerate(
-        [("10.0.0.1", "a" * 36), ("10.0.0.2", "a" * 36), ("10.0.0.1", "b" * 36)]
-    ):
+    machines = [("10.0.0.1", "a" * 36), ("10.0.0.2", "a" * 36), ("10.0.0.1", "b" * 36)]
+    for number, (address, boot) in enumerate(machines):
         proc = tmp_path / str(number)
         process(proc, os.getpid(), 70, "python", "-m", "pyspark.daemon")
         (proc / "sys" / "kernel" / "random").mkdir(parents=True)
@@ -119,9 +118,8 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
 
     context = SimpleNamespace(attemptNumber=lambda: 0, resources=dict)
     monkeypatch.setattr(slot_task, "TaskContext", SimpleNamespace(get=lambda: context))
-    monkeypatch.setattr(
-        slot_task, "find_reachable_address", lambda *driver: {("machine-a", 7): ADDRESS}[driver]
-    )
+    ways = {("machine-a", 7): ADDRESS}
+    monkeypatch.setattr(slot_task, "find_reachable_address", lambda *driver: ways[driver])
     monkeypatch.setattr(slot_task, "SlotAgent", make_agent)
     monkeypatch.setattr("pyspark.SparkFiles", SimpleNamespace(getRootDirectory=lambda: "/files"))
     spec = SlotSpec(address="machine-a:7", key=b"key", attempt=1)

@@ -48,12 +48,8 @@ def test_each_fault_is_injected_once_on_its_rank(
     second.inject(4, 2, 3, epoch=1)  # a later world, another process
     assert len(signals) == 1
     (injected,) = second.read_injected()
-    assert (injected["kind"], injected["epoch"], injected["step"], injected["pid"]) == (
-        kind,
-        1,
-        3,
-        signals[0][0],
-    )
+    told = {"kind": kind, "epoch": 1, "step": 3, "pid": signals[0][0]}
+    assert told.items() <= injected.items()
 
 
 @pytest.mark.parametrize(("pause", "late"), [({}, 0.5), ({"pause": 4.0}, 4.0)])

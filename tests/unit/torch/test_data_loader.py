@@ -20,7 +20,7 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
-from spark_elastic.worker.outside import ENTERED, STATE
+from spark_elastic.worker.session import ENTERED, STATE
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 

@@ -13,7 +13,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader, TorchState
-from spark_elastic.worker.outside import ENTERED, STATE
+from spark_elastic.worker.session import ENTERED, STATE
 
 SHARES, ROWS, BATCH = 5, 23, 8
 

@@ -8,42 +8,21 @@ from benchmarks.parts.head_page import make_row, make_tables, spread
 
 
 def entry(peer: str, plan: str, repeat: int, **values: Any) -> dict[str, Any]:
-    run = {
-        "peer": peer,
-        "plan": plan,
-        "repeat": repeat,
-        "steps": 10,
-        "startup": 2.0,
-        "seconds": 10.0,
-        "missing": 0,
-    }
-    run |= {
-        "doubled": 0,
-        "due": 1000,
-        "rolled_back": 0,
-        "stalls": [],
-        "finished": True,
-        "faults": [],
-        "distance": None,
-    }
-    return run | values
+    run = {"peer": peer, "plan": plan, "repeat": repeat, "steps": 10, "startup": 2.0, "seconds": 10.0}
+    run |= {"missing": 0, "doubled": 0, "due": 1000, "rolled_back": 0, "stalls": [], "faults": []}
+    return run | {"finished": True, "distance": None} | values
+
+
+FAULTS: dict[str, Any] = {"faults": [4.0, 8.0]}
+LOSSES: dict[str, Any] = {"missing": 200, "stalls": [1.0, 3.0], "distance": 0.25}
 
 
 RECORD = {
     "steps": 10,
     "runs": [
         entry("torchft", "none", 0),
-        entry(
-            "torchft",
-            "kill",
-            0,
-            seconds=16.0,
-            missing=200,
-            stalls=[1.0, 3.0],
-            faults=[4.0, 8.0],
-            distance=0.25,
-        ),
-        entry("torchft", "kill", 1, seconds=20.0, steps=7, finished=False, faults=[4.0, 8.0]),
+        entry("torchft", "kill", 0, seconds=16.0, **LOSSES, **FAULTS),
+        entry("torchft", "kill", 1, seconds=20.0, steps=7, finished=False, **FAULTS),
     ],
 }
 

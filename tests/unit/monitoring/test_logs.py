@@ -1,4 +1,5 @@
-"""`verbose=2`: the log where the job is watched, and the loggers as they were afterwards."""
+"""`verbose=2`: the log where the job is watched, and the loggers as they were afterwards; and what workers print, in
+parts in the store: whole, bounded, and no worry of the job's."""
 
 from __future__ import annotations
 
@@ -14,16 +15,23 @@ from contextlib import contextmanager
 
 import pytest
 
-from spark_elastic.monitoring.log_forwarding import (
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from spark_elastic.monitoring import logs
+from spark_elastic.monitoring.logs import (
     ANNOUNCED,
     JOB_LOGGERS,
+    MAX_PENDING_PARTS,
     LogEntry,
+    StoreLog,
     emit_forwarded,
     forward_log,
     isolate_log_handlers,
     log_to_listener,
     log_to_stream,
 )
+from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 def test_the_listener_gets_the_log_inside_the_block_only() -> None:
@@ -60,20 +68,13 @@ def test_the_end_of_one_job_leaves_the_log_to_the_other() -> None:
 def test_the_log_goes_to_the_stream_inside_the_block_only() -> None:
     stream, root = io.StringIO(), logging.getLogger()
     before = list(root.handlers)
-    with log_to_stream(stream):
+    with log_to_stream(stream, announced=False):
+        logging.getLogger("spark_elastic").warning("a listener shows it", extra=ANNOUNCED)
         logging.getLogger("spark_elastic").warning("a %s", "worry")
         logging.getLogger("another").error("an error")
     logging.getLogger("spark_elastic").warning("after")
     assert stream.getvalue() == "WARNING:spark_elastic:a worry\nERROR:another:an error\n"
     assert root.handlers == before
-
-
-def test_lines_that_a_listener_shows_are_not_logged_twice() -> None:
-    stream = io.StringIO()
-    with log_to_stream(stream, announced=False):
-        logging.getLogger("spark_elastic").warning("shown", extra=ANNOUNCED)
-        logging.getLogger("spark_elastic").warning("not shown")
-    assert stream.getvalue() == "WARNING:spark_elastic:not shown\n"
 
 
 def test_the_log_of_a_driver_in_another_process_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,31 +92,22 @@ def test_the_log_of_a_driver_in_another_process_is_logged_here(caplog: pytest.Lo
     with log_to_listener(messages.append):
         for record in passed:
             emit_forwarded(record)
-    again = [(record.levelno, record.name) for record in caplog.records]
+    again = [(record.levelname, record.name) for record in caplog.records]
     assert again == [
-        (logging.WARNING, "spark_elastic.driver"),
-        (logging.INFO, "spark_elastic"),
-        (logging.ERROR, "spark_elastic"),
+        ("WARNING", "spark_elastic.driver"),
+        ("INFO", "spark_elastic"),
+        ("ERROR", "spark_elastic"),
     ]
-    assert messages[0] == "warning: rank 1 keeps others waiting"
-    assert len(messages) == 2
-    assert "ValueError: why" in messages[1]
-
-
-class Handler(logging.Handler):
-    """A user's own, on the root logger."""
-
-    def __init__(self, act: Callable[[str], object]) -> None:
-        super().__init__()
-        self._act = act
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._act(record.getMessage())
+    first, second = messages
+    assert first == "warning: rank 1 keeps others waiting"
+    assert "ValueError: why" in second
 
 
 @contextmanager
 def add_handler(act: Callable[[str], object]) -> Iterator[None]:
-    root, handler = logging.getLogger(), Handler(act)
+    """A user's own, on the root logger."""
+    root, handler = logging.getLogger(), logging.Handler()
+    handler.emit = lambda record: act(record.getMessage())  # type: ignore[method-assign, assignment]
     root.addHandler(handler)
     try:
         yield
@@ -142,7 +134,7 @@ def test_a_handler_that_blocks_does_not_hold_up_logging(name: str) -> None:
         assert seen == ["a worry", "another"]
         own.warning("after")
         assert seen == ["a worry", "another", "after"], "whoever logs waits for handlers as ever"
-    assert not any(logging.getLogger(each).filters for each in (*JOB_LOGGERS, name))
+    assert not any(logging.getLogger(logger).filters for logger in (*JOB_LOGGERS, name))
 
 
 def test_a_handler_that_raises_does_not_fail_the_code_that_logs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +173,7 @@ def test_a_fork_of_the_driver_handles_its_own_log() -> None:
 def test_warnings_of_a_process_without_configured_logging_have_the_form_of_sparks_log() -> None:
     program = (
         "import logging\n"
-        "from spark_elastic.monitoring.log_forwarding import isolate_log_handlers\n"
+        "from spark_elastic.monitoring.logs import isolate_log_handlers\n"
         "log = logging.getLogger('spark_elastic.driver')\n"
         "with isolate_log_handlers():\n"
         "    log.warning('a %s', 'worry')\n"
@@ -189,3 +181,81 @@ def test_warnings_of_a_process_without_configured_logging_have_the_form_of_spark
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"../../.. ..:..:.. WARN spark_elastic: a worry\n", done.stderr)
+
+
+def _read_logs(store: Store) -> list[tuple[str, str]]:
+    return [(part.name, store.read_bytes(part.name).decode()) for part in store.find("runs/r/logs")]
+
+
+def test_each_kept_line_has_time_worker_and_rank() -> None:
+    store = make_memory_store()
+    files = StoreLog(store, "r", 3, 1 << 20, FakeClock(wall=0.25))
+    files.on_output("", None, "importing")
+    files._write()
+    files.on_output("0-0.1", 1, "two caf\udce9")
+    files.start()
+    files.close()
+    when = "1970-01-01T00:00:00.250+00:00"  # of a growing part, which is one object
+    lines = f"{when} - [-] importing\n{when} 0-0.1 [1] two caf?\n"
+    assert _read_logs(store) == [("runs/r/logs/000003-000001.log", lines)]
+
+
+def test_the_oldest_parts_are_deleted_and_the_newest_are_kept() -> None:
+    store = make_memory_store()
+    files = StoreLog(store, "r", 1, 4000, FakeClock())
+    for number in range(200):
+        files.on_output("0-0.1", 0, f"line {number}.")
+        files._write()
+    files.start()
+    files.close()
+    names, texts = zip(*_read_logs(store), strict=True)
+    assert sum(map(len, texts)) <= 4000
+    assert "line 199." in texts[-1]
+    assert "line 0." not in "".join(texts)
+    assert "".join(texts).count("line") >= 40, "the newest fill what there is room for"
+    assert names == tuple(sorted(names))
+
+
+def test_lines_that_found_no_room_last_are_counted_at_the_end() -> None:
+    store = make_memory_store()
+    files = StoreLog(store, "r", 1, 4000, FakeClock())
+    for number in range(MAX_PENDING_PARTS + 3):
+        files.on_output("0-0.1", 0, f"{number} {'x' * 1000}")
+    files.start()
+    files.close()
+    assert _read_logs(store)[-1][1].endswith(" - [-] 3 lines are missing: the store was too slow\n")
+
+
+@pytest.mark.parametrize("error", [StoreError("The store is away."), MemoryError()])
+def test_a_store_that_fails_costs_one_warning_and_then_lines(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What finds no room in memory is counted, and told once the store is back."""
+    store, working = make_memory_store(), False
+    write = Store.write_bytes
+
+    def write_or_fail(self: Store, name: str, data: bytes) -> None:
+        if not working:
+            raise error
+        write(self, name, data)
+
+    monkeypatch.setattr(Store, "write_bytes", write_or_fail)
+    monkeypatch.setattr(logs, "WRITE_INTERVAL", 0.001)
+    files = StoreLog(store, "r", 1, 400, FakeClock())
+    for number in range(30):
+        files.on_output("0-0.1", 0, f"{number} {'x' * 100}")
+    with pytest.raises(type(error)):
+        files._write()
+    working = True
+    files._write()
+    files.on_output("0-0.1", 0, "back")
+    files.start()
+    files.close()
+    assert " lines are missing: the store was too slow\n" in _read_logs(store)[-1][1]
+    working = False
+    for _ in range(2):
+        files = StoreLog(store, "r", 1, 400, FakeClock())
+        files.on_output("0-0.1", 0, "lost")
+        files.start()
+        files.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
