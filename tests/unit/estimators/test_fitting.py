@@ -44,21 +44,15 @@ from tests.unit.estimators.requests import request
 UNTRIED: Any = dataclasses.replace(TORCH, build_program=lambda spec, objects: "program")
 
 
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
-def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
-    with _open_store(request(), master) as store:
-        store.write_bytes("runs/x/model.pt", b"1")
-        assert os.path.isdir(store.root)
-    assert not os.path.exists(store.root)
-
-
-def test_on_other_machines_a_store_must_be_named() -> None:
+def test_without_a_store_a_fit_on_one_machine_has_a_folder_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    for master in ("local[2]", "local-cluster[3,1,1024]"):
+        with _open_store(request(), master) as store:
+            store.write_bytes("runs/x/model.pt", b"1")
+            assert os.path.isdir(store.root)
+        assert not os.path.exists(store.root)
     with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
         with _open_store(request(), "yarn"):
             pass
-
-
-def test_a_given_store_stays(tmp_path: Any) -> None:
     with _open_store(request(store=str(tmp_path)), "yarn") as store:
         assert store.root == str(tmp_path)
     assert tmp_path.exists()
@@ -81,12 +75,8 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
     for field in dataclasses.fields(Limits):
         if hasattr(config, field.name):
             assert getattr(limits, field.name) == getattr(config, field.name), field.name
-    assert (limits.num_workers, limits.min_workers, limits.max_workers, limits.max_global_batch) == (
-        3,
-        2,
-        4,
-        24,
-    )
+    workers = limits.num_workers, limits.min_workers, limits.max_workers
+    assert (*workers, limits.max_global_batch) == (3, 2, 4, 24)
 
 
 @pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
