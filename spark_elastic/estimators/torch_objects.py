@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import io
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -79,9 +81,18 @@ def check_serializable(model: torch.nn.Module) -> None:
                     f"{layer} has a hook on the gradient of {parameter}, which torch leaves out of the workers' copy: "
                     "register it in a callback's on_fit_begin (training.model)."
                 )
-        for key, value in vars(part).items():  # locks, open files, clients
-            if key not in _MODULES_OWN:
-                captures.dumps(value, f"{key!r} of {layer}")
+    try:
+        _WithoutTensors(io.BytesIO()).dump(model)
+    except Exception:  # of locks, open files, clients
+        for name, part in model.named_modules():
+            for key, value in vars(part).items():
+                if key not in _MODULES_OWN:
+                    captures.dumps(value, f"{key!r} of layer {name!r} of the model")
+
+
+class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
+    def persistent_id(self, thing: Any) -> str | None:
+        return "tensor" if isinstance(thing, torch.Tensor) else None
 
 
 # An optimizer over a copy of the model, and its schedules

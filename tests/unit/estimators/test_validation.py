@@ -285,6 +285,11 @@ class LinearWithLock(torch.nn.Linear):
         self.lock = threading.Lock()
 
 
+class LinearThatLeavesItsLockBehind(LinearWithLock):
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+
 class LinearWithManualOptimization(torch.nn.Linear):
     """What a LightningModule has."""
 
@@ -322,6 +327,7 @@ def test_a_layer_that_cannot_be_pickled_is_named(layer: Callable[[], Any], says:
     model = torch.nn.Sequential(layer())
     with pytest.raises(InvalidInput, match=says):
         ask(model=(lambda: model) if made else model, optimizer=sgd)
+    ask(model=torch.nn.Sequential(LinearThatLeavesItsLockBehind()), optimizer=sgd)
 
 
 class LinearWithParts(torch.nn.Linear):
