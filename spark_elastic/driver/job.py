@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import Clock, RunningClock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import build_discovery, check_requests
 from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
@@ -121,7 +121,8 @@ def supervise(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    clock, run, scheduler = SystemClock(), options.run, options.scheduler
+    # Its own pauses count for no deadline: R12 (driver silence).
+    clock, run, scheduler = RunningClock(SystemClock()), options.run, options.scheduler
     discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
     events: EventQueue = EventQueue()
 

@@ -119,7 +119,8 @@ class DriverLoop:
                 self._execute(command, "start")
             while (event := self._next()) is not None:
                 self._count += 1
-                event = replace(event, id=f"e{self._count}")
+                # Launchers and discovery have clocks of their own, which do not stand still while this process does.
+                event = replace(event, now=self._clock.now(), id=f"e{self._count}")
                 for command in self._step(event):
                     self._execute(command, event.id)
         except Exception as error:  # the machine's own defect must end the job, not hang it

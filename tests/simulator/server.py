@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from spark_elastic.clock import RunningClock
 from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
@@ -38,6 +39,7 @@ from spark_elastic.protocol.types import (
     World,
 )
 from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
+from spark_elastic.testing import FakeClock
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation
 from tests.simulator.stamping import stamp_event
@@ -54,6 +56,19 @@ ABORT_TIMEOUT = 0.5  # seconds after an abort, by which no reachable worker wait
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
 
 
+class DriverClock(FakeClock):
+    """Of the driver's machine: it may run too quickly or too slowly, and jump."""
+
+    def __init__(self, sim: Simulation) -> None:
+        super().__init__()
+        self._sim = sim
+
+    def now(self) -> float:
+        now = self._sim.now * self._sim.plan.driver_clock
+        seconds, at = self._sim.plan.driver_jump
+        return now + seconds if now > at else now
+
+
 class SimServer:
     """The driver's process: it receives messages, runs the machine and carries out its commands."""
 
@@ -63,6 +78,7 @@ class SimServer:
         self.run = held
         self.invariants = DriverInvariants(sim.plan.find_next_position, event_log)
         self.event_log = event_log
+        self.clock = RunningClock(DriverClock(sim))
         self.dead = False  # its process ended: messages to it are lost
         self.end: do.End | None = None
         self.worlds: list[World] = []
@@ -94,7 +110,7 @@ class SimServer:
         """Give the event to the machine, or the message as received now."""
         if self.dead:
             return
-        event = stamp_event(played, self.sim.now * self.sim.plan.driver_clock)
+        event = stamp_event(played, self.clock.now())
         before = self.state
         self.state, commands = self.step(before, event)
         self.invariants.check(before, event, self.state, commands)
