@@ -20,23 +20,10 @@ from spark_elastic import Packing, Ragged, Rows
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
+from tests.unit.torch.loops import Exchange
+from tests.unit.torch.loops import LoaderWorld as World
 
 COUNT, BATCH = 1000, 64
-
-
-class World:
-    """What the loaders of these tests take for this worker's world."""
-
-    rank = 0
-    size = 1
-
-
-class Exchange:
-    """An optimizer's exchange of gradients."""
-
-    def begin_share(self) -> None: ...
-
-    def end_share(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
