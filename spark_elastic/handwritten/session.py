@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from spark_elastic.worker.context import WorkerContext, get_context
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.session import mark_loop_begun, update_metrics
+
+R = TypeVar("R")
 
 MARKED = "marked"  # key of the process's values: this worker has told the driver that it enters its loop
 

@@ -18,7 +18,7 @@ import torch
 
 from spark_elastic.data import horovod_data
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.gradients.process_sets import rank, size
 from spark_elastic.handwritten.data_loader import DataLoaderStateHandler, ElasticDataLoader
 from spark_elastic.handwritten.elastic_loop import run
 from spark_elastic.handwritten.object_state import ObjectState, State

@@ -40,10 +40,8 @@ END_OF_EPOCH = "the epoch is over"  # as `stop_training`: truthy, and no other c
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """Commits every `batches_per_commit` batches and at the end of epochs.
-
-    It commits when the next batch or epoch begins: after all callbacks have updated the state, in whatever order.
-    """
+    """Commits every `batches_per_commit` batches and at the end of epochs. It commits when the next batch or epoch
+    begins: after all callbacks have updated the state, in whatever order."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
@@ -83,11 +81,9 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # unt
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets `state.batch` to the batches done in the epoch, over all fits that it took; 0 between epochs.
-
-    If a fit resumes within an epoch, the epoch ends after `steps_per_epoch` batches, those of earlier fits included.
-    steps_per_epoch: None takes that of fit.
-    """
+    """Sets `state.batch` to the batches done in the epoch, over all fits that it took; 0 between epochs. If a fit
+    resumes within an epoch, the epoch ends after `steps_per_epoch` batches, those of earlier fits included.
+    steps_per_epoch: None takes that of fit."""
 
     def __init__(self, state: Any, steps_per_epoch: int | None = None) -> None:
         super().__init__()

@@ -36,10 +36,8 @@ class _Variables(list[Any]):
 
 
 class TensorFlowState(ObjectState):
-    """Variables and plain values by name, all in one snapshot.
-
-    variables: of TensorFlow or Keras, in the same order on all workers. session: only None.
-    """
+    """Variables and plain values by name, all in one snapshot. variables: of TensorFlow or Keras, in the same order on
+    all workers. session: only None."""
 
     registry: Registry = ((_Variables, VariablesHandler), *REGISTRY)
 

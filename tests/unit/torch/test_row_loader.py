@@ -282,7 +282,7 @@ def save(rows: Rows, folder: Path) -> str:
 
 BAD: list[tuple[Callable[[Rows], Any], str]] = [
     (lambda rows: rows.select("idd"), "no column 'idd'"),
-    (lambda rows: rows.split("texts"), r"do not have: .* \(did you mean 'text'\?\)"),
+    (lambda rows: rows.split("texts"), r"has no column 'texts'; .* \(did you mean 'text'\?\)"),
     (lambda rows: rows.split("text"), "'text' has bytes or strings"),
     (lambda rows: rows.split(2.0), "a fraction between 0 and 1"),
     (lambda rows: rows.limit(5).split(1e-9), "leaves none of 5 rows to hold out"),
