@@ -275,6 +275,12 @@ class ModelStep(ABC, Generic[R]):
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What random numbers of the step are drawn by, with the number of a rank or a virtual share."""
+        position = self._state.position
+        return self._config.seed, position.epoch, position.phase, position.step
+
     @abstractmethod
     def _begin(self, rank: int) -> None:
         """Keep what the step's forward passes write."""
