@@ -153,10 +153,8 @@ class CallbackList(ABC):
 
 
 class ModelTrainer(ABC):
-    """A model in training. Made by the user's process, prepared in a worker; main thread only.
-
-    A step of training or validation either is applied, or leaves everything as it was and raises.
-    """
+    """A model in training. Made by the user's process, prepared in a worker; main thread only. A step of training or
+    validation either is applied, or leaves everything as it was and raises."""
 
     state: TrainingState
     callbacks: CallbackList
@@ -230,11 +228,8 @@ class _DeferredInterrupts:
 
 
 class ModelStep(ABC, Generic[R]):
-    """Takes training steps on one state. Main thread only.
-
-    A step is applied once `exchange_summaries` returns; it is finalized once any later collective of the group
-    completes (R1, finalized steps).
-    """
+    """Takes training steps on one state. Main thread only. A step is applied once `exchange_summaries` returns; it is
+    finalized once any later collective of the group completes (R1, finalized steps)."""
 
     _state: TrainingState
     _metrics: StepMetrics

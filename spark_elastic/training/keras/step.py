@@ -37,12 +37,10 @@ from spark_elastic.training.trainer import ModelStep, WorkClock, describe_depend
 
 
 class RunningStats:
-    """Variables that a forward pass writes, such as BatchNorm's statistics (R3, aborted forward).
-
-    Each pass of a step begins with the values from before the step. A step that is applied adds to them the mean of
-    what the passes changed, weighted by rows; of whole numbers and truth values, such as a layer's counter of steps, it
-    takes the largest. Seeds of random layers follow from a key alone, so they need not be kept.
-    """
+    """Variables that a forward pass writes, such as BatchNorm's statistics (R3, aborted forward). Each pass of a step
+    begins with the values from before the step. A step that is applied adds to them the mean of what the passes
+    changed, weighted by rows; of whole numbers and truth values, such as a layer's counter of steps, it takes the
+    largest. Seeds of random layers follow from a key alone, so they need not be kept."""
 
     def __init__(self, model: Any) -> None:
         layers = model._flatten_layers()
