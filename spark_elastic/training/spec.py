@@ -9,7 +9,7 @@ from typing import Protocol
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.decoding import Reader
+from spark_elastic.data.reading.group_reader import Reader
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store

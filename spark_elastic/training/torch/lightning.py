@@ -15,7 +15,7 @@ from torch.utils._pytree import register_pytree_node
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import read_later
-from spark_elastic.gradients.ranks import local_rank
+from spark_elastic.gradients.process_sets import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule

@@ -1,7 +1,7 @@
 """A step in bitwise mode: computed by virtual shares, whose results are brought together alike in every world.
 
 Which rows a share has, the numbers that it draws and the buffers that it begins with do not depend on the rank that
-computes it. Gradients are added in the tree of `gradients.share_tree`. Losses and buffers of all shares are gathered by
+computes it. Gradients are added in the tree of `gradients.share_mode`. Losses and buffers of all shares are gathered by
 every rank and added one after the other.
 
 Against silent corruption other ranks compute one share, too, now and then, and compare the bits of its gradients. Every

@@ -21,7 +21,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, HostCopy, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.modes import OneBucketMode
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary
 from spark_elastic.training.batch import Chunk, gather_columns, join_chunks
 from spark_elastic.training.fit_config import FitConfig

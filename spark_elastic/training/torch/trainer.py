@@ -24,8 +24,8 @@ from spark_elastic.gradients.devices import (
     select_device,
 )
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger

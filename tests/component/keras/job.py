@@ -31,6 +31,7 @@ from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH, Follower
+from tests.planned_rows import list_row_ids
 
 
 def build_dense() -> Any:
@@ -249,7 +250,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], 
         for epoch in range(job.epochs):
             seen = 0.0
             for step in range(plan.steps):
-                rows = plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1))
+                rows = list_row_ids(plan, epoch, step)
                 weights = None if job.weight is None else columns[job.weight][rows]
                 if job.class_weight is not None:
                     by_class = np.array([job.class_weight.get(int(y), 1.0) for y in columns["y"][rows]])

@@ -123,11 +123,10 @@ def make_spreading() -> Any:
 
 
 def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    says = r"^the model's loss compares .*set loss_scope='step' .*loss_scope='worker'"
     for loss, units in ((compare_pairs, CLASSES), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
         job = Job(make(WIDTH, loss, units))
-        with pytest.raises(
-            InvalidInput, match=r"^the model's loss compares .*set loss_scope='step' .*loss_scope='worker'"
-        ):
+        with pytest.raises(InvalidInput, match=says):
             check(data, job, {"max_workers": 3})
         check(data, job, {"max_workers": 3, "loss_scope": "step"})
     for scope in (None, "step"):
@@ -216,13 +215,8 @@ def test_only_a_model_of_strings_is_given_strings(data: Data) -> None:
 
     def build() -> Any:
         vocabulary = keras.layers.TextVectorization(output_sequence_length=2, vocabulary=["two", "words"])
-        inner = [
-            vocabulary,
-            keras.layers.Embedding(4, 2),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-        model = keras.Sequential([keras.Input((1,), dtype="string"), *inner])
+        inner = keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(CLASSES)
+        model = keras.Sequential([keras.Input((1,), dtype="string"), vocabulary, *inner])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 

@@ -41,6 +41,7 @@ from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import await_fault
 from tests.journals import keep_journal
+from tests.planned_rows import list_row_ids
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
@@ -255,7 +256,7 @@ def train_plain(
     optimizer = job.optimizer(model.parameters())
     plan = job.plan(manifest)
     for epoch, step in islice(product(range(job.epochs), range(plan.steps)), most):
-        rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
+        rows = torch.from_numpy(list_row_ids(plan, epoch, step))
         draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
         columns = {"x": x[rows.numpy()]}
         if job.transformation is not None:

@@ -36,6 +36,7 @@ from tests.component.torch.elastic_jobs import JOBS
 from tests.component.torch.hooked_job import HookedJob, make_job
 from tests.component.torch.job import ROWS, RUN, WIDTH, Job, difference, make_data
 from tests.pages import blocks
+from tests.planned_rows import list_row_ids
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
@@ -330,7 +331,7 @@ def train_plain(
     plan = Job(Net(), sgd, None, batch_size=50, workers=WORKERS).plan(manifest)
     for epoch in range(EPOCHS):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
+            rows = torch.from_numpy(list_row_ids(plan, epoch, step))
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=KINDS[precision]) if precision else nullcontext():
                 output = model(x[rows])

@@ -21,6 +21,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
 from spark_elastic.worker.session import ENTERED, STATE
+from tests.planned_rows import list_row_ids
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 
@@ -69,7 +70,7 @@ def test_p1_p2_each_row_once_in_the_steps_of_one_process_over_any_worlds(
 ) -> None:
     """Each world takes some steps; the next one, of another size, has new loaders and one rank's position."""
     plan = DataPlan((rows,), batch, 5, lanes=1, shuffle=shuffle)
-    expected = [set(plan.assign_rows(2, step, 0, 1).rows.tolist()) for step in range(plan.steps)]
+    expected = [set(list_row_ids(plan, 2, step).tolist()) for step in range(plan.steps)]
     position = {**ElasticDataLoader(range(rows), batch, 5, shuffle).state_dict(), "epoch": 2}
     seen: list[set[int]] = []
     for size, steps in [*worlds, (1, rows)]:

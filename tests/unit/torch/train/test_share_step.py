@@ -20,7 +20,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan, Division
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger

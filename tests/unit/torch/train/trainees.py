@@ -12,7 +12,7 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
