@@ -50,10 +50,10 @@ class TrainSpec:
 
     def open_reader(self, rows: Rows) -> tuple[Reader, StepLoader]:
         """Reader and loader of the columns that the training uses."""
-        columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.used_cols)]
-        cache_bytes = sys.maxsize if self.config.inmemory_cache_all else DEFAULT_CACHE_BYTES
+        columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.data.used_cols)]
+        cache_bytes = sys.maxsize if self.config.data.inmemory_cache_all else DEFAULT_CACHE_BYTES
         names = [column.name for column in columns]
-        reader = open_reader(self.config.reader, rows.data, rows.manifest, names, cache_bytes)
+        reader = open_reader(self.config.data.reader, rows.data, rows.manifest, names, cache_bytes)
         return reader, StepLoader(rows.plan, reader, columns)
 
 

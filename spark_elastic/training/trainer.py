@@ -256,7 +256,7 @@ class ModelStep(ABC, Generic[R]):
             summary = self._exchange_sums(group, batch, summarize)
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
-            if self._config.terminate_on_nan:
+            if self._config.loss.terminate_on_nan:
                 decision.check_finite(position)
         except BaseException:
             self._restore()
@@ -274,7 +274,7 @@ class ModelStep(ABC, Generic[R]):
     def key(self) -> tuple[int, ...]:
         """What random numbers of the step are drawn by, with the number of a rank or a virtual share."""
         position = self._state.position
-        return self._config.seed, position.epoch, position.phase, position.step
+        return self._config.data.seed, position.epoch, position.phase, position.step
 
     @abstractmethod
     def _begin(self, rank: int) -> None:

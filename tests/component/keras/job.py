@@ -24,13 +24,13 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH, Follower
+from tests.fit_configs import make_config
 from tests.planned_rows import list_row_ids
 
 
@@ -182,7 +182,7 @@ class Job:
         plan = self.plan(manifest)
         seen = DataPlan.for_run(manifest.group_rows, 100, 5, self.workers, 10_000, 1 << 20, shuffle=False)
         spec = TrainSpec(
-            config=FitConfig(
+            config=make_config(
                 feature_cols=tuple(self.features),
                 label_cols=self.labels,
                 sample_weight_col=self.weight,

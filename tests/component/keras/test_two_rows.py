@@ -18,6 +18,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_objects import check_on_two_rows
 from tests.component.keras.job import JOBS, Job
 from tests.component.torch.job import CLASSES, WIDTH, make_data
+from tests.fit_configs import change
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning"
@@ -34,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 def check(data: Data, job: Job, settings: Mapping[str, Any] | None = None, **changes: Any) -> None:
     """settings: of the fit; changes: other objects of the user's."""
     program = job.task(*data)
-    spec = replace(program._spec, config=replace(program._spec.config, **(settings or {})))
+    spec = replace(program._spec, config=change(program._spec.config, **(settings or {})))
     check_on_two_rows(replace(program._trainer._objects, **changes), spec)  # type: ignore[attr-defined]
 
 

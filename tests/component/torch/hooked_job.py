@@ -24,6 +24,7 @@ from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedul
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, SlowNet
+from tests.fit_configs import change
 from tests.planned_rows import list_row_ids
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -117,7 +118,7 @@ class HookedJob(Job):
             {"hits": score_hits},
             (CountingCallback(), DecayingRate(), LearningRateSchedule(per_step, every="step")),
         )
-        config = replace(spec.config, label_cols=("y", "w"))
+        config = change(spec.config, label_cols=("y", "w"))
         return TorchTrainProgram(replace(spec, config=config, validation=seen, lr_scale=2), objects)
 
 

@@ -30,10 +30,10 @@ from spark_elastic.estimators import two_rows
 from spark_elastic.estimators.torch_objects import check_on_two_rows
 from spark_elastic.gradients.generators import get_generators
 from spark_elastic.torch import progress
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.torch.callbacks import Callback, EarlyStopping, Training
 from spark_elastic.training.torch.spec import TorchUserObjects
 from tests.component.torch.job import CLASSES, WIDTH, Job, make_data
+from tests.fit_configs import change, make_config
 
 Data = tuple[Store, Manifest]
 
@@ -53,7 +53,7 @@ def check(
     """settings: of the fit; changes: other objects of the user's."""
     in_16_bits = (settings or {}).get("precision") is not None
     spec = Job(model if in_16_bits else model.double(), sgd, loss).task(*data)._spec
-    spec = replace(spec, config=replace(spec.config, **(settings or {})))
+    spec = replace(spec, config=change(spec.config, **(settings or {})))
     check_on_two_rows(replace(TorchUserObjects(model, sgd, (loss,)), **changes), spec)
 
 
@@ -169,7 +169,7 @@ def test_a_model_that_takes_single_numbers_as_a_matrix_is_refused_with_the_shape
 def check_number(data: Data, number: Column) -> None:
     model, job = torch.nn.Linear(1, CLASSES).double(), Job(torch.nn.Linear(1, 1), sgd, CROSS_ENTROPY)
     spec = job.task(*data)._spec
-    spec = replace(spec, config=replace(spec.config, feature_cols=("w",)), features=(number,))
+    spec = replace(spec, config=change(spec.config, feature_cols=("w",)), features=(number,))
     check_on_two_rows(TorchUserObjects(model, sgd, (CROSS_ENTROPY,)), spec)
 
 
@@ -350,7 +350,7 @@ def test_a_transformation_that_fails_on_strings_may_lack_files() -> None:
     def read(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         raise TypeError("cannot be read")
 
-    spec: Any = SimpleNamespace(config=FitConfig(feature_cols=("x",), label_cols=("x",)))
+    spec: Any = SimpleNamespace(config=make_config(label_cols=("x",)))
     for value, error in (("one.png", ElasticError), (b"one", InvalidInput)):
         rows = StepRows(0, 0, 1, np.arange(1), {"x": np.array([value], object)})
         with pytest.raises(error):
