@@ -75,7 +75,7 @@ class SlotAgent:
     client: RendezvousClient
     clock: Clock
     facts: dict[str, Any] = field(default_factory=dict)  # by which the driver decides about admission
-    # Given the process ids of worker, spare and fork server: what they show about the memory that it will lack, or None.
+    # Given the process ids of worker, spare and fork server: what they show of a shortage of memory, or None.
     find_shortage: Callable[[int, int | None, int | None], str | None] = lambda *pids: None
 
     def __post_init__(self) -> None:
