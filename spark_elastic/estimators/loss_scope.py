@@ -35,7 +35,7 @@ TOLERANCE, TOLERANCE_16 = 1e-3, 3e-2  # of rounding, relative to the loss; the s
 class PartLoss(NamedTuple):
     """The loss of some rows."""
 
-    total: float  # as `LossSum` has it
+    total: float  # as `LossResult` has it
     denominator: float  # likewise
     slope: float  # derivative of the total in one direction, the same for all parts
 

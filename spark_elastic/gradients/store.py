@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import StaleGeneration
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     CompareAndSet,
@@ -34,8 +35,7 @@ PREFIX = "torch/"  # of the keys: the world's scope has others
 
 class DriverStore(_Store):  # type: ignore[misc]
     """`torch.distributed.Store` over the driver, for one world. C++ does not keep the Python object alive: see
-    `get_store`.
-    """
+    `get_store`."""
 
     def __init__(self, worker: WorkerContext, driver: DriverClient, timeout: timedelta) -> None:
         super().__init__()
@@ -51,17 +51,13 @@ class DriverStore(_Store):  # type: ignore[misc]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         request = SetValues(self._scope, tuple(map(_prefix, keys)), tuple(map(_encode, values)))
-        self._in_world(lambda: self._driver.ask(request))
+        self._ask(request)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values, once all keys have one.
-
-        Raises:
-            DistStoreError: they have not within the store's timeout.
-        """
+        """The values, once all keys have one. Raises DistStoreError if they have not within the store's timeout."""
         return self._wait(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -69,7 +65,7 @@ class DriverStore(_Store):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         request = GetValues(self._scope, tuple(map(_prefix, keys)))
-        return None not in self._in_world(lambda: self._driver.ask(request)).values
+        return None not in self._ask(request).values
 
     def add(self, key: str, value: int) -> int:
         return int(self._change(key, lambda now: str(int(now or b"0") + value).encode()) or b"0")
@@ -86,7 +82,7 @@ class DriverStore(_Store):  # type: ignore[misc]
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls
 
     def list_keys(self) -> list[str]:
-        reply = self._in_world(lambda: self._driver.ask(ListKeys(self._scope, PREFIX)))
+        reply = self._ask(ListKeys(self._scope, PREFIX))
         return [key.removeprefix(PREFIX) for key in reply.keys]
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
@@ -106,7 +102,7 @@ class DriverStore(_Store):  # type: ignore[misc]
     def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replace the value by what `change` makes of it. Returns the new value, or the old one if there is none."""
         request = GetValues(self._scope, (_prefix(key),))
-        now = self._in_world(lambda: self._driver.ask(request)).values[0]
+        now = self._ask(request).values[0]
         while True:
             new = change(now)
             reply = self._compare_and_set(key, now, new)
@@ -115,28 +111,25 @@ class DriverStore(_Store):  # type: ignore[misc]
             now = reply.value
 
     def _compare_and_set(self, key: str, expected: bytes | None, desired: bytes | None) -> Comparison:
-        request = CompareAndSet(self._scope, _prefix(key), expected, desired, uuid.uuid4().hex)
-        return self._in_world(lambda: self._driver.ask(request))
+        return self._ask(CompareAndSet(self._scope, _prefix(key), expected, desired, uuid.uuid4().hex))
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         request = GetValues(self._scope, tuple(map(_prefix, keys)), wait=True)
         deadline = self._driver.now() + timeout.total_seconds()
         with self._worker.wait_recorder.record_wait():
             while True:
-                left = max(0.0, deadline - self._driver.now())
-                hold = min(MAX_POLL_SECONDS, left)
-                found = self._in_world(lambda hold=hold: self._driver.ask(request, hold)).values  # type: ignore[misc]
-                missing = [key for key, value in zip(keys, found, strict=True) if value is None]
+                hold = min(MAX_POLL_SECONDS, max(0.0, deadline - self._driver.now()))
+                values = self._ask(request, hold).values
+                missing = [key for key, value in zip(keys, values, strict=True) if value is None]
                 if not missing:
-                    return [value for value in found if value is not None]
+                    return [value for value in values if value is not None]
                 if self._driver.now() >= deadline:
-                    raise dist.DistStoreError(
-                        f"no rank has set {', '.join(missing)} within {timeout.total_seconds():g} s."
-                    )
+                    limit = f"{timeout.total_seconds():g} s"
+                    raise dist.DistStoreError(f"no rank has set {', '.join(missing)} within {limit}.")
 
-    def _in_world(self, ask: Callable[[], T]) -> T:
+    def _ask(self, request: DriverRequest[T], hold: float = 0.0) -> T:
         try:
-            return ask()
+            return self._driver.ask(request, hold)
         except StaleGeneration as error:
             raise CollectiveError((), f"the world of this store has ended: {error}") from error
 

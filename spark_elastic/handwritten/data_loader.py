@@ -34,7 +34,7 @@ from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
-from spark_elastic.gradients.ranks import check_alone, rank, size
+from spark_elastic.gradients.process_sets import check_alone, rank, size
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.handwritten.row_batches import RowBatches, RowStream, plan_rows
 from spark_elastic.handwritten.session import get_session

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import DriverUnreachable
+from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import make_commit_position
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
@@ -22,7 +24,17 @@ from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.session import mark_loop_begun, update_metrics
 
+R = TypeVar("R")
+
 MARKED = "marked"  # key of the process's values: this worker has told the driver that it enters its loop
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns.
+
+    A collective that breaks inside a tf.function, `model.fit` included, ends the world as any other does.
+    """
+    return elastic(func, get_session)
 
 
 class ContextSession:

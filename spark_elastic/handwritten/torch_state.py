@@ -10,20 +10,19 @@ train(hvd.elastic.TorchState(model, optimizer, epoch=0))
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from spark_elastic.data import horovod_data
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.gradients.process_sets import rank, size
 from spark_elastic.handwritten.applied_gradients import has_unapplied, is_distributed, mark_applied
 from spark_elastic.handwritten.data_loader import DataLoaderStateHandler, ElasticDataLoader
-from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState, State
-from spark_elastic.handwritten.session import get_session
+from spark_elastic.handwritten.session import run
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.runs.handlers import (
     REGISTRY,
@@ -65,14 +64,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
 _GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # the former since torch 2.3
-
-
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns."""
-    return elastic(func, get_session)
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU
-from spark_elastic.gradients.ranks import local_rank, rank, size
+from spark_elastic.gradients.process_sets import local_rank, rank, size
 from spark_elastic.handwritten.applied_gradients import mark_applied
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.integrations.lightning_loops import COMMIT, LightningFit, import_lightning

@@ -287,47 +287,32 @@ class WorkerLoop:
 
     def _execute(self, command: do.WorkerCommand) -> on.WorkerEvent | None:
         match command:
-            case do.AskForWorld():
-                return self._ask_for_world(command)
+            case do.Ask(_, message):
+                return self._ask(message)
+            case do.Report(_, message):
+                sys.stderr.write(message.traceback)  # the driver may tolerate the failure and not show it
+                self.driver.ask(message)
             case do.Form():
                 return self._form(command.world)
             case do.AbortGroup():
                 self._abort_group(command)
             case do.CloseGroup():
                 self._close_group()
-            case do.ReportFailure():
-                sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
-                failure = command.fence, command.position, command.fingerprint, command.traceback
-                self.driver.ask(messages.WorkerRaised(self.identity.worker, *failure))
-            case do.ReportDone(_, fence, position, result):
-                self.reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-                what = fence, position, result, self._get_address()
-                return self._poll(messages.WorkerDone(self.identity.worker, *what))
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for `_execute`
         return None
 
-    def _ask_for_world(self, command: do.AskForWorld) -> on.WorkerEvent:
-        set_context(self._context_between_worlds)
-        request = messages.RequestNextWorld(
-            self.identity.worker,
-            command.fence,
-            command.position,
-            reason=command.reason,
-            planned=command.planned,
-            suspected_ranks=command.suspects,
-            address=self._get_address(),
-        )
-        return self._poll(request)
-
-    def _get_address(self) -> str:
-        return "" if self._has_to_begin_again else self.groups.address
-
-    def _poll(self, request: messages.DriverRequest[messages.NextWorld]) -> on.WorkerEvent:
+    def _ask(self, message: messages.RequestNextWorld | messages.WorkerDone) -> on.WorkerEvent:
+        """Repeat a long poll until it brings a world or the end."""
+        if isinstance(message, messages.RequestNextWorld):
+            set_context(self._context_between_worlds)
+        else:
+            self.reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
+        message = replace(message, address="" if self._has_to_begin_again else self.groups.address)
         with self.groups.wait_recorder.record_wait():
-            answer = self.driver.ask(request, MAX_POLL_SECONDS)
+            answer = self.driver.ask(message, MAX_POLL_SECONDS)
             while answer.is_undecided:
-                answer = self.driver.ask(request, MAX_POLL_SECONDS)
+                answer = self.driver.ask(message, MAX_POLL_SECONDS)
         now = self.clock.now()
         if answer.world is not None:
             if self._has_to_begin_again:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from elastic_collectives import Group
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
-from spark_elastic.gradients.exchange_options import options_from_env
-from spark_elastic.gradients.host_memory import Reduction
+from spark_elastic.gradients.host_memory import TorchReduction
+from spark_elastic.gradients.reduction import options_from_env
 
 c10d: Any = dist.distributed_c10d
 OPTIONS: dict[str, Any] = {
@@ -95,9 +95,9 @@ class BulkCollectives:
             plane.wait_aborted()
 
 
-def _get_reduction(options: Any) -> Reduction:
+def _get_reduction(options: Any) -> TorchReduction:
     op = getattr(options, "reduceOp", options)
-    return Reduction.of(op if isinstance(op, dist.ReduceOp) else None)
+    return TorchReduction.of(op if isinstance(op, dist.ReduceOp) else None)
 
 
 def _make_options(name: str, options: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from elastic_collectives import CollectiveError, Group, MismatchError
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.host_memory import Operand
 from spark_elastic.worker.context import CollectiveThread

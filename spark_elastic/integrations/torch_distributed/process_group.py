@@ -20,11 +20,7 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.host_memory import (
-    Operand,
-    Reduction,
-    concatenate,
-)
+from spark_elastic.gradients.host_memory import Operand, TorchReduction, concatenate
 from spark_elastic.integrations.torch_distributed.bulk import BulkCollectives
 from spark_elastic.integrations.torch_distributed.observing import make_observable
 from spark_elastic.integrations.torch_distributed.point_to_point import PointToPoint
@@ -182,7 +178,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        reduction = Reduction.of(getattr(options, "reduceOp", options))
+        reduction = TorchReduction.of(getattr(options, "reduceOp", options))
         if given[0].layout is torch.sparse_coo:
             if reduction.name not in ("SUM", "AVG"):
                 raise InvalidInput(f"all_reduce of sparse tensors knows SUM and AVG; got {reduction.name}.")
@@ -202,7 +198,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def _allreduce_sparse(self, tensor: torch.Tensor, reduction: TorchReduction) -> None:
         """Sum sparse tensors: every rank gathers the indices and values of all."""
         own = tensor.detach().cpu().coalesce()
         indices = self._group.allgatherv(own.indices().t().contiguous().numpy())
@@ -216,7 +212,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             tensor.copy_(whole / self.size() if reduction.name == "AVG" else whole)
 
     def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
-        reduction = Reduction.of(options.reduceOp)
+        reduction = TorchReduction.of(options.reduceOp)
         target = Operand(tensors[0])
         reduction.check(target)
         operand = target if self.rank() == options.rootRank else target.copy()
@@ -228,7 +224,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(call, tensors, options)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> dist.Work:
-        reduction, (out,), (parts,) = Reduction.of(getattr(options, "reduceOp", None)), outputs, inputs
+        reduction, (out,), (parts,) = TorchReduction.of(getattr(options, "reduceOp", None)), outputs, inputs
         self._check_count("reduce_scatter", parts)
         operand, counts = concatenate(parts)
         target = Operand(out)
@@ -262,7 +258,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._reduce_scatter_wholes(outputs, inputs, options)
 
     def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
-        reduction = Reduction.of(getattr(options, "reduceOp", None))
+        reduction = TorchReduction.of(getattr(options, "reduceOp", None))
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
             reduction.check(operand)

@@ -39,12 +39,8 @@ def build_dense() -> Any:
     hidden = keras.layers.Dense(20, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3))(x)
     model = keras.Model(x, keras.layers.Dense(CLASSES)(hidden))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(
-        keras.optimizers.Adam(0.01, global_clipnorm=0.05),
-        loss,
-        metrics=["accuracy"],
-        weighted_metrics=["accuracy"],
-    )
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.05)
+    model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
     return model
 
 
@@ -81,9 +77,8 @@ def compare_pairs(label: Any, output: Any) -> Any:
     near = keras.ops.matmul(left, keras.ops.transpose(right)) / 0.1
     kind = keras.ops.reshape(label, (-1,))
     own = keras.ops.eye(keras.ops.shape(near)[0], dtype="bool")
-    near = keras.ops.where(
-        keras.ops.logical_and(kind[:, None] == kind, keras.ops.logical_not(own)), -1e9, near
-    )
+    same = keras.ops.logical_and(kind[:, None] == kind, keras.ops.logical_not(own))
+    near = keras.ops.where(same, -1e9, near)
     return -keras.ops.diagonal(keras.ops.log_softmax(near, axis=-1))
 
 

@@ -100,9 +100,7 @@ class SearchedLauncher(ProcessLauncher):
         super().start(spec, post)
 
 
-def test_no_process_file_or_log_of_a_run_shows_its_secrets(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_trace_of_a_run_shows_its_secrets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     traces = SecretSearch(tmp_path / "looked")
     config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True, tls=True)

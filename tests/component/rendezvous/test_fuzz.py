@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.protocol.messages import Heartbeat, Request
+from spark_elastic.protocol.messages import DriverRequest, Heartbeat
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.messages import REQUESTS, path_of
 from tests.component.rendezvous.driver_side import (
@@ -50,7 +50,7 @@ def asking(driver: Driver, caplog: pytest.LogCaptureFixture) -> Iterator[http.cl
 
 @pytest.mark.parametrize("request_class", REQUESTS, ids=path_of)
 def test_any_signed_request_is_answered(
-    asking: http.client.HTTPConnection, request_class: type[Request[Any]]
+    asking: http.client.HTTPConnection, request_class: type[DriverRequest[Any]]
 ) -> None:
     with_key(asking, request_class)()
 

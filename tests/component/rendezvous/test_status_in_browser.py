@@ -132,7 +132,7 @@ def screen(tmp_path: Path) -> Iterator[BrowserPage]:
 
 
 def test_the_page_at_four_moments_of_a_job(job: SimulatedTraining, url: str, screen: BrowserPage) -> None:
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.train(1, 40)
     screen.page.goto(url)
     screen.expect_texts("3 of 3", "running", "39 / 100")
@@ -175,7 +175,7 @@ def test_the_page_is_readable_in_any_scheme_width_and_number_of_workers(
     workers: int, width: int, scheme: str, screen: BrowserPage, tmp_path: Path
 ) -> None:
     job = SimulatedTraining(workers)
-    job.start(range(1, workers + 1))
+    job.begin(range(1, workers + 1))
     job.train(1, 40)
     job.lose_host(2, step=40, regroup=0.4)
     job.form()
@@ -209,7 +209,7 @@ def test_the_page_is_readable_in_any_scheme_width_and_number_of_workers(
 
 def test_a_notebooks_frame_shows_the_page_of_a_report(screen: BrowserPage) -> None:
     job = SimulatedTraining(3)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.train(1, 40)
     screen.page.set_content(f"<body>{job.result._repr_html_()}</body>")
     screen.page.frame_locator("iframe").get_by_text("rows/s").first.wait_for(timeout=SHOWN)
@@ -219,13 +219,13 @@ def test_a_notebooks_frame_shows_the_page_of_a_report(screen: BrowserPage) -> No
 def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
     job: SimulatedTraining, url: str, screen: BrowserPage
 ) -> None:
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     screen.page.set_content(f'<iframe src="{url}" width="900" height="700"></iframe>')
     screen.page.frame_locator("iframe").get_by_text("3 of 3").first.wait_for(timeout=SHOWN)
 
 
 def test_the_page_shows_that_the_server_is_gone(job: SimulatedTraining, screen: BrowserPage) -> None:
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     with serve_pages(job.history) as (server, status_app):
         screen.page.goto(status_app.url(server.url))
         screen.expect_texts("3 of 3")

@@ -72,11 +72,9 @@ class CountingCallback(Callback):
         self.steps, self.rows, self.losses = 0, 0, 0.0
 
     def on_step_end(self, training: Any, logs: Any) -> None:
-        self.steps, self.rows, self.losses = (
-            self.steps + 1,
-            self.rows + logs["rows"],
-            self.losses + logs["loss"],
-        )
+        self.steps += 1
+        self.rows += logs["rows"]
+        self.losses += logs["loss"]
 
     def on_epoch_end(self, training: Any, logs: Any) -> None:
         logs.update(counted=[self.steps, self.rows, self.losses])
@@ -153,11 +151,9 @@ def train_hooked_plain(
             loss.backward()
             optimizer.step()
             schedule.step()
-            steps, rows_seen, losses_seen = (
-                steps + 1,
-                rows_seen + len(rows),
-                losses_seen + float(loss.detach()),
-            )
+            steps += 1
+            rows_seen += len(rows)
+            losses_seen += float(loss.detach())
         with torch.no_grad():
             left, right = model(x)
         history.append({"val_hits_y": float(score_hits(left, y)), "counted": [steps, rows_seen, losses_seen]})

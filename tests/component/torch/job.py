@@ -199,14 +199,8 @@ def train_elastic(
     """The final weights and what the launch returned."""
     config = ElasticConfig(keep_commits=keep_commits)
     launcher = launcher_for(job.task(store, manifest, ledger))
-    limits = Limits(
-        job.workers,
-        1,
-        job.workers,
-        gather_timeout=60.0,
-        lease=lease,
-        max_global_batch=job.batch_size * job.workers,
-    )
+    batch = job.batch_size * job.workers
+    limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=lease, max_global_batch=batch)
     watch = discovery or CombinedDiscovery()
     with keep_journal(config) as (config, _):
         result = supervise(launcher, watch, DriverOptions(run=run), limits, config, "test", follower)

@@ -148,9 +148,7 @@ DOCUMENTS: dict[str, Callable[[RunInStore], None]] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_p7_a_document_that_was_changed_anywhere_is_read_or_refused_in_a_sentence(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p7_a_changed_document_is_read_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "SILENT_AFTER", 0.0)
     # Whoever alters a manifest can make its hash right.
     monkeypatch.setattr(Manifest, "hash", "right")

@@ -15,7 +15,8 @@ from elastic_collectives import MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.elastic_loop import choose_source, elastic
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, ObjectState, State
-from spark_elastic.protocol.types import START, Fence, HostUpdateResult, Phase, Position, World, WorldView
+from spark_elastic.protocol.types import START, HostUpdateResult, Phase, Position, WorldView
+from tests.unit.protocol.driver_bench import make_world
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 from tests.unit.state.weights import Weights, WeightsState
 
@@ -299,12 +300,7 @@ def test_one_state_may_be_trained_in_two_parts() -> None:
 
 
 def _world(*positions: Position | None) -> WorldView:
-    from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
-
-    places = [ChosenWorker(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
-    view = World(Fence(1, 2), assign_ranks(places), find_source(places), "").view_of(places[0].worker)
-    assert view is not None
-    return view
+    return make_world(2, {f"w{i}": position for i, position in enumerate(positions)}).view_of("w0")
 
 
 def at(commits: int) -> Position:

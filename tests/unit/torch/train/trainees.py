@@ -12,7 +12,7 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
@@ -65,18 +65,16 @@ class TrainedModel:
         """
         self.labels = (Y,) * labels
         self.model = copy.deepcopy(model)
-        self.state = TorchTrainingState(
-            self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
-        )
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
+        self.state = TorchTrainingState(self.model, optimizer)
         self.exchange = GradientExchange(
             self.model.named_parameters(),
             ExchangeOptions() if one_bucket else ExchangeOptions(bucket_bytes=64),
             count_message_bytes=count_summary_bytes if one_bucket else None,
         )
         self.ledger = Order()
-        objective = (
-            loss if hasattr(loss, "begin") else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        )
+        is_whole = hasattr(loss, "begin")
+        objective = loss if is_whole else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
         config = FitConfig(
             feature_cols=("x",),
             label_cols=("y", "z")[:labels],
@@ -105,9 +103,8 @@ class TrainedModel:
         """weights: of all rows."""
         part = slice(rows.start, rows.stop)
         own = None if weights is None else weights[part]
-        share = LocalBatch(
-            ROWS, np.arange(rows.start, rows.stop), (X[part],), tuple(y[part] for y in self.labels), own
-        )
+        labels = tuple(y[part] for y in self.labels)
+        share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), labels, own)
         return self.taker.run(share, StepCall(group, MembershipVersion(), then))
 
 

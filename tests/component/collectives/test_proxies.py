@@ -1,5 +1,5 @@
-"""A state that takes longer than the timeout comes through nevertheless: no wait is for more than a part of it. And a
-connection that nobody needed yet may break."""
+"""What the network between two ranks may do: be slow, so that a state takes longer than the timeout, break a connection
+that nobody needed yet, listen, and change what it carries, in the clear and inside TLS."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from elastic_collectives import Endpoint, Group, connect, engine
+from elastic_collectives import CollectiveError, Endpoint, Group, connect, engine
 
 pytestmark = pytest.mark.native
 
 RATE = 10_000_000  # bytes per second
 STATE = 30_000_000  # bytes
+PATTERN = b"a gradient that nobody else should see; "
+KEY = b"key"
 TIMEOUT = 0.5  # seconds, and two more while the peer is alive
 
 
@@ -99,7 +101,7 @@ def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None,
     """`work` on every rank, where rank 0 reaches the last one at RATE; the seconds it took."""
     with ExitStack() as stack:
         ends = [stack.enter_context(Endpoint(b"key")) for _ in range(size)]
-        road = stack.enter_context(open_slow_proxy(ends[-1].address, broken))
+        road = stack.enter_context(open_proxy(ends[-1].address, delay, broken))
         addresses = [end.address.encode() for end in ends]
         all_through = threading.Barrier(size)
 
@@ -118,31 +120,87 @@ def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None,
 
 
 @contextmanager
-def open_slow_proxy(to: str, broken: int) -> Iterator[str]:
-    """An address that leads to another one, at RATE; so many connections are closed before one is forwarded."""
+def open_proxy(to: str, carry: Callable[[bytes], bytes], broken: int = 0) -> Iterator[str]:
+    """An address that leads to another one. carry: returns what arrives of a piece of data. broken: so many connections
+    are closed before one is forwarded."""
     host, port = to.rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as door:
         door.settimeout(20.0)
         with ThreadPoolExecutor(3) as pool:
-            pool.submit(_forward, door, (host, int(port)), pool, broken)
+            pool.submit(_forward, door, (host, int(port)), pool, carry, broken)
             yield f"127.0.0.1:{door.getsockname()[1]}"
 
 
-def _forward(door: socket.socket, to: tuple[str, int], pool: ThreadPoolExecutor, broken: int) -> None:
+def _forward(
+    door: socket.socket,
+    to: tuple[str, int],
+    pool: ThreadPoolExecutor,
+    carry: Callable[[bytes], bytes],
+    broken: int,
+) -> None:
     for _ in range(broken):
         door.accept()[0].close()
     dialler, _ = door.accept()
     with dialler, socket.create_connection(to) as acceptor:
-        back = pool.submit(_carry, acceptor, dialler)
-        _carry(dialler, acceptor)
+        back = pool.submit(_carry, acceptor, dialler, carry)
+        _carry(dialler, acceptor, carry)
         back.result()
 
 
-def _carry(source: socket.socket, to: socket.socket) -> None:
+def _carry(source: socket.socket, to: socket.socket, carry: Callable[[bytes], bytes]) -> None:
     try:
         while some := source.recv(1 << 16):
-            time.sleep(len(some) / RATE)
-            to.sendall(some)
+            to.sendall(carry(some))
         to.shutdown(socket.SHUT_WR)
     except OSError:
         """One side has gone."""
+
+
+def delay(data: bytes) -> bytes:
+    time.sleep(len(data) / RATE)
+    return data
+
+
+class Eavesdropper:
+    """Remembers what goes by, and changes it once told to."""
+
+    def __init__(self) -> None:
+        self.heard, self.changes = bytearray(), threading.Event()
+
+    def __call__(self, data: bytes) -> bytes:
+        self.heard += data
+        return bytes([*data[:-1], data[-1] ^ 1]) if self.changes.is_set() else data
+
+
+@contextmanager
+def _ranks(encrypted: bool) -> Iterator[tuple[Eavesdropper, Group, Group]]:
+    between = Eavesdropper()
+    with Endpoint(KEY, encrypted=encrypted) as first, Endpoint(KEY, encrypted=encrypted) as second:
+        with open_proxy(second.address, between) as road:
+            blobs = [first.address.encode(), road.encode()]
+            with connect(first, 0, 2, (1, 1), lambda own: blobs, 20.0) as low:
+                with connect(second, 1, 2, (1, 1), lambda own: blobs, 20.0) as high:
+                    yield between, low, high
+
+
+def _share(group: Group) -> bytes:
+    data = np.frombuffer(bytearray(PATTERN * 1000 if group.rank == 0 else len(PATTERN) * 1000), np.uint8)
+    group.broadcast(data, 0)
+    return data.tobytes()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_p6_an_eavesdropper_reads_no_data(encrypted: bool) -> None:
+    with _ranks(encrypted) as (between, low, high), ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(_share, (low, high))) == [PATTERN * 1000] * 2
+        assert (PATTERN in between.heard) is not encrypted
+
+
+def test_p6_data_that_is_changed_in_transit_breaks_the_group() -> None:
+    with _ranks(encrypted=True) as (between, low, high), ThreadPoolExecutor(2) as threads:
+        list(threads.map(_share, (low, high)))
+        between.changes.set()
+        ends = [threads.submit(_share, group) for group in (low, high)]
+        errors = [end.exception() for end in ends]
+        assert isinstance(errors[1], CollectiveError)
+        assert "changed on the way" in str(errors[1])

@@ -1,14 +1,18 @@
-"""The gradients of virtual shares are added to those of the shares before, in the order of `share_tree`.
+"""The gradients of virtual shares are added to those of the shares before, in the order of a tree.
 
 They are taken from the parameters until `finish`. What no rank has counts as zero, and no number is ever -0.0: so x + 0
 is x, and a rank may leave out a gradient that it does not have. Of sparse gradients the rows of all shares are listed
 in their order, and added once all ranks have them.
-"""
+
+In the tree a node is a range of shares; its left half is the largest power of two that leaves something for the right
+half. A rank owns neighbouring shares and adds up the subtrees that lie in them; the rest is added in slots. A slot gets
+at most two numbers that are not zero, so that its sum has the same bits in whatever order the collective adds, and
+every rank adds the slots by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,25 +20,93 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.bucket_memory import BucketMemory, Views, cut_views
 from spark_elastic.gradients.buckets import Bucket
-from spark_elastic.gradients.layout import GradientLayout
-from spark_elastic.gradients.modes.host import HostMode
-from spark_elastic.gradients.modes.local import Flags
-from spark_elastic.gradients.share_tree import plan_shares
+from spark_elastic.gradients.layout import BucketMemory, GradientLayout, Views, cut_views
+from spark_elastic.gradients.modes import HostMode
 from spark_elastic.gradients.step_reducer import coalesce_rows
+from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
+
+Node = tuple[int, int]  # shares `first ... behind the last`
+
+
+@dataclass(frozen=True)
+class ShareTree:
+    """What one rank adds, and where: its own shares on a stack, and then the slots of all ranks."""
+
+    additions: tuple[int, ...]  # by own share: additions of the stack's two upmost entries once it lies there
+    slots: tuple[int, ...]  # by entry that is left on the stack: the slot that it goes to
+    depth: int  # most entries on the stack, the share that is added to the one below it left out
+    slot_count: int  # slots over all ranks
+    # Of slots (into, from), in their order; the sum ends in slot 0.
+    slot_additions: tuple[tuple[int, int], ...]
+
+
+def plan_shares(division: Division, rank: int) -> ShareTree:
+    """The tree of the virtual shares of a step as `rank` sees it. division: gives each rank at least one of them."""
+    shares, (first, past) = division.cuts[-1], division.get_rank_parts(rank)
+    parents = _find_parents(0, shares)
+    stack: list[Node] = []
+    additions, depth = [], 1
+    for share in range(first, past):
+        stack.append((share, share + 1))
+        count = 0
+        while len(stack) > 1 and parents[stack[-2]] == parents[stack[-1]]:
+            upper = stack.pop()
+            stack[-1] = (stack[-1][0], upper[1])
+            count += 1
+        additions.append(count)
+        depth = max(depth, len(stack))
+    parts = [division.get_rank_parts(member) for member in range(division.size)]
+    owned = {node for low, high in parts for node in _list_inside(0, shares, low, high)}
+    slots: list[Node] = []
+    slot_additions: list[tuple[int, int]] = []
+    _add_slots((0, shares), owned, slots, slot_additions)
+    left = tuple(next(i for i, (a, b) in enumerate(slots) if a <= node[0] and node[1] <= b) for node in stack)
+    return ShareTree(tuple(additions), left, depth, len(slots), tuple(slot_additions))
+
+
+def _halve(first: int, past: int) -> tuple[Node, Node]:
+    middle = first + (1 << (past - first - 1).bit_length() - 1)
+    return (first, middle), (middle, past)
+
+
+def _find_parents(first: int, past: int) -> dict[Node, Node | None]:
+    parents: dict[Node, Node | None] = {(first, past): None}
+    for node in _halve(first, past) if past - first > 1 else ():
+        parents |= _find_parents(*node)
+        parents[node] = (first, past)
+    return parents
+
+
+def _list_inside(first: int, past: int, low: int, high: int) -> list[Node]:
+    """The largest nodes of a subtree that lie in `low ... high`, in order."""
+    if low <= first and past <= high:
+        return [(first, past)]
+    if past <= low or high <= first:
+        return []
+    return [inside for node in _halve(first, past) for inside in _list_inside(*node, low, high)]
+
+
+def _add_slots(node: Node, owned: set[Node], slots: list[Node], additions: list[tuple[int, int]]) -> int:
+    """Add the slots of a subtree and their additions. Returns the slot in which its sum ends."""
+    halves = () if node in owned else _halve(*node)
+    if all(half in owned for half in halves):
+        slots.append(node)
+        return len(slots) - 1
+    into, source = (_add_slots(half, owned, slots, additions) for half in halves)
+    additions.append((into, source))
+    return into
+
 
 Observe = Callable[[int, torch.Tensor | None], None]
 
 
 class ShareBuckets(BucketMemory):
-    """Buckets with several slots; the sum ends in the first one, where `views` are.
-
-    A step: `begin`, then for each share `begin_share` and one `add` for each parameter of a bucket; then `combine` once
-    the slots are summed over all ranks.
-    """
+    """Buckets with several slots; the sum ends in the first one, where `views` are. A step: `begin`, then for each
+    share `begin_share` and one `add` for each parameter of a bucket; then `combine` once the slots are summed over all
+    ranks."""
 
     def __init__(
         self,
@@ -43,11 +115,9 @@ class ShareBuckets(BucketMemory):
         group: Group | None,
         division: Division,
     ) -> None:
-        """division: of the virtual shares of a step among the ranks of the group."""
         self._tree = tree = plan_shares(division, 0 if group is None else group.rank)
-        super().__init__(
-            parameters, [replace(each, numel=each.numel * tree.slot_count) for each in buckets], group
-        )
+        wide = [replace(bucket, numel=bucket.numel * tree.slot_count) for bucket in buckets]
+        super().__init__(parameters, wide, group)
         self.share_count = len(tree.additions)  # shares of this rank
         self._numels = [bucket.numel for bucket in buckets]
 
@@ -65,7 +135,6 @@ class ShareBuckets(BucketMemory):
         self._begun, self._height = 0, 0
 
     def begin(self) -> None:
-        """Begin a step."""
         self._begun, self._height = 0, 0
         for number, numel in enumerate(self._numels):
             for slot in self._others:
@@ -126,7 +195,8 @@ class ShareMode(HostMode):
         self._shares.begin()
 
     def begin_share(self, passes: int | None, observe: Observe | None) -> None:
-        """See `GradientExchange.begin_share`."""
+        """Begin this rank's next virtual share. passes: backward passes until `end_share`; None: as given when the step
+        began. observe: called with the number of each parameter and its gradient of the share."""
         self._shares_left -= 1
         self.in_share, self._observe = True, observe
         self._arrivals = [0] * len(self._arrivals)
@@ -139,7 +209,7 @@ class ShareMode(HostMode):
             self._add(index)
 
     def end_share(self) -> None:
-        """End the share: add the gradients that not all passes brought."""
+        """End it: add the gradients that not all passes brought, and launch the buckets that are complete."""
         for index, arrivals in enumerate(self._arrivals):
             if arrivals < self._passes or not arrivals:
                 self._add(index)
@@ -168,7 +238,6 @@ class ShareMode(HostMode):
         """Gradients do not outlive their step."""
 
     def _add(self, index: int) -> None:
-        """Add the parameter's gradient of the share to those of the shares before."""
         parameter = self.layout.parameters[index]
         gradient = parameter.grad
         if self._observe is not None:
