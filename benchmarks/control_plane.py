@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
+from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
@@ -98,8 +98,8 @@ def drive(pipe: Connection, size: int) -> None:
         ServerCallbacks(post, lambda lines: None, heartbeat_interval=partial(heartbeat_interval, LEASE)),
         clock,
     ) as server:
-        effects = CommandExecutor(server, NoLauncher(), lambda kept: None)
-        loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.execute, clock, Journal())
+        effects = partial(execute, server, NoLauncher(), lambda kept: None)
+        loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
         loop.start()
         pipe.send(server.address)
         while pipe.recv() == "cpu":

@@ -6,8 +6,11 @@ files.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Protocol
+
+LONGEST_PAUSE = 5.0  # seconds of a pause, or of a jump, that a `RunningClock` counts
 
 
 class Clock(Protocol):
@@ -37,6 +40,31 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+class RunningClock:
+    """A clock that stands still while its process does not run, or when the machine's clock jumps: what became due
+    meanwhile is not overdue. Its owner reads it many times a second.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # owns the fields below
+        self._newest = clock.now()
+        self._skipped = 0.0  # seconds
+
+    def now(self) -> float:
+        with self._lock:
+            now = self._clock.now()
+            passed, self._newest = now - self._newest, now
+            self._skipped += passed - min(max(0.0, passed), LONGEST_PAUSE)
+            return now - self._skipped
+
+    def wall(self) -> float:
+        return self._clock.wall()
+
+    def sleep(self, seconds: float) -> None:
+        self._clock.sleep(seconds)
 
 
 def read_thread_seconds() -> float:

@@ -22,9 +22,24 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import Array, WaitObserver
-from elastic_collectives.operands import validate_members
-from tests.gathering import GatheringGroup
+from elastic_collectives.group import Group, WaitObserver
+from elastic_collectives.operands import (
+    Array,
+    Reduction,
+    apply_scale,
+    as_array,
+    as_reduction,
+    as_result,
+    as_rows,
+    divide_evenly,
+    narrow,
+    split,
+    validate_members,
+    validate_root,
+    validate_splits,
+    widen,
+)
+from tests.reductions import reduce_parts
 
 TICK = 0.05  # seconds between two checks for missing ranks
 WATCH_DELAY = 2.0  # seconds of waiting before the observer is called
@@ -60,12 +75,8 @@ class FakeFabric:
         self._changed = threading.Condition()
         self._meetings: list[_Collective] = []
         self._failure: CollectiveError | None = None
-        self._left: dict[
-            int, CollectiveError
-        ] = {}  # closed or killed ranks, with the error that their own calls raise
-        self._limits: dict[
-            int, tuple[float | None, float]
-        ] = {}  # by rank: seconds, and the time from which they count
+        self._left: dict[int, CollectiveError] = {}  # closed or killed ranks, with what their own calls raise
+        self._limits: dict[int, tuple[float | None, float]] = {}  # by rank: seconds, counted from a time
         self._watches: dict[int, WaitObserver | None] = {}
         self._scheduled_faults: dict[tuple[int, int], Callable[[], None]] = {}
         self._subgroups: dict[int, tuple[list[int], FakeFabric]] = {}
@@ -118,11 +129,9 @@ class FakeFabric:
                 fabric = FakeFabric(len(members), self.fence, self.timeout, among)
                 self._subgroups[channel] = members, fabric
                 fabric._failure = self._failure and _translate_ranks(members, self._failure)
-                fabric._left = {
-                    members.index(r): _translate_ranks(members, why)
-                    for r, why in self._left.items()
-                    if r in members
-                }
+                for rank, why in self._left.items():
+                    if rank in members:
+                        fabric._left[members.index(rank)] = _translate_ranks(members, why)
                 return fabric
         if known[0] != members:
             raise ValueError(f"channel {channel} is one of ranks {known[0]}, and not of {members}.")
@@ -194,8 +203,8 @@ class FakeFabric:
         return [meeting.parts[rank] for rank in range(self.size)]
 
 
-class FakeGroup(GatheringGroup):
-    """One rank's `Group`."""
+class FakeGroup(Group):
+    """One rank's `Group`: all collectives are built on one, in which each passes an array and gets those of all."""
 
     def __init__(self, fabric: FakeFabric, rank: int) -> None:
         self._fabric = fabric
@@ -226,7 +235,88 @@ class FakeGroup(GatheringGroup):
     def close(self) -> None:
         self._fabric.leave(self.rank, GroupAborted((), f"rank {self.rank}: the group is closed"))
 
+    def reducescatter(
+        self,
+        array: Any,
+        op: str = "sum",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        view = as_rows(array)
+        reduction = as_reduction(view, op, dtype, weight, scale, compression)
+        if op == "adasum":
+            raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
+        parts = split(self._reduce("reducescatter", reduction), divide_evenly(len(view), self.size))
+        return _place(parts[self.rank], out)
+
+    def broadcast(self, array: Any, root: int) -> None:
+        view = as_array(array, writable=self.rank != root)
+        validate_root(root, self.size)
+        parts = self._exchange_parts(("broadcast", view.nbytes, view.dtype.str, root), view)
+        if self.rank != root:
+            view.reshape(-1).view(np.uint8)[:] = parts[root].reshape(-1).view(np.uint8)
+
+    def allgather(self, array: Any, out: Array | None = None) -> Array:
+        view = as_array(array, writable=False)
+        return _place(np.stack(self._exchange_parts(("allgather", view.shape, view.dtype.str), view)), out)
+
+    def allgatherv(self, array: Any) -> list[Array]:
+        view = as_rows(array)
+        parts = self._exchange_parts(("allgatherv", view.shape[1:], view.dtype.str), view)
+        return [part.copy() for part in parts]
+
+    def alltoall(
+        self,
+        array: Any,
+        splits: Sequence[int] | None = None,
+        out: Array | None = None,
+        incoming: Sequence[int] | None = None,
+    ) -> tuple[Array, list[int]]:
+        view = as_rows(array)
+        outgoing = validate_splits(len(view), splits, self.size)
+        told = np.array([outgoing, incoming or [-1] * self.size])
+        both = np.stack(self._exchange_parts(("splits", view.shape[1:], view.dtype.str), told))
+        lengths, expected = both[:, 0], both[:, 1]
+        for receiver, sender in np.argwhere((expected >= 0) & (expected != lengths.T)).tolist():
+            what = f"{lengths[sender, receiver]} rows to rank {receiver}"
+            reason = f"rank {sender} sends {what}, which expects {expected[receiver, sender]}"
+            self.abort(reason)
+            raise MismatchError((receiver, sender), reason)
+        counts: list[int] = lengths[:, self.rank].tolist()
+        parts = self._exchange_parts(("alltoall", view.shape[1:], view.dtype.str), view)
+        mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
+        return _place(np.concatenate(mine), out), counts
+
+    def alltoall_arrays(self, arrays: Sequence[Array], out: Sequence[Array]) -> None:
+        lengths = [array.size for array in out]
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
+        received, _ = self.alltoall(flat, [array.size for array in arrays], incoming=lengths)
+        for target, part in zip(out, split(received, lengths), strict=True):
+            target[...] = part.reshape(target.shape)
+
+    def barrier(self) -> None:
+        self._exchange_parts(("barrier",), np.empty(0))
+
+    def _allreduce(self, reduction: Reduction) -> None:
+        reduction.array[...] = self._reduce("allreduce", reduction)
+
+    def _reduce(self, kind: str, reduction: Reduction) -> Array:
+        reduction = self._resolve_weight(reduction)
+        view, dtype = reduction.array, reduction.dtype
+        own = np.zeros_like(view) if reduction.is_ignored else view
+        own = narrow(apply_scale(widen(own, dtype), reduction.before), dtype)
+        # The name tells 16-bit floats apart: numpy holds bfloat16 as uint16.
+        wire = dtype if reduction.wire == "plain" else reduction.wire
+        call = (kind, reduction.shapes, dtype, reduction.op, wire, reduction.algorithm)
+        parts = self._exchange_parts(call, own if wire == dtype else narrow(own, wire))
+        result = reduce_parts(parts, wire, reduction.op, reduction.after)
+        return result if wire == dtype else widen(result, wire)
+
     def _exchange_parts(self, call: tuple[Any, ...], part: Array) -> list[Array]:
+        """call: must be equal on all ranks. part: may differ between ranks in its first dimension."""
         self._calls += 1
         return self._fabric.exchange_parts(self.rank, self._calls, call, part)
 
@@ -234,3 +324,12 @@ class FakeGroup(GatheringGroup):
 def _translate_ranks(members: Sequence[int], error: CollectiveError) -> CollectiveError:
     """Translate the whole group's error to the rank numbers of a subgroup; ranks outside of it are dropped."""
     return type(error)([members.index(rank) for rank in error.ranks if rank in members], error.reason)
+
+
+def _place(result: Array, out: Array | None) -> Array:
+    """The result itself, or `out` with its values."""
+    if out is None:
+        return result
+    target = as_result(out, result.shape, result.dtype)
+    target[...] = result
+    return target

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_collectives.arithmetic import apply_scale, narrow, widen
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array, apply_scale, narrow, widen
 
 _FOLDS: dict[str, np.ufunc] = {
     "sum": np.add,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,18 +13,10 @@ from tests.sources import PACKAGES
 
 
 def assert_runs(program: str) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-    )
+    paths = os.pathsep.join(map(str, PACKAGES.values()))
+    environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100, "env": environment}
+    done = subprocess.run([sys.executable, "-c", program], check=False, **how)
     assert done.returncode == 0, done.stderr
 
 
@@ -33,10 +26,8 @@ def assert_runs(program: str) -> None:
     [
         ("torch", {"tensorflow", "keras"}),
         ("tensorflow", {"torch"}),
-        (
-            "keras",
-            {"torch", "elastic_collectives", "spark_elastic.worker"},
-        ),  # fitted models have modules in it
+        # Fitted models have modules in it.
+        ("keras", {"torch", "elastic_collectives", "spark_elastic.worker"}),
     ],
 )
 def test_each_framework_half_imports_only_its_framework(imported: str, absent: set[str]) -> None:

@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import _engine
+from elastic_collectives._engine import await_exit as await_exit
+from elastic_collectives._engine import is_exiting as is_exiting
 from elastic_collectives.errors import raise_by_cause, refuse_forks
-from elastic_collectives.group import Array, Group, WaitObserver
+from elastic_collectives.group import Closing, Group, WaitObserver
 from elastic_collectives.operands import (
+    Array,
     Reduction,
+    Shape,
     as_array,
     as_reduction,
     as_result,
@@ -28,7 +32,6 @@ from elastic_collectives.operands import (
     validate_root,
     validate_splits,
 )
-from elastic_collectives.reducing import Closing, ReducingGroup
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Publishes this rank's blob and returns the blobs of all ranks, in rank order; may raise."""
@@ -47,25 +50,6 @@ log = logging.getLogger("elastic_collectives")
 def _warn_once(text: str) -> None:
     """Log each sentence once per process, although every generation may repeat it."""
     log.warning("%s", text)
-
-
-def await_exit(pid: int, period: float) -> bool:
-    """Wait until another process of this host exits, before the kernel has freed its memory and reports its end.
-
-    Blocks without the interpreter's lock.
-
-    Args:
-        period: seconds between two looks, each of which takes some 0.03 ms.
-
-    Returns:
-        False at once if it cannot be watched, as on a Linux before 5.3.
-    """
-    return _engine.await_exit(pid, period)
-
-
-def is_exiting(pid: int) -> bool:
-    """Whether all threads of a process exit, have exited, or must exit next, as after SIGKILL."""
-    return _engine.is_exiting(pid)
 
 
 _engine.set_error_raiser(raise_by_cause)
@@ -169,9 +153,8 @@ class _GroupSpec:
     fence: tuple[int, int]  # (attempt, generation)
     timeout: float  # seconds that one wait for a peer may last
     local: list[int]  # ranks on this rank's host; empty: sockets only
-    find_addresses: (
-        FindAddresses | None
-    )  # of those that are empty among `peers`, by their number in that group
+    # Of ranks whose address is empty among `peers`, by their numbers among `members`.
+    find_addresses: FindAddresses | None
     channel: int = 0  # 0 for the group of all ranks, otherwise the subgroup's number
 
     def build_native(self, rank: int) -> _engine.Group:
@@ -189,7 +172,7 @@ class _GroupSpec:
         return replace(self, peers=peers, members=members, local=local, channel=channel)
 
 
-class EngineGroup(ReducingGroup):
+class EngineGroup(Group):
     """`Group` over the native engine. With a single rank every collective is the identity and uses no socket."""
 
     def __init__(self, spec: _GroupSpec, rank: int) -> None:
@@ -290,15 +273,14 @@ class EngineGroup(ReducingGroup):
         if self._is_single():
             came[0][...] = sent[0]
         else:
-            self._native.alltoall(
-                sent, came, signature(*sorted({array.dtype.str for array in arrays})), False
-            )
+            same = signature(*sorted({array.dtype.str for array in arrays}))
+            self._native.alltoall(sent, came, same, False)
 
     def _exchange_counts(self, outgoing: Sequence[int], same: int) -> list[int]:
         """Tell each rank how many rows it will get; returns how many each rank will send."""
-        incoming, each = np.empty(self.size, np.int64), [1] * self.size
-        sent = _cut(np.array(outgoing, np.int64), each, 8)
-        self._native.alltoall(sent, _cut(incoming, each, 8), same, True)
+        incoming, ones = np.empty(self.size, np.int64), [1] * self.size
+        sent = _cut(np.array(outgoing, np.int64), ones, 8)
+        self._native.alltoall(sent, _cut(incoming, ones, 8), same, True)
         counts: list[int] = incoming.tolist()
         return counts
 
@@ -383,34 +365,20 @@ def _as_bytes(view: Array) -> Array:
     return view.reshape(-1).view(np.uint8)
 
 
-def _to_native(reduction: Reduction) -> _engine.Reduction:
-    return _native_reduction(
-        reduction.dtype,
-        reduction.op,
-        reduction.wire,
-        reduction.algorithm,
-        reduction.before,
-        reduction.after,
-        reduction.shapes,
-    )
+def _to_native(r: Reduction) -> _engine.Reduction:
+    return _native_reduction(r.dtype, r.op, r.wire, r.algorithm, r.before, r.after, r.shapes)
 
 
 @lru_cache(maxsize=1024)  # every step reduces the same shapes
 def _native_reduction(
-    dtype: str,
-    op: str,
-    wire: str,
-    algorithm: str,
-    before: float,
-    after: float,
-    shapes: tuple[tuple[int, ...], ...],
+    dtype: str, op: str, wire: str, algorithm: str, before: float, after: float, shapes: tuple[Shape, ...]
 ) -> _engine.Reduction:
     return _engine.Reduction(
-        type=getattr(_engine.DataType, dtype),
-        op=getattr(_engine.ReduceOp, op),
-        wire=getattr(_engine.Wire, wire),
-        algorithm=getattr(_engine.Algorithm, algorithm),
-        before=before,
-        after=after,
-        shape=signature(*shapes),
+        getattr(_engine.DataType, dtype),
+        getattr(_engine.ReduceOp, op),
+        getattr(_engine.Wire, wire),
+        getattr(_engine.Algorithm, algorithm),
+        before,
+        after,
+        signature(*shapes),
     )

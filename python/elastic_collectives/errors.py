@@ -19,10 +19,8 @@ E = TypeVar("E", bound="CollectiveError")
 
 
 class CollectiveError(RuntimeError):
-    """The group failed and cannot be used again. `ranks`: those at fault, as far as known; `reason`: one sentence.
-
-    A message or an error may be passed alone: programs written for Horovod raise it so, to have their state restored.
-    """
+    """The group failed and cannot be used again. `ranks`: those at fault, as far as known; `reason`: one sentence. A
+    message or an error may be passed alone: programs written for Horovod raise it so, to have their state restored."""
 
     def __init__(self, ranks: Sequence[int] | str | Exception = (), reason: str = "") -> None:
         if isinstance(ranks, str | Exception):
@@ -33,10 +31,8 @@ class CollectiveError(RuntimeError):
 
     def to_world_ranks(self: E, members: Sequence[int]) -> E:
         """The error of a subgroup with the rank numbers of the whole world: always another one, which may be kept. By
-        the frames of this one, the program's variables would live on in the next world.
-
-        members: `Group.members` of the subgroup.
-        """
+        the frames of this one, the program's variables would live on in the next world. members: `Group.members` of the
+        subgroup."""
         if list(members) == list(range(len(members))):
             return type(self)(self.ranks, self.reason)
         listed = ", ".join(map(str, members))

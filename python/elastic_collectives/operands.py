@@ -1,7 +1,7 @@
-"""Validates the arrays and arguments of collectives before anything is sent, for every implementation of `Group`.
+"""The arrays and arguments of collectives: checked before anything is sent, and 16-bit numbers in plain numpy.
 
-Pure. An invalid argument raises a ValueError that says what to change; the group stays usable.
-"""
+Pure. An invalid argument raises a ValueError that says what to change; the group stays usable. bfloat16 is stored as
+uint16."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from elastic_collectives.group import Array
-
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = ("bool", *INTEGERS, *FLOATS)
@@ -32,8 +33,7 @@ class Reduction:
     array: Array  # the operand, C-contiguous
     dtype: str  # one of DTYPES: the array's own dtype, or bfloat16 stored as uint16
     op: str  # one of OPS
-    # Shape of the array, or the shapes of the arrays that were fused into it.
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]  # that of the array, or those of the arrays that were fused into it
     algorithm: str = "auto"  # one of ALGORITHMS
     weight: float | None = None  # this rank's weight in an average; None: all ranks weigh the same
     before: float = 1.0  # factor on the operand of this rank
@@ -57,11 +57,8 @@ def signature(*parts: object) -> int:
 
 
 def as_array(data: Any, writable: bool) -> Array:
-    """A numpy view of `data`, never a copy.
-
-    Raises:
-        ValueError: it is not C-contiguous, or read-only where it must be written.
-    """
+    """A numpy view of `data`, never a copy. Raises ValueError if it is not C-contiguous, or read-only where it must be
+    written."""
     array = data if isinstance(data, np.ndarray) else np.asarray(data)
     if not array.flags.c_contiguous:
         raise ValueError("collectives take C-contiguous arrays; use numpy.ascontiguousarray first.")
@@ -70,12 +67,9 @@ def as_array(data: Any, writable: bool) -> Array:
     return array
 
 
-def as_result(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """The array that receives a result: `out`, or a new one.
-
-    Raises:
-        ValueError: `out` has another shape or dtype, is not C-contiguous, or is read-only.
-    """
+def as_result(out: Array | None, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """The array that receives a result: `out`, or a new one. Raises ValueError if `out` has another shape or dtype, is
+    not C-contiguous, or is read-only."""
     if out is None:
         return np.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
@@ -86,11 +80,8 @@ def as_result(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -
 
 
 def as_rows(data: Any) -> Array:
-    """A numpy view of an array that the collective splits along its first dimension.
-
-    Raises:
-        ValueError: it has none, or is not C-contiguous.
-    """
+    """A numpy view of an array that the collective splits along its first dimension. Raises ValueError if it has none,
+    or is not C-contiguous."""
     array = as_array(data, writable=False)
     if array.ndim == 0:
         raise ValueError("this collective cuts its array along the first dimension; a scalar has none.")
@@ -106,11 +97,7 @@ def as_reduction(
     compression: str | None,
     algorithm: str = "auto",
 ) -> Reduction:
-    """Validate the arguments of a reduction.
-
-    Raises:
-        ValueError: names the invalid argument.
-    """
+    """Validate the arguments of a reduction. Raises a ValueError that names the invalid one."""
     name = _dtype_name(array, dtype)
     if op not in OPS or algorithm not in ALGORITHMS:
         raise ValueError(
@@ -174,11 +161,8 @@ def validate_root(root: int, size: int) -> None:
 
 
 def validate_members(channel: int, ranks: Sequence[int] | None, rank: int, size: int) -> list[int]:
-    """Return the ranks of a subgroup in order; all ranks if `ranks` is None.
-
-    Raises:
-        ValueError: they do not form a group that includes `rank`, or the channel is that of the whole group.
-    """
+    """Return the ranks of a subgroup in order; all ranks if `ranks` is None. Raises ValueError if they do not form a
+    group that includes `rank`, or the channel is that of the whole group."""
     members = list(range(size)) if ranks is None else list(ranks)
     if sorted(set(members)) != members or not members or members[0] < 0 or members[-1] >= size:
         raise ValueError(f"ranks of a subgroup must be in [0, {size}), ascending; got {members}.")
@@ -190,11 +174,8 @@ def validate_members(channel: int, ranks: Sequence[int] | None, rank: int, size:
 
 
 def validate_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Return how many of `rows` go to each of `size` ranks.
-
-    Raises:
-        ValueError: `splits` do not fit, or are None and `rows` cannot be shared evenly.
-    """
+    """Return how many of `rows` go to each of `size` ranks. Raises ValueError if `splits` do not fit, or are None and
+    `rows` cannot be shared evenly."""
     if splits is None:
         if rows % size:
             raise ValueError(f"{rows} rows cannot be shared evenly by {size} ranks; pass splits.")
@@ -215,3 +196,32 @@ def split(gathered: Array, lengths: Sequence[int]) -> list[Array]:
     """Split the first dimension into parts of these lengths."""
     ends = np.cumsum(lengths)
     return [gathered[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def widen(array: Array, dtype: str) -> Array:
+    """Convert 16-bit floats to float32; return any other array itself."""
+    if dtype == "bfloat16":
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32) if dtype == "float16" else array
+
+
+def narrow(array: Array, dtype: str) -> Array:
+    """Round float32 to a 16-bit float dtype (bfloat16 as uint16), to nearest even; return other dtypes unchanged."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return array.astype(np.float16)
+    if dtype != "bfloat16":
+        return array
+    bits = array.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(array), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def apply_scale(array: Array, factor: float) -> Array:
+    """Return array * factor; integers are truncated towards zero."""
+    if factor == 1.0:
+        return array
+    if array.dtype.kind not in "iu":
+        return np.asarray(array.astype(np.float64) * factor).astype(array.dtype)
+    limits = np.iinfo(array.dtype)
+    return np.clip(np.trunc(array * factor), limits.min, limits.max).astype(array.dtype)

@@ -30,10 +30,9 @@ from spark_elastic.driver.discovery import FixedHosts, HostPoller, ScriptFinder,
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
-from spark_elastic.monitoring.console import LineRateLimiter
+from spark_elastic.monitoring.console import FileListener, LineRateLimiter
 from spark_elastic.monitoring.listener import close_within_deadline
-from spark_elastic.monitoring.log_files import FileListener
-from spark_elastic.monitoring.log_forwarding import log_to_stream
+from spark_elastic.monitoring.logs import log_to_stream
 from spark_elastic.worker.devices import require_gpus
 from spark_elastic.worker.script import Module, Script
 

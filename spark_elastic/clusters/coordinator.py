@@ -28,7 +28,7 @@ from spark_elastic.driver.ports import Launcher
 from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
-from spark_elastic.monitoring.log_forwarding import (
+from spark_elastic.monitoring.logs import (
     LogEntry,
     emit_forwarded,
     forward_log,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput
-from spark_elastic.worker import pickling
 from spark_elastic.worker.entry import find_tls_problem
+from spark_elastic.worker.program import pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -103,7 +103,7 @@ def _examine_cluster(
         yield Finding(f"Spark {spark.version} at {cluster.master}; a job would ask for {number} workers")
         for remark in cluster.list_warnings():
             yield Finding(remark, warned=True)
-        hosts = cluster.preflight(pickling.dumps(None), store, needs, number, "an empty program")
+        hosts = cluster.preflight(pickle_for_workers(None), store, needs, number, "an empty program")
     except ElasticError as error:
         yield Finding(str(error), refused=True)
         return

@@ -13,14 +13,24 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
 from spark_elastic.protocol.types import WorkerId
+
+log = logging.getLogger("spark_elastic.driver")
+
+POLL_INTERVAL = 1.0  # seconds
+ANSWER_TIMEOUT = 10.0  # seconds; a later answer to a call is still taken, and until then the last one holds
+JOIN_TIMEOUT = 5.0  # seconds for the asking thread at the end
+
+Find = Callable[[], Mapping[str, int]]
+OnAnswer = Callable[[Mapping[str, int]], None]
+Listed = tuple[tuple[str, int], ...]
 
 ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as it has
 
@@ -69,11 +79,6 @@ def _is_ipv6(text: str) -> bool:
         return False
 
 
-_DRAIN_TAKES = (
-    "drain takes exactly one of worker, rank and host, by name: drain(rank=1), or drain(worker='0-0.1')."
-)
-
-
 class JobHandle:
     """Pass it to `run(..., handle=...)`; its methods work until the job ends. If several jobs run with one handle at
     the same time, each of them gets every request.
@@ -105,7 +110,8 @@ class JobHandle:
             InvalidInput: not exactly one of worker, rank and host is given by name, or `worker` is no worker id.
         """
         if given or sum(choice is not None for choice in (worker, rank, host)) != 1:
-            raise InvalidInput(_DRAIN_TAKES)
+            how = "by name: drain(rank=1), or drain(worker='0-0.1')"
+            raise InvalidInput(f"drain takes exactly one of worker, rank and host, {how}.")
         try:
             worker_id = None if worker is None else WorkerId(worker)
         except ValueError as error:
@@ -124,55 +130,25 @@ class JobHandle:
             for post in self._jobs.values():
                 post(event)
 
-    # ---- the driver's side
 
-    def create_discovery(self) -> Discovery:
-        """A discovery that passes the requests to one job."""
-        return _HandleDiscovery(self)
-
-    def begin(self, job: object, post: Post) -> None:
-        with self._lock:
-            early, self._early = self._early, []
-            self._jobs[job] = post
-            for event in early:
-                post(event)
-
-    def end(self, job: object) -> None:
-        """The job has ended. Requests made after the last job's end wait for a later job with this handle."""
-        with self._lock:
-            self._jobs.pop(job, None)
-
-
-class _HandleDiscovery:
-    """`driver.ports.Discovery` over a handle."""
+class HandleDiscovery:
+    """`driver.ports.Discovery` that passes a handle's requests to one job. Those made after the last job's end wait for
+    a later job with this handle."""
 
     def __init__(self, handle: JobHandle) -> None:
         self._handle = handle
 
     def start(self, post: Post) -> None:
-        self._handle.begin(self, post)
+        handle = self._handle
+        with handle._lock:
+            early, handle._early = handle._early, []
+            handle._jobs[self] = post
+            for event in early:
+                post(event)
 
     def close(self) -> None:
-        self._handle.end(self)
-
-
-log = logging.getLogger("spark_elastic.driver")
-
-POLL_INTERVAL = 1.0  # seconds
-ANSWER_TIMEOUT = 10.0  # seconds; a later answer to a call is still taken, and until then the last one holds
-JOIN_TIMEOUT = 5.0  # seconds for the asking thread at the end
-
-Find = Callable[[], Mapping[str, int]]
-Listed = tuple[tuple[str, int], ...]
-
-
-@dataclass
-class _Call:
-    """One question to the user's function."""
-
-    done: threading.Event = field(default_factory=threading.Event)  # set once `answer` or `error` is there
-    answer: Listed = ()  # (host, slots) each; () also until it came
-    error: Exception | None = None  # raised in place of an answer; None: nothing was
+        with self._handle._lock:
+            self._handle._jobs.pop(self, None)
 
 
 class HostPoller:
@@ -182,31 +158,25 @@ class HostPoller:
     counts as failed.
     """
 
-    def __init__(
-        self, find: Find, clock: Clock, on_answer: Callable[[Mapping[str, int]], None] = lambda hosts: None
-    ) -> None:
+    def __init__(self, find: Find, clock: Clock, on_answer: OnAnswer = lambda hosts: None) -> None:
         self._find = find
         self._clock = clock
         self._on_answer = on_answer
         self._closing = threading.Event()
-        self._call: _Call | None = None
+        self._call: Future[Listed] | None = None  # the open question to the function
         self._last: Listed | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post) -> None:
-        """Ask once, then keep asking in a thread.
-
-        Raises:
-            InvalidInput: the first answer failed or did not come. What `on_answer` raises for it is raised, too.
-        """
+        """Ask once, then keep asking in a thread. Raises InvalidInput where the first answer failed or is missing, and
+        what `on_answer` raises for it."""
         try:
             listed = self._poll()
         except Exception as error:  # the user's function may raise anything
             raise InvalidInput(f"host discovery failed at its first call: {error}") from error
         self._handle_answer(listed, post)
-        self._thread = threading.Thread(
-            target=self._watch, args=(post,), name="spark-elastic-hosts", daemon=True
-        )
+        name = "spark-elastic-hosts"
+        self._thread = threading.Thread(target=self._watch, args=(post,), name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -228,17 +198,13 @@ class HostPoller:
         """One answer; of a call that was slow to answer before, if there is one."""
         call = self._call
         if call is None:
-            call = _Call()
-            threading.Thread(
-                target=_call_find, args=(self._find, call), name="spark-elastic-find", daemon=True
-            ).start()
+            call, name = Future[Listed](), "spark-elastic-find"
+            threading.Thread(target=_call_find, args=(self._find, call), name=name, daemon=True).start()
             self._call = call
-        if not call.done.wait(ANSWER_TIMEOUT):
+        if not wait([call], ANSWER_TIMEOUT).done:
             raise TimeoutError(f"no answer within {ANSWER_TIMEOUT:g} s")
         self._call = None
-        if call.error is not None:
-            raise call.error
-        return call.answer
+        return call.result()
 
     def _handle_answer(self, listed: Listed, post: Post) -> None:
         if listed == self._last:
@@ -248,7 +214,7 @@ class HostPoller:
         post(HostsDiscovered(self._clock.now(), listed))
 
 
-def _call_find(find: Find, call: _Call) -> None:
+def _call_find(find: Find, call: Future[Listed]) -> None:
     try:
         found = dict(find())
         for host, slots in found.items():
@@ -256,18 +222,15 @@ def _call_find(find: Find, call: _Call) -> None:
                 raise InvalidInput(
                     f"discovery returned {host!r}: {slots!r}: give names of hosts and numbers of their slots."
                 )
-        call.answer = tuple(found.items())
+        call.set_result(tuple(found.items()))
     except Exception as error:  # raised again in the thread that polls
-        call.error = error
+        call.set_exception(error)
     except BaseException as error:  # as sys.exit does; that would end the polling thread
-        call.error = InvalidInput(f"the function ended with {error!r}: have it return the hosts.")
-    finally:
-        call.done.set()
+        call.set_exception(InvalidInput(f"the function ended with {error!r}: have it return the hosts."))
 
 
 class ScriptFinder:
-    """Runs an executable and reads the hosts off its output, one `host[:slots]` a line. One thread at a time calls
-    it."""
+    """Runs an executable and reads the hosts off its output, one `host[:slots]` a line. Called by one thread."""
 
     def __init__(self, command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> None:
         self._command = list(command)
@@ -310,14 +273,9 @@ class FixedHosts:
     """A listing that never changes. on_answer: as of `HostPoller`."""
 
     def __init__(
-        self,
-        hosts: Mapping[str, int],
-        clock: Clock,
-        on_answer: Callable[[Mapping[str, int]], None] = lambda hosts: None,
+        self, hosts: Mapping[str, int], clock: Clock, on_answer: OnAnswer = lambda hosts: None
     ) -> None:
-        self._hosts = dict(hosts)
-        self._clock = clock
-        self._on_answer = on_answer
+        self._hosts, self._clock, self._on_answer = dict(hosts), clock, on_answer
 
     def start(self, post: Post) -> None:
         self._on_answer(self._hosts)
@@ -344,13 +302,7 @@ class CombinedDiscovery:
 
 
 def check_requests(hosts: str | Find | None, handle: object | None) -> None:
-    """
-    Args:
-        hosts, handle: see `ElasticConfig.host_discovery` and `ElasticConfig.handle`.
-
-    Raises:
-        InvalidInput: `hosts` is the path of no executable file, or `handle` is not a JobHandle.
-    """
+    """Raise InvalidInput where `hosts` is the path of no executable file, or `handle` is no JobHandle."""
     if isinstance(hosts, str) and shutil.which(hosts) is None:
         raise InvalidInput(
             f"host_discovery is {hosts!r}, which is no executable file: give the path of one that prints host[:slots] "
@@ -363,22 +315,14 @@ def check_requests(hosts: str | Find | None, handle: object | None) -> None:
 def build_discovery(
     own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock
 ) -> Discovery:
-    """A cluster's own discovery, with the user's hosts and requests beside it.
-
-    hosts, handle: as `check_requests` takes them.
-
-    Raises:
-        InvalidInput: as `check_requests`.
-    """
+    """A cluster's own discovery, with the user's hosts and requests beside it. Raises InvalidInput as
+    `check_requests`."""
     check_requests(hosts, handle)
     parts = [own]
+    if isinstance(hosts, str):
+        hosts = ScriptFinder([hosts], lambda text: parse_hosts(text, ALL_SLOTS))
     if hosts is not None:
-        find = (
-            ScriptFinder([hosts], lambda text: parse_hosts(text, ALL_SLOTS))
-            if isinstance(hosts, str)
-            else hosts
-        )
-        parts.append(HostPoller(find, clock))
+        parts.append(HostPoller(hosts, clock))
     if isinstance(handle, JobHandle):
-        parts.append(handle.create_discovery())
-    return parts[0] if len(parts) == 1 else CombinedDiscovery(*parts)
+        parts.append(HandleDiscovery(handle))
+    return CombinedDiscovery(*parts)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
 from typing import NamedTuple
 
 from spark_elastic.clock import Clock
@@ -49,35 +48,26 @@ def get_job_queue(owner: object) -> JobQueue:
 
 class QueueTimeout:
     """A deadline that is postponed while a job of the application trains: its slots are in use, not missing, and a
-    queue of long fits on a full cluster is worked off."""
+    queue of long fits on a full cluster is worked off. seconds: that must pass without a training job. what: waits."""
 
     def __init__(self, queue: JobQueue, seconds: float, clock: Clock, what: str) -> None:
-        """
-        Args:
-            seconds: the time that must pass without a training job.
-            what: what waits, for the log.
-        """
-        self._queue = queue
-        self._seconds = seconds
-        self._clock = clock
-        self._what = what
+        self._queue, self._seconds, self._clock, self._what = queue, seconds, clock, what
         self._until = clock.now() + seconds
         self._logged_holder: str | None = None
 
     def is_expired(self) -> bool:
         """Call it regularly: it postpones the deadline if a job trains at the time of the call."""
         holder = self._queue.find_training_job()
-        if holder is not None:
-            self._until = self._clock.now() + self._seconds
-            if holder != self._logged_holder:
-                log.warning(
-                    "%s waits while job %s of the same application trains: cancel its Spark jobs to end that",
-                    self._what,
-                    holder,
-                )
-                self._logged_holder = holder
-            return False
-        return self._clock.now() >= self._until
+        if holder is None:
+            return self._clock.now() >= self._until
+        self._until = self._clock.now() + self._seconds
+        if holder != self._logged_holder:
+            advice = "cancel its Spark jobs to end that"
+            log.warning(
+                "%s waits while job %s of the same application trains: %s", self._what, holder, advice
+            )
+            self._logged_holder = holder
+        return False
 
     def join(self, thread: threading.Thread) -> bool:
         """Wait for a thread; returns whether it ended in time."""
@@ -104,10 +94,7 @@ class GangScheduler:
     """
 
     def __init__(self, queue: JobQueue, name: str, limits: Limits, clock: Clock) -> None:
-        self._queue = queue
-        self._name = name
-        self._limits = limits
-        self._clock = clock
+        self._queue, self._name, self._limits, self._clock = queue, name, limits, clock
         self.alive_lock = threading.Lock()
         self._over = threading.Event()
         self._trains = False  # it has or had a world
@@ -115,11 +102,8 @@ class GangScheduler:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GangScheduler:
-        """Wait until this job may gather.
-
-        Raises:
-            NotEnoughWorkers: another job has been gathering for `start_timeout`, and none trained.
-        """
+        """Wait until this job may gather. Raises NotEnoughWorkers once another one has been gathering for
+        `start_timeout`, and none trained."""
         try:
             self._wait_for_turn()
         except BaseException:
@@ -127,9 +111,7 @@ class GangScheduler:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._leave()
         self.finish_gathering()
         self._over.set()
@@ -141,10 +123,9 @@ class GangScheduler:
             queue.jobs = [*(job for job in queue.jobs if job.alive_lock.locked()), self]
             while (first := queue.gathering) is not None and first.alive_lock.locked():
                 if timeout.is_expired():
-                    raise NotEnoughWorkers(
-                        f"job {self._name} waited {self._limits.start_timeout:g} s (start_timeout) while job "
-                        f"{first._name} of the same application was gathering its workers."
-                    )
+                    waited = f"waited {self._limits.start_timeout:g} s (start_timeout)"
+                    other = f"job {first._name} of the same application was gathering its workers"
+                    raise NotEnoughWorkers(f"job {self._name} {waited} while {other}.")
                 queue.condition.wait(POLL_SECONDS)
             queue.gathering = self
 
@@ -168,9 +149,8 @@ class GangScheduler:
     # ---- the driver's side
 
     def start(self, post: Post) -> None:
-        self._thread = threading.Thread(
-            target=self._watch, args=(post,), name="spark-elastic-gathering", daemon=True
-        )
+        name = "spark-elastic-gathering"
+        self._thread = threading.Thread(target=self._watch, args=(post,), name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -179,7 +159,7 @@ class GangScheduler:
             self._thread.join()
 
     def report_shortage(self, is_short: bool) -> None:
-        """Called when the job begins to lack slots for its next world, or has enough again. Any thread."""
+        """As of `SlotScheduler`. Any thread."""
         self._short_since = self._clock.now() if is_short else None
 
     def _watch(self, post: Post) -> None:
@@ -190,12 +170,9 @@ class GangScheduler:
             if claim is None:
                 continue
             if claim.holder != logged:
-                log.warning(
-                    "job %s waits for slots that job %s of the same application has or needs",
-                    self._name,
-                    claim.holder,
-                )
                 logged = claim.holder
+                told = "job %s waits for slots that job %s of the same application has or needs"
+                log.warning(told, self._name, logged)
             reason = f"its job has too few slots, and job {claim.holder} of this application may need them"
             post(SlotsWanted(self._clock.now(), reason, claim.in_use))
 

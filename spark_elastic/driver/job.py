@@ -11,15 +11,15 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import RunningClock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import build_discovery, check_requests
 from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
-from spark_elastic.driver.ports import Discovery, Launcher
+from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
+from spark_elastic.driver.ports import Discovery, Launcher, SlotScheduler
 from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
 from spark_elastic.errors import (
     FailureBudgetExceeded,
@@ -31,19 +31,16 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
+from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.log_files import StoreLog, save_status
-from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
-from spark_elastic.monitoring.page import save_page
-from spark_elastic.monitoring.report import JobReport, WorldChange
-from spark_elastic.monitoring.status import build_status, build_status_pages
+from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers, save_status
+from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested
-from spark_elastic.protocol.types import Checkpoint, Limits, SlotSpec, heartbeat_interval
+from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.file_limit import reserve_files
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.http_server import Bind, reserve_files
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
@@ -53,6 +50,15 @@ log = logging.getLogger("spark_elastic")
 
 STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
 FIRST_ATTEMPT = 1  # of a job without a run
+ERRORS = {
+    JobOutcome.USER_ERROR: WorkerFailed,
+    JobOutcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
+    JobOutcome.OUT_OF_MEMORY: OutOfMemory,
+    JobOutcome.FAILURE_BUDGET: FailureBudgetExceeded,
+    JobOutcome.RESET_LIMIT: FailureBudgetExceeded,
+    JobOutcome.TIME_LIMIT: TimeLimitReached,
+    JobOutcome.CANCELLED: JobCancelled,
+}
 
 
 @dataclass(frozen=True)
@@ -66,18 +72,6 @@ class LaunchResult:
     def worlds(self) -> tuple[WorldChange, ...]:
         """All worlds, in their order."""
         return self.report.world_changes
-
-
-class SlotScheduler(Protocol):
-    """Schedules the slots of the jobs of one application; the driver's thread reports this job's needs to it."""
-
-    def finish_gathering(self) -> None:
-        """The job has a world. Called for each world."""
-        ...
-
-    def report_shortage(self, is_short: bool) -> None:
-        """Called when the job begins to lack slots for its next world, or has enough again."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +91,8 @@ class DriverOptions:
 
 
 def check_driver_settings(config: ElasticConfig, encrypted: bool) -> None:
-    """Check, before any work for the job, what `supervise` will use of the driver's machine.
-
-    encrypted: see `DriverOptions`.
-
-    Raises:
-        InvalidInput: a file or script of the driver's machine, or the handle, cannot be used.
-    """
+    """Raise InvalidInput, before any work for the job, if `supervise` could not use a file or script of the driver's
+    machine, or the handle. encrypted: see `DriverOptions`."""
     check_requests(config.host_discovery, config.handle)
     Journal(config.journal).check()
     auth.select_certificate(config, encrypted)
@@ -124,38 +113,34 @@ def supervise(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    clock, run, scheduler = SystemClock(), options.run, options.scheduler
+    # Its own pauses count for no deadline: R12 (driver silence).
+    clock, run = RunningClock(SystemClock()), options.run
     discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
     events: EventQueue = EventQueue()
 
     # What people see of the job.
     compute_interval = partial(heartbeat_interval, limits.lease)
-    store_log = _create_store_log(run, config, clock)
-    observers = [
-        StallDetector(events.put, config.stall_after, compute_interval),
-        *([store_log] if store_log else []),
-    ]
-    hooks = () if scheduler is None else (scheduler.finish_gathering, scheduler.report_shortage)
-    monitor = JobMonitor(listener or JobListener(), clock, observers, *hooks)
+    store_log = None
+    if run is not None and config.log_bytes:
+        store_log = StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
+    stalls = StallDetector(events.put, config.stall_after, compute_interval)
+    observers = [stalls, store_log] if store_log is not None else [stalls]
+    monitor = JobMonitor(listener or JobListener(), clock, observers, options.scheduler)
     journal = Journal(config.journal, monitor.on_transition)
     status = StatusApp(build_status_pages(monitor.history, name), clock) if config.status_page else None
 
     # The server and the driver's loop.
     key = options.key or secrets.token_bytes(32)
-    bind = Bind(
-        options.bind,
-        config.driver_port,
-        options.advertise,
-        auth.select_certificate(config, options.encrypted),
-    )
+    certificate = auth.select_certificate(config, options.encrypted)
+    bind = Bind(options.bind, config.driver_port, options.advertise, certificate)
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     callbacks = ServerCallbacks(
         events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
     )
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
-    executor = CommandExecutor(server, launcher, run.publish if run is not None else _publish_nothing)
+    publish = run.publish if run is not None else lambda kept: None
     state = driver_machine.initial(limits, attempt, checkpoints)
-    loop = DriverLoop(state, events, executor.execute, clock, journal)
+    loop = DriverLoop(state, events, partial(execute, server, launcher, publish), clock, journal)
 
     def describe() -> dict[str, object]:
         built = monitor.history.build_report()
@@ -207,7 +192,10 @@ def supervise(
     if run is not None and status is not None:
         save_status(run.store, run.run_id, run.attempt, save_page(build_status(monitor.history, name)))
     try:
-        results = _unpack_results_of_run(end, run)
+        if end.outcome not in (JobOutcome.SUCCESS, JobOutcome.CANCELLED) and run is not None:
+            with suppress(StoreError):
+                run.check()  # if another driver has taken the run over, that caused the failure
+        results = unpack_results(end)
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
@@ -223,58 +211,19 @@ def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_w
     return Limits(num_workers, min_workers, max_workers, **settings)
 
 
-def _publish_nothing(checkpoints: tuple[Checkpoint, ...]) -> None:
-    """A job without a run has no list of checkpoints."""
-
-
-def _create_store_log(run: OwnedRun | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
-    if run is None or not config.log_bytes:
-        return None
-    return StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
-
-
 def _close_launcher(launcher: Launcher) -> None:
-    left = launcher.close(STOP_WITHIN)
-    if left:
+    if left := launcher.close(STOP_WITHIN):
         log.warning("%.0f s after the job's end these slots still run: %s", STOP_WITHIN, ", ".join(left))
 
 
 def unpack_results(end: End) -> tuple[str, ...]:
-    """What the workers returned, in rank order.
-
-    Raises:
-        JobFailed: the subclass that fits the outcome.
-        JobCancelled: the user or Spark ended the job.
-    """
-    match end.outcome:
-        case JobOutcome.SUCCESS:
-            return end.results
-        case JobOutcome.USER_ERROR:
-            raise WorkerFailed(f"{end.reason}\n{end.detail}")
-        case JobOutcome.NOT_ENOUGH_WORKERS:
-            raise NotEnoughWorkers(end.reason)
-        case JobOutcome.OUT_OF_MEMORY:
-            raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
-        case JobOutcome.FAILURE_BUDGET | JobOutcome.RESET_LIMIT:
-            raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
-        case JobOutcome.TIME_LIMIT:
-            raise TimeLimitReached(
-                f"{end.reason}; to continue from the newest checkpoint, call it again with its run_id, if it has one"
-            )
-        case JobOutcome.CANCELLED:
-            raise JobCancelled(end.reason)
-    raise JobFailed(end.reason)
-
-
-def _unpack_results_of_run(end: End, run: OwnedRun | None) -> tuple[str, ...]:
-    """As `unpack_results`; but if another driver has taken the run over, that is the error: it caused the failure."""
-    try:
-        return unpack_results(end)
-    except JobFailed:
-        if run is not None:
-            with suppress(StoreError):
-                run.check()
-        raise
+    """What the workers returned, in rank order. Raises the JobFailed that fits the outcome, or JobCancelled."""
+    if end.outcome is JobOutcome.SUCCESS:
+        return end.results
+    reason = end.reason
+    if end.outcome is JobOutcome.TIME_LIMIT:
+        reason += "; to continue from the newest checkpoint, call it again with its run_id, if it has one"
+    raise ERRORS.get(end.outcome, JobFailed)(f"{reason}\n{end.detail}".rstrip())
 
 
 def _await_end(loop: DriverLoop) -> End:

@@ -3,51 +3,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from spark_elastic.clock import Clock
+from spark_elastic.driver.ports import Post, SlotScheduler
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
-from spark_elastic.monitoring.log_forwarding import ANNOUNCED
-from spark_elastic.monitoring.report import WorldChange
+from spark_elastic.monitoring.logs import ANNOUNCED
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
-from spark_elastic.protocol.driver.stall import find_stalls
 from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.protocol.types import SlotId, WorkerId
+from spark_elastic.protocol.types import NOT_RUNNING, Fence, Member, SlotId, WorkerId, World
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 
 log = logging.getLogger("spark_elastic")
 
 STALL_CHECK_INTERVAL = 0.2  # seconds
 MAX_OTHER_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
+MAX_MISSED_HEARTBEATS = 2.5  # of a slot that is not silent
+STATES = {
+    "R": "runs (R)",
+    "S": "sleeps (S)",
+    "D": "waits for a device (D)",
+    "T": "is stopped (T)",
+    "Z": "has ended (Z)",
+}
+ENDED = ("", "X", "Z")  # states of a process that is no more
 
 
 class StallDetector(JobListener):
-    """Names members that keep the others waiting, once per world: in the log, and to the driver machine.
+    """Names members that keep the others waiting, once per world: in the log, and to the driver machine. Runs on the
+    driver's thread.
 
-    Runs on the driver's thread.
-
-    Args:
-        post: takes `WorkerStalled`.
-        stall_after: how long others have to wait for a member before it is named, in seconds.
-        heartbeat_interval: seconds between two heartbeats of a slot, for a number of slots.
+    stall_after: seconds for which others have to wait for a member before it is named. heartbeat_interval: seconds
+    between two heartbeats of a slot, for a number of slots.
     """
 
-    def __init__(
-        self,
-        post: Callable[[DriverEvent], None],
-        stall_after: float,
-        heartbeat_interval: Callable[[int], float],
-    ) -> None:
-        self._post = post
-        self._stall_after = stall_after
-        self._heartbeat_interval = heartbeat_interval
+    def __init__(self, post: Post, stall_after: float, heartbeat_interval: Callable[[int], float]) -> None:
+        self._post, self._stall_after, self._heartbeat_interval = post, stall_after, heartbeat_interval
         # The newest of each slot, and when the driver received it.
         self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
-        self._named: set[tuple[int, WorkerId]] = set()  # generations and members
+        self._named: set[tuple[Fence, WorkerId]] = set()
         self._next_check = 0.0
 
     def on_transition(
@@ -72,11 +70,65 @@ class StallDetector(JobListener):
         # While its members are to come back for the next world.
         since, ended_at = timers.published_at, timers.leaving_since if state.current.break_reason else None
         for stall in find_stalls(world, self._heartbeats, now, self._stall_after, since, interval, ended_at):
-            key = world.fence.generation, stall.member.worker
-            if key not in self._named:
-                self._named.add(key)
+            if (stall.fence, stall.worker) not in self._named:
+                self._named.add((stall.fence, stall.worker))
                 log.warning("%s", stall.text)
-                self._post(WorkerStalled(now, stall.member.worker, world.fence, stall.text))
+                self._post(stall)
+
+
+def find_stalls(
+    world: World,
+    heartbeats: Mapping[SlotId, tuple[float, Heartbeat]],
+    now: float,
+    after: float,
+    since: float,
+    interval: float,
+    ended_at: float | None = None,
+) -> list[WorkerStalled]:
+    """The members that have kept another waiting for `after` seconds or more. Pure.
+
+    A member waits when its main thread is in a collective or asks for its next world. If a member has waited for long,
+    another one has not come: it works on, is stopped, or its slot is silent.
+
+    heartbeats: the newest of each slot, with the time at which it came. since: when the world began. ended_at: when it
+    ended, None if it has not; members that run on in it keep the next world waiting, even if no other is left whose
+    heartbeats could say that it waits.
+    """
+    silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
+    fresh = {slot: heartbeat for slot, (came, heartbeat) in heartbeats.items() if now - came <= silent}
+    waits = (_get_wait_seconds(member, fresh.get(member.slot)) for member in world.members)
+    longest = min(now - since, max(waits))
+    no_wait_known = ended_at is not None and longest < after
+    if ended_at is not None and no_wait_known:
+        longest = now - ended_at
+    stalls: list[WorkerStalled] = []
+    if longest < after:
+        return stalls
+    for member in world.members:
+        came, heartbeat = heartbeats.get(member.slot, (since, None))
+        if no_wait_known and (member.slot not in fresh or heartbeat is None or heartbeat.state in ENDED):
+            continue  # it is lost, not late
+        is_own = heartbeat is not None and heartbeat.worker == member.worker
+        if heartbeat is None or member.slot not in fresh:
+            how = f"its slot has been silent for {now - came:.1f} s"
+        elif not is_own or (
+            heartbeat.state not in NOT_RUNNING and (heartbeat.waits or heartbeat.seconds < after / 2)
+        ):
+            continue
+        else:
+            how = f"its process {STATES.get(heartbeat.state, f'is in state {heartbeat.state}')}"
+        stack = heartbeat.stack if heartbeat is not None and is_own else ""
+        text = f"rank {member.rank} (worker {member.worker}, host {member.host}) has kept others waiting for "
+        text += f"{longest:.1f} s: {how}" + (f", last seen in {stack}" if stack else "")
+        stalls.append(WorkerStalled(now, member.worker, world.fence, text))
+    return stalls
+
+
+def _get_wait_seconds(member: Member, heartbeat: Heartbeat | None) -> float:
+    """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
+    if heartbeat is None or heartbeat.worker != member.worker:
+        return 0.0
+    return heartbeat.seconds if heartbeat.waits and heartbeat.state not in NOT_RUNNING else 0.0
 
 
 class JobMonitor:
@@ -84,13 +136,10 @@ class JobMonitor:
 
     Observers are our own: they are called directly and must not block. The user's listener may block: `notifier` calls
     it, except for output, which the server delivers on a separate thread. Of an observer, only the first failure is
-    logged. A hook that fails is logged and called again.
+    logged. A scheduler that fails is logged and called again.
 
-    Args:
-        observers: in addition to the job's history.
-        on_gathered: called on the driver's thread for each world.
-        on_slots_missing: called on the driver's thread whenever the job begins to lack slots for its next world
-            (True), or has enough again (False).
+    observers: in addition to the job's history. scheduler: told of each world and of lacking slots, on the driver's
+    thread.
     """
 
     def __init__(
@@ -98,17 +147,16 @@ class JobMonitor:
         listener: JobListener,
         clock: Clock,
         observers: Sequence[JobListener] = (),
-        on_gathered: Callable[[], None] = lambda: None,
-        on_slots_missing: Callable[[bool], None] = lambda missing: None,
+        scheduler: SlotScheduler | None = None,
     ) -> None:
-        self._listener = listener
-        self._on_gathered = on_gathered
-        self._on_slots_missing = on_slots_missing
-        self._slots_missing = False  # the newest value that `on_slots_missing` got
+        self._listener, self._scheduler = listener, scheduler
+        self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
         self._output_failed = False  # the listener has failed at the last line of output
         self.notifier = AsyncNotifier()
-        self.history = JobHistory(clock, self._announce_world_change)
+        self.history = JobHistory(
+            clock, lambda change: self.notifier.submit(lambda: listener.on_message(str(change)))
+        )
         self._observers = (self.history, *observers)
         self._failed: set[JobListener] = set()  # observers that have failed
 
@@ -116,14 +164,14 @@ class JobMonitor:
         self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
     ) -> None:
         """Called on the driver's thread, before the commands are executed."""
-        if state is not None and state.lacks_slots != self._slots_missing:
-            self._slots_missing = state.lacks_slots
-            self._call_scheduler(lambda: self._on_slots_missing(state.lacks_slots))
+        if state is not None and state.lacks_slots != self._lacks_slots:
+            self._lacks_slots = state.lacks_slots
+            self._tell_scheduler(lambda scheduler: scheduler.report_shortage(state.lacks_slots))
         self._observe(lambda observer: observer.on_transition(event, commands, state))
         for command in commands:
             match command:
                 case PublishWorld(reason, world):
-                    self._call_scheduler(self._on_gathered)
+                    self._tell_scheduler(lambda scheduler: scheduler.finish_gathering())
                     self._ranks = {member.worker: member.rank for member in world.members}
                     self._announce(reason, partial(self._listener.on_world, world.size))
                 case AbortWorld(reason):
@@ -157,16 +205,13 @@ class JobMonitor:
         log.info("%s", text, extra=ANNOUNCED)
         self.notifier.submit(partial(hook, text))
 
-    def _announce_world_change(self, change: WorldChange) -> None:
-        self.notifier.submit(lambda: self._listener.on_message(str(change)))
-
-    def _call_scheduler(self, hook: Callable[[], None]) -> None:
+    def _tell_scheduler(self, call: Callable[[SlotScheduler], None]) -> None:
         try:
-            hook()
+            if self._scheduler is not None:
+                call(self._scheduler)
         except Exception:
-            log.exception(
-                "the scheduler of slots failed: other jobs of the application may wait for this one's end"
-            )
+            told = "the scheduler of slots failed: other jobs of the application may wait for this one's end"
+            log.exception(told)
 
     def _observe(self, call: Callable[[JobListener], None]) -> None:
         for observer in self._observers:

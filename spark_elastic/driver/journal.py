@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.events import DriverEvent, Received
+from spark_elastic.protocol.events import DriverEvent, Received, Tick
 from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.rendezvous import codec
 
@@ -32,70 +32,48 @@ FORMAT = 7  # of the file
 
 
 class Journal:
-    """The journal of one job."""
+    """The journal of one job. path: the file to append to; None: no file. listener: called with every event, its
+    commands and the state that followed, even if they are not written."""
 
     def __init__(self, path: str | None = None, listener: Listener | None = None) -> None:
-        """
-        Args:
-            path: the file to append to; None: no file.
-            listener: called with every event, its commands and the state that followed, even if they are not written.
-        """
-        self._listener = listener
-        self._path = path
+        self._path, self._listener = path, listener
         self._file: FileIO | None = None
         self._start: float | None = None
         self._state: DriverState | None = None
 
     def check(self) -> None:
-        """
-        Raises:
-            InvalidInput: the file cannot be opened.
-        """
+        """Raise InvalidInput if the file cannot be opened."""
         if self._path is not None:
             _open(self._path).close()
 
     def begin(self, state: DriverState, commands: Commands) -> None:
-        """Open the file and write the machine's initial state and first commands.
-
-        Raises:
-            InvalidInput: the file cannot be opened.
-        """
+        """Open the file and write the machine's initial state and first commands. Raises InvalidInput as `check`."""
         if self._path is not None:
             self._file = _open(self._path)
         self._state = state
-        self._write(
-            {"journal": FORMAT, "initial": encode_initial(state), "commands": encode_commands(commands)}
-        )
+        initial = encode_initial(state)
+        self._write({"journal": FORMAT, "initial": initial, "commands": encode_commands(commands)})
 
     def record(self, event: DriverEvent, commands: Commands, after: DriverState | None = None) -> None:
-        """Record an event with its commands.
-
-        Args:
-            after: the machine's next state; None: the machine failed.
-        """
+        """Record an event with its commands. after: the machine's next state; None: the machine failed."""
         if self._start is None:
             self._start = event.now
         at = round(event.now - self._start, 6)
-        if self._file is not None and (
-            commands or after is None or self._state is None or not after.is_same(self._state)
-        ):
+        before = self._state
+        if self._file and (commands or after is None or before is None or not after.is_same(before)):
             self._write({"at": at, "event": encode_event(event), "commands": encode_commands(commands)})
         self._state = after
-        self._notify_listener(event, commands, after)
+        try:
+            if self._listener is not None:
+                self._listener(event, commands, after)
+        except Exception:  # a listener that fails must not end the job
+            log.exception("the listener of the journal failed and is no longer called")
+            self._listener = None
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _notify_listener(self, event: DriverEvent, commands: Commands, after: DriverState | None) -> None:
-        if self._listener is None:
-            return
-        try:
-            self._listener(event, commands, after)
-        except Exception:  # a listener that fails must not end the job
-            log.exception("the listener of the journal failed and is no longer called")
-            self._listener = None
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append a line with one write, so that a killed driver can only damage the last line."""
@@ -109,7 +87,7 @@ class Journal:
 
 
 def _open(path: str) -> FileIO:
-    """Opens the file unbuffered, to append. If a killed driver left half a line, a new line is begun."""
+    """The file, unbuffered, to append. If a killed driver left half a line, a new line is begun."""
     try:
         file = FileIO(path, "a+")
         if file.seek(0, os.SEEK_END):
@@ -140,10 +118,10 @@ def decode_event(value: dict[str, Any]) -> DriverEvent:
     """Raises codec.MalformedMessage."""
     if value.get("type") not in MESSAGES:
         return typing.cast("DriverEvent", _decode(EVENTS, value))
-    fields = dict(value)
-    now = typing.cast("float", codec.read_as(float, fields.pop("now", None), "now"))
-    name = typing.cast("str", codec.read_as(str, fields.pop("id", ""), "id"))  # older journals have none
-    return Received(now, typing.cast("DriverMessage", _decode(MESSAGES, fields)), id=name)
+    stamp = {name: value.get(name) for name in ("now", "id")}
+    tick = codec.read(Tick, stamp)
+    message = {name: field for name, field in value.items() if name not in stamp}
+    return Received(tick.now, typing.cast("DriverMessage", _decode(MESSAGES, message)), id=tick.id)
 
 
 def encode_commands(commands: Sequence[DriverCommand]) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.journal import Journal
@@ -23,6 +22,10 @@ from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.rendezvous.server import RendezvousServer
 
+log = logging.getLogger("spark_elastic.driver")
+
+TICK_SECONDS = 0.05  # seconds; deadlines are met within it
+JOIN_TIMEOUT = 5.0  # seconds for the command that is being carried out when the loop is closed
 MANY_EVENTS = 16  # after which the loop pauses
 PAUSE = 0.003  # seconds
 
@@ -48,11 +51,7 @@ class EventQueue:
             self._wakeup.set()
 
     def get(self, timeout: float) -> DriverEvent | None:
-        """The oldest event; waits up to `timeout` seconds for one that is no heartbeat.
-
-        Raises:
-            queue.Empty: there is none.
-        """
+        """The oldest event; waits up to `timeout` seconds for one that is no heartbeat. Raises queue.Empty."""
         self._wakeup.clear()
         if not self._events:
             if self._in_a_row > MANY_EVENTS:
@@ -63,12 +62,6 @@ class EventQueue:
             raise queue.Empty
         self._in_a_row += 1
         return self._events.popleft()
-
-
-log = logging.getLogger("spark_elastic.driver")
-
-TICK_SECONDS = 0.05  # seconds; deadlines are met within it
-JOIN_TIMEOUT = 5.0  # seconds for the command that is being carried out when the loop is closed
 
 
 class DriverLoop:
@@ -83,10 +76,8 @@ class DriverLoop:
         journal: Journal,
     ) -> None:
         self._state, self._first = initial
+        self._events, self._clock, self._journal = events, clock, journal
         self._execute_command = execute
-        self._clock = clock
-        self._journal = journal
-        self._events = events
         self._next_tick = 0.0
         self._count = 0  # of the events so far
         self._ended = threading.Event()
@@ -119,7 +110,8 @@ class DriverLoop:
                 self._execute(command, "start")
             while (event := self._next()) is not None:
                 self._count += 1
-                event = replace(event, id=f"e{self._count}")
+                # Launchers and discovery have clocks of their own, which do not stand still while this process does.
+                event = replace(event, now=self._clock.now(), id=f"e{self._count}")
                 for command in self._step(event):
                     self._execute(command, event.id)
         except Exception as error:  # the machine's own defect must end the job, not hang it
@@ -158,36 +150,30 @@ class DriverLoop:
             self._ended.set()
 
 
-CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
-"""Publishes checkpoints, newest first, and deletes others; returns at once."""
-
-
-class CommandExecutor:
-    """Executes the machine's commands on the server and the launcher, one call each, in the driver's thread."""
-
-    def __init__(self, server: RendezvousServer, launcher: Launcher, publisher: CheckpointPublisher) -> None:
-        self._publisher = publisher
-        self._server = server
-        self._launcher = launcher
-
-    def execute(self, command: do.DriverCommand) -> None:
-        """Execute without blocking."""
-        match command:
-            case do.LaunchSlot(_, launch):
-                self._launcher.launch(launch)
-            case do.PublishWorld(_, world):
-                self._server.publish(world)
-            case do.AbortWorld(reason, fence):
-                self._server.abort(fence, reason)
-            case do.AnnounceChange(_, version):
-                self._server.announce(version)
-            case do.StopWorker(reason, worker, kill):
-                self._server.stop_worker(worker, reason, kill)
-            case do.ReleaseSlot(reason, slot):
-                self._server.release_slot(slot, reason)
-            case do.PublishCheckpoint(_, checkpoints):
-                self._publisher(checkpoints)
-            case do.End(reason):
-                self._server.end(reason)
-            case do.NotifyUser():
-                pass  # for the journal's listener
+def execute(
+    server: RendezvousServer,
+    launcher: Launcher,
+    publish: Callable[[tuple[Checkpoint, ...]], None],
+    command: DriverCommand,
+) -> None:
+    """Execute one of the machine's commands without blocking, in the driver's thread. publish: publishes checkpoints,
+    newest first, and deletes others."""
+    match command:
+        case do.LaunchSlot(_, launch):
+            launcher.launch(launch)
+        case do.PublishWorld(_, world):
+            server.publish(world)
+        case do.AbortWorld(reason, fence):
+            server.abort(fence, reason)
+        case do.AnnounceChange(_, version):
+            server.announce(version)
+        case do.StopWorker(reason, worker, kill):
+            server.stop_worker(worker, reason, kill)
+        case do.ReleaseSlot(reason, slot):
+            server.release_slot(slot, reason)
+        case do.PublishCheckpoint(_, checkpoints):
+            publish(checkpoints)
+        case do.End(reason):
+            server.end(reason)
+        case do.NotifyUser():
+            pass  # for the journal's listener

@@ -29,8 +29,19 @@ class Launcher(Protocol):
         ...
 
     def close(self, timeout: float) -> list[str]:
-        """Cancel the slots that still run and wait. Returns the names of those that did not end within `timeout`
-        seconds."""
+        """Cancel the slots that still run and wait. Returns those that did not end within `timeout` seconds."""
+        ...
+
+
+class SlotScheduler(Protocol):
+    """Schedules the slots of the jobs of one application; the driver's thread reports this job's needs to it."""
+
+    def finish_gathering(self) -> None:
+        """The job has a world. Called for each world."""
+        ...
+
+    def report_shortage(self, is_short: bool) -> None:
+        """Called when the job begins to lack slots for its next world, or has enough again."""
         ...
 
 
@@ -91,8 +102,7 @@ class ThreadPerSlotLauncher(ABC):
 
     def launch(self, launch: int) -> None:
         name = f"slot launch {launch}"
-        try:
-            # Spark's class asks the JVM already when a thread is made.
+        try:  # Spark's class asks the JVM already when a thread is made
             thread = self.thread_class(target=self._run_and_post, args=(launch,), name=name, daemon=True)
             thread.start()
         except Exception as error:  # the process has as many threads or descriptors as it may
@@ -113,16 +123,13 @@ class ThreadPerSlotLauncher(ABC):
     def _run_and_post(self, launch: int) -> None:
         if self._closing.is_set():
             return
-        end: SlotOutcome | None
         try:
-            end = self.run_slot(launch)
+            self._post_end(launch, self.run_slot(launch))
         except Exception as error:  # the driver launches the slot again
-            end = self.explain_failed_start(error)
-        if end is not None:
-            self._post_end(launch, end)
+            self._post_end(launch, self.explain_failed_start(error))
 
-    def _post_end(self, launch: int, end: SlotOutcome) -> None:
-        if not self._closing.is_set():
+    def _post_end(self, launch: int, end: SlotOutcome | None) -> None:
+        if end is not None and not self._closing.is_set():
             assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), launch, *end))
 

@@ -30,13 +30,10 @@ class ClientCall:
 
 
 class RemoteLauncher:
-    """`driver.ports.Launcher` by way of a client. Without word from it for a time the job is cancelled."""
+    """`driver.ports.Launcher` by way of a client. silence_limit: seconds without word from it after which the job is
+    cancelled."""
 
     def __init__(self, end: ChannelEnd, clock: Clock, silence_limit: float) -> None:
-        """
-        Args:
-            silence_limit: seconds of the client's silence after which the job ends.
-        """
         self.channel = StoreChannel(end, CLIENT_EVENTS, self._on_event, clock)
         self._clock = clock
         self._silence_limit = silence_limit

@@ -13,16 +13,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, parse_document
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, StoreError
-from spark_elastic.monitoring.page import encode_json
-from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.report import JobReport, encode_json
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
 from spark_elastic.rendezvous import codec
@@ -32,26 +29,17 @@ log = logging.getLogger("spark_elastic")
 
 EVERY = 5.0  # seconds between two looks at the store
 END_WAIT = 30.0  # seconds that the job's end waits for the store
-Request: TypeAlias = CancelRequested | DrainRequested
-# What reads each kind of request.
-CODECS: dict[str, Callable[[object], Request]] = {
-    "CancelRequested": partial(codec.read, CancelRequested),
-    "DrainRequested": partial(codec.read, DrainRequested),
-}
+REQUESTS = {"CancelRequested": CancelRequested, "DrainRequested": DrainRequested}
 STATUS, REPORT, END, BEAT = "status", "report", "end", "beat"  # keys of what is shown
 
 
 class RunBoard:
-    """The driver's side."""
+    """The driver's side. describe: returns the job's status and report, as JSON takes them; called in the thread. post:
+    takes what others ask for, and the end of a job whose run another driver holds."""
 
     def __init__(
         self, run: OwnedRun, describe: Callable[[], dict[str, Any]], post: Post, clock: Clock
     ) -> None:
-        """
-        Args:
-            describe: returns the job's status and report, as JSON takes them; called in the thread.
-            post: takes what others ask for, and the end of a job whose run another driver holds.
-        """
         self._run, self._describe, self._post, self._clock = run, describe, post, clock
         self._beat = 0
         self._failed = False
@@ -61,9 +49,7 @@ class RunBoard:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._closing.set()
         self._thread.join(END_WAIT)
         if kind is not None:
@@ -76,9 +62,8 @@ class RunBoard:
         try:
             self._run.store.write_bytes(status_name(self._run.run_id, self._run.attempt), encode_json(shown))
         except StoreError as error:
-            log.log(
-                logging.DEBUG if self._failed else logging.WARNING, "attach() shows nothing new: %s", error
-            )
+            level = logging.DEBUG if self._failed else logging.WARNING
+            log.log(level, "attach() shows nothing new: %s", error)
             self._failed = True
 
     def _watch(self) -> None:
@@ -101,12 +86,17 @@ class RunBoard:
             if not name.rpartition("/")[2].startswith(attempt):
                 continue
             try:
-                request = parse_document(store.read_bytes(name), name, lambda each: CODECS[each[0]](each[1]))
+                request = parse_document(store.read_bytes(name), name, _read_request)
             except StoreError as error:
                 log.warning("this is no request: %s", error)
             else:
                 self._post(replace(request, now=self._clock.now()))
             store.delete(name)
+
+
+def _read_request(value: Any) -> DriverEvent:
+    kind, fields = value
+    return codec.read(REQUESTS[kind], fields)
 
 
 def status_name(run_id: str, attempt: int) -> str:
@@ -122,11 +112,7 @@ def encode_request(event: DriverEvent) -> bytes:
 
 
 def read_board(store: Store, run_id: str) -> tuple[int, dict[str, Any]]:
-    """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet. Raises StoreError."""
     attempt = find_highest_attempt(store, run_id)
     name = status_name(run_id, attempt)
     text = store.read_bytes(name) if store.exists(name) else b""

@@ -85,11 +85,8 @@ def _pack(specs: Sequence[ParameterSpec], order: Iterable[int], bucket_bytes: in
     end = 0
     for index in order:
         spec = specs[index]
-        most = (
-            math.inf
-            if bucket_bytes is None
-            else (bucket_bytes if buckets else min(FIRST_BUCKET, bucket_bytes))
-        )
+        most = math.inf if bucket_bytes is None else bucket_bytes
+        most = most if buckets or bucket_bytes is None else min(FIRST_BUCKET, most)
         if slices and (specs[slices[0].index].kind != spec.kind or end + spec.numel > most // spec.itemsize):
             buckets.append(Bucket(specs[slices[0].index].dtype, end, tuple(slices)))
             slices, end = [], 0

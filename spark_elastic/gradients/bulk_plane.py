@@ -30,7 +30,7 @@ import torch.distributed as dist
 from elastic_collectives import CollectiveError, Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.worker.context import WorkerContext, get_context
 
 NCCL = "nccl"
@@ -50,7 +50,7 @@ WATCHDOG = {
 }
 
 
-class Progress(IntEnum):
+class Readiness(IntEnum):
     """How far a rank is with its communicator, or with the sums of a step."""
 
     PENDING = 0
@@ -64,12 +64,8 @@ class BulkPlane:
     def __init__(
         self, group: Group, device: torch.device, backend: str, get_stores: Callable[[], tuple[Any, ...]]
     ) -> None:
-        """
-        Args:
-            backend: of torch.distributed.
-            get_stores: returns the store over which the ranks of this group find each other, first of what is to live
-                as long as the plane. Called in the side thread.
-        """
+        """backend: of torch.distributed. get_stores: returns the store over which the ranks find each other, first of
+        what is to live as long as the plane. Called in the side thread."""
         self.device = device
         self.is_active = False  # all ranks have agreed to use it
         self.is_settled = False  # nothing is left to agree on
@@ -84,20 +80,16 @@ class BulkPlane:
         self._stores: tuple[Any, ...] = ()
         self._problem = ""
         self._built = threading.Event()
-        self._aborting: threading.Thread | None = None
         self._builder = threading.Thread(target=self._build, name="spark-elastic-bulk-build", daemon=True)
+        self._aborting: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to build the communicator. Every rank of the group must call it."""
         self._builder.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until all ranks are ready, or until one has failed. Collective over the engine, which notices a rank
-        that is lost meanwhile; not called again once `is_settled`.
-
-        Raises:
-            CollectiveError: ranks are lost, or not ready in time; it names them.
-        """
+        """Wait until all ranks are ready, or one has failed. Collective over the engine, which notices a rank that is
+        lost meanwhile; not called again once `is_settled`. Raises CollectiveError if ranks are not ready in time."""
         deadline = self._clock.now() + BUILD_TIMEOUT
         while True:
             self._built.wait(REQUIRE_EVERY)
@@ -105,37 +97,32 @@ class BulkPlane:
             if self.is_settled:
                 return
             if expired:
-                late = _list_ranks(states, Progress.PENDING)
-                raise CollectiveError(
-                    late,
-                    f"ranks {list(late)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s",
-                )
+                late = _list_ranks(states, Readiness.PENDING)
+                why = f"ranks {list(late)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s"
+                raise CollectiveError(late, why)
 
     def exchange_readiness(self, deadline: float = math.inf) -> tuple[list[int], bool]:
         """Tell all ranks how far this one is; switch if all are ready, and give the plane up if one has failed.
-
         Collective over the engine; not called again once `is_settled`. Returns the progress of all ranks, and whether
         the deadline of a rank has passed: all ranks see it in the same exchange, since one that gave up by its own
-        clock would leave the others waiting.
-        """
-        own = Progress.PENDING
+        clock would leave the others waiting."""
+        own = Readiness.PENDING
         if self._built.is_set():
-            own = Progress.FAILED if self._problem else Progress.READY
+            own = Readiness.FAILED if self._problem else Readiness.READY
         expired = self._clock.now() > deadline
         told = self.group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
         states: list[int] = told[:, 0].tolist()
-        if Progress.FAILED in states:
+        if Readiness.FAILED in states:
             self._settle(False)
-        elif all(state == Progress.READY for state in states):
+        elif all(state == Readiness.READY for state in states):
             self._settle(True)
         return states, bool(told[:, 1].any())
 
     def abort(self) -> None:
         """Give the communicator up, whatever it is doing. Returns at once; any number of times."""
         if self._aborting is None:
-            self._aborting = threading.Thread(
-                target=self._abort, name="spark-elastic-bulk-abort", daemon=True
-            )
+            name = "spark-elastic-bulk-abort"
+            self._aborting = threading.Thread(target=self._abort, name=name, daemon=True)
             self._aborting.start()
 
     def wait_aborted(self) -> None:
@@ -210,10 +197,7 @@ class BulkSums:
     """Collectives of the bulk plane that the ranks confirm together: one of torch.distributed, or those of a step."""
 
     def __init__(self, plane: BulkPlane, signature: int = 0) -> None:
-        """
-        Args:
-            signature: what the collectives are, as a number of 31 bits; ranks that disagree are refused.
-        """
+        """signature: what the collectives are, as a number of 31 bits; ranks that disagree are refused."""
         self._plane = plane
         self._group = plane.group
         self._signature = signature
@@ -222,11 +206,8 @@ class BulkSums:
         self._error: Exception | None = None
 
     def launch(self, start: Callable[[Any], Any]) -> None:
-        """Begin a collective. In the thread that completed its operands, in the same order on all ranks.
-
-        Args:
-            start: takes the process group of the plane, and returns the collective's `Work`.
-        """
+        """Begin a collective. In the thread that completed its operands, in the same order on all ranks. start: takes
+        the process group of the plane, and returns the collective's `Work`."""
         if self._error is None:
             try:
                 self._works.append(start(self._plane.process_group))
@@ -234,20 +215,17 @@ class BulkSums:
                 self._error = error
 
     def finish(self) -> None:
-        """Wait until every rank has all results. Collective over the engine.
-
-        Raises:
-            CollectiveError: a rank is lost, late, or its part failed; the results are void, and the plane is aborted.
-        """
+        """Wait until every rank has all results. Collective over the engine. Raises CollectiveError if a rank is lost,
+        late, or its part failed; the results are void, and the plane is aborted."""
         timeout, began = self._group.timeout, self._clock.now()
         try:
             while True:
-                state = self._poll(self._clock.now() + AGREE_EVERY)
+                own_state = self._poll(self._clock.now() + AGREE_EVERY)
                 waited = int(1000 * (self._clock.now() - began))  # ms
-                own = np.array([state, self._signature, waited], np.int32)
+                own = np.array([own_state, self._signature, waited], np.int32)
                 told = self._group.allgather(own).reshape(-1, 3)
                 states = told[:, 0].tolist()
-                if all(each == Progress.READY for each in states) and len(set(told[:, 1].tolist())) == 1:
+                if all(state == Readiness.READY for state in states) and len(set(told[:, 1].tolist())) == 1:
                     self._works = []
                     return
                 shared = self._find_shared_failure(told)
@@ -255,12 +233,11 @@ class BulkSums:
                     break
                 # While no rank is complete, the devices may still compute what is to be summed. All ranks decide by
                 # the one that waited longest: a rank that left by its own clock would look like one that is lost.
-                limit = timeout if Progress.READY in states else COMPUTE_TIMEOUTS * timeout
+                limit = timeout if Readiness.READY in states else COMPUTE_TIMEOUTS * timeout
                 if told[:, 2].max() > 1000 * limit:
-                    late = _list_ranks(states, Progress.PENDING)
-                    raise CollectiveError(
-                        late, f"the bulk sums of ranks {list(late)} were not complete after {limit:g} s"
-                    )
+                    late = _list_ranks(states, Readiness.PENDING)
+                    why = f"the bulk sums of ranks {list(late)} were not complete after {limit:g} s"
+                    raise CollectiveError(late, why)
         except CollectiveError as error:
             self.abandon(str(error))
             raise
@@ -274,11 +251,9 @@ class BulkSums:
         """What is wrong by what all ranks have told each other: (state, signature, ms waited) of each."""
         other = np.flatnonzero(told[:, 1] != told[0, 1]).tolist()
         if other:
-            ranks = (0, other[0])
-            return MismatchError(
-                ranks, f"ranks {list(ranks)} called collectives of different kinds, shapes or dtypes"
-            )
-        failed = _list_ranks(told[:, 0].tolist(), Progress.FAILED)
+            why = f"ranks [0, {other[0]}] called collectives of different kinds, shapes or dtypes"
+            return MismatchError((0, other[0]), why)
+        failed = _list_ranks(told[:, 0].tolist(), Readiness.FAILED)
         if failed:
             why = f": {self._error}" if self._error is not None else ""
             return CollectiveError(failed, f"the bulk sums of ranks {list(failed)} failed{why}")
@@ -292,25 +267,25 @@ class BulkSums:
             self._plane.wait_aborted()
             self._works = []
 
-    def _poll(self, until: float) -> Progress:
+    def _poll(self, until: float) -> Readiness:
         """Wait for this rank's results at most until then."""
         if self._error is not None:
-            return Progress.FAILED
+            return Readiness.FAILED
         try:
             while not all(work.is_completed() for work in self._works):
                 if self._clock.now() > until:
-                    return Progress.PENDING
+                    return Readiness.PENDING
                 self._clock.sleep(POLL_EVERY)
             for work in self._works:
                 work.wait()  # raises its error; the device's later work follows the sum
         except Exception as error:
             self._error = error
-            return Progress.FAILED
-        return Progress.READY
+            return Readiness.FAILED
+        return Readiness.READY
 
 
-def _list_ranks(states: Sequence[int], state: Progress) -> tuple[int, ...]:
-    return tuple(rank for rank, each in enumerate(states) if each == state)
+def _list_ranks(states: Sequence[int], state: Readiness) -> tuple[int, ...]:
+    return tuple(rank for rank, its_state in enumerate(states) if its_state == state)
 
 
 def _await_work(work: Any, clock: SystemClock, seconds: float) -> None:
@@ -330,45 +305,25 @@ def _check_devices(store: Any, rank: int, size: int, device: torch.device) -> No
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", f"of rank {rank}")
     identity = f"{socket.gethostname()} {uuid}"
     store.set(f"device {rank}", identity)
-    found = [store.get(f"device {each}").decode() for each in range(size)]
-    shared = sorted({each for each in range(size) if found.count(found[each]) > 1})
+    devices = [store.get(f"device {peer}").decode() for peer in range(size)]
+    shared = [peer for peer, its_device in enumerate(devices) if devices.count(its_device) > 1]
     if shared:
         raise InvalidInput(f"ranks {shared} share a GPU, for which NCCL builds no communicator")
 
 
-# ---- the planes of a world
-
-
-class _Planes:
-    """The bulk planes of one world, by the group of the engine and the device."""
-
-    def __init__(self) -> None:
-        self._planes: list[tuple[Group, BulkPlane]] = []
-
-    def get_or_create(
-        self, group: Group, device: torch.device, create: Callable[[int], BulkPlane]
-    ) -> BulkPlane:
-        """create: called with how many planes of the same ranks there are, the same number on all of these."""
-        for known, plane in self._planes:
-            if known is group and plane.device == device:
-                return plane
-        plane = create(sum(known.members == group.members for known, _ in self._planes))
-        self._planes.append((group, plane))
-        plane.start()
-        return plane
+class _Planes(list[BulkPlane]):
+    """The bulk planes of one world."""
 
     def close(self) -> None:
         """Give all planes up, since the world has ended. Does not wait for their communicators."""
-        for _, plane in self._planes:
+        for plane in self:
             plane.abort()
 
 
 def get_or_start_bulk_plane(group: Group, device: torch.device, options: ExchangeOptions) -> BulkPlane | None:
-    """Return the plane that sums the gradients of a device in this group; None: they travel through host memory.
-
-    The first call starts to build its communicator. Every rank of the group must call it at the same place among its
-    collectives.
-    """
+    """Return the plane that sums the gradients of a device in this group; None: they travel through host memory. The
+    first call starts to build its communicator. Every rank of the group must call it at the same place among its
+    collectives."""
     backend = options.bulk_backend
     if backend == "auto":
         has_nccl = device.type == "cuda" and dist.is_available() and dist.is_nccl_available()
@@ -379,11 +334,14 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
     if worker is None or worker.driver is None:
         return None
     planes = worker.group_context.get_or_create_closeable(_Planes)
-    return planes.get_or_create(
-        group,
-        device,
-        lambda number: BulkPlane(group, device, backend, lambda: _get_stores(worker, group, number)),
-    )
+    for plane in planes:
+        if plane.group is group and plane.device == device:
+            return plane
+    number = sum(plane.group.members == group.members for plane in planes)  # the same on all of these ranks
+    plane = BulkPlane(group, device, backend, lambda: _get_stores(worker, group, number))
+    planes.append(plane)
+    plane.start()
+    return plane
 
 
 def _get_stores(worker: WorkerContext, group: Group, number: int) -> tuple[Any, ...]:

@@ -23,11 +23,7 @@ CPU = torch.device("cpu")
 
 
 def select_device() -> torch.device:
-    """Return the device of this process.
-
-    Raises:
-        InvalidInput: torch finds no GPU, and the slot was given one.
-    """
+    """Return the device of this process. Raises InvalidInput if torch finds no GPU, and the slot was given one."""
     kind = get_process_context().device
     if kind == "cpu":
         return CPU
@@ -49,10 +45,8 @@ def _explain_missing_gpu() -> str:
 
 
 class SlotGpuSelection:
-    """Wraps `torch.cuda.set_device`: any number selects the GPU of a worker that sees one.
-
-    Horovod's scripts begin with `torch.cuda.set_device(hvd.local_rank())`. Created once in a process.
-    """
+    """Wraps `torch.cuda.set_device`: any number selects the GPU of a worker that sees one. Horovod's scripts begin with
+    `torch.cuda.set_device(hvd.local_rank())`. Created once in a process."""
 
     def __init__(self) -> None:
         select = torch.cuda.set_device
@@ -124,8 +118,7 @@ class SnapshotCopy:
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return pinned memory, to which a GPU copies without a pass over pages of the host."""
-        memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return memory
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
     def begin(self, tensor: torch.Tensor, memory: npt.NDArray[np.uint8]) -> None:
         """Begin to copy a tensor to its piece of the memory."""
@@ -171,10 +164,8 @@ class DeviceCopier:
         self._stream = self._module.Stream()
 
     def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Start to copy a tensor of the CPU to the device, as `dtype`; what is narrower travels.
-
-        Another stream must not use the result before `Arrival.wait`.
-        """
+        """Start to copy a tensor of the CPU to the device, as `dtype`; what is narrower travels. Another stream must
+        not use the result before `Arrival.wait`."""
         narrow = dtype if dtype.itemsize <= tensor.dtype.itemsize else tensor.dtype
         pinned = torch.empty(tensor.shape, dtype=narrow, pin_memory=True).copy_(tensor)
         with self._module.stream(self._stream):
@@ -194,11 +185,8 @@ class Arrival:
         self._module, self._arrived = module, arrived
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the computation that is launched from now on wait for the copies; this thread does not wait.
-
-        Args:
-            tensors: what was copied and will be used.
-        """
+        """Have the computation that is launched from now on wait for the copies; this thread does not wait. tensors:
+        what was copied and will be used."""
         stream = self._module.current_stream()
         stream.wait_event(self._arrived)
         for tensor in tensors:

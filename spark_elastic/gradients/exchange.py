@@ -18,24 +18,20 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.plan import Division
 from spark_elastic.gradients.bulk_plane import get_or_start_bulk_plane
-from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.gradients.hooks import hook_gradients
 from spark_elastic.gradients.layout import ExchangedParameters
-from spark_elastic.gradients.modes.bulk import BulkMode
-from spark_elastic.gradients.modes.host import HostMode
-from spark_elastic.gradients.modes.local import Flags, LocalMode
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode, can_carry_messages
-from spark_elastic.gradients.modes.shares import Observe, ShareMode
+from spark_elastic.gradients.modes import BulkMode, HostMode, LocalMode, OneBucketMode, can_carry_messages
+from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
+from spark_elastic.gradients.share_mode import Observe, ShareMode
+from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
 
 
 class GradientExchange:
-    """The gradients of one model's parameters, exchanged over groups that come and go.
-
-    A step: `clear_and_begin`, backward passes, `finish`; then gradients hold the sums over all ranks and may be
-    applied. Gradients that arrive outside of a step are not counted. `close` detaches the gradients from the buckets.
-    """
+    """The gradients of one model's parameters, exchanged over groups that come and go. A step: `clear_and_begin`,
+    backward passes, `finish`; then gradients hold the sums over all ranks and may be applied. Gradients that arrive
+    outside of a step are not counted. `close` detaches the gradients from the buckets."""
 
     def __init__(
         self,
@@ -155,17 +151,12 @@ class GradientExchange:
         return BulkMode(layout, peers, self._may_overlap, plane)
 
     def begin_share(self, passes: int | None = None, observe: Observe | None = None) -> None:
-        """Begin this rank's next virtual share.
-
-        Args:
-            passes: backward passes until `end_share`; None: as given when the step began.
-            observe: called with the number of each parameter and its gradient of the share.
-        """
+        """Begin this rank's next virtual share: see `ShareMode.begin_share`."""
         assert isinstance(self.mode, ShareMode)
         self.mode.begin_share(passes, observe)
 
     def end_share(self) -> None:
-        """End the share: add the gradients that not all passes brought, and launch the buckets that are complete."""
+        """End it: see `ShareMode.end_share`."""
         assert isinstance(self.mode, ShareMode)
         self.mode.end_share()
 
@@ -176,11 +167,9 @@ class GradientExchange:
             parameter.grad = None
 
     def adopt_sparse_parameters(self, found_sparse: Flags) -> None:
-        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step.
-
-        In the first step of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that
-        takes no exchange of its own, and a rank without such a gradient is no special case.
-        """
+        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step. In the first step
+        of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that takes no exchange
+        of its own, and a rank without such a gradient is no special case."""
         if self._options.sparse == "sparse":
             numbers = np.flatnonzero(found_sparse).tolist()
             for parameter in (self.parameters[index] for index in numbers):
@@ -189,8 +178,8 @@ class GradientExchange:
             self._sparse |= set(numbers)
 
     def finish(self) -> None:
-        """Launch what was not launched (unused parameters, ranks without rows) and wait for all sums. In
-        `OneBucketMode` they come with `carry`.
+        """Launch what was not launched (unused parameters, ranks without rows) and wait for all sums, which in
+        `OneBucketMode` come with `carry`.
 
         Raises:
             MismatchError: in the first step of a world, ranks have other parameters or options than rank 0.

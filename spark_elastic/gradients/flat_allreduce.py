@@ -36,10 +36,7 @@ class FlatBuffer:
         dtypes: Sequence[npt.DTypeLike],
         allocate: Callable[[int], Bytes] = allocate_aligned,
     ) -> None:
-        """
-        Args:
-            allocate: returns that many bytes, from a multiple of ALIGN on; for example `Group.buffer`.
-        """
+        """allocate: returns that many bytes, from a multiple of ALIGN on; for example `Group.buffer`."""
         kinds = [np.dtype(dtype) for dtype in dtypes]
         spans: dict[int, tuple[int, int]] = {}  # by array: its first byte, and the one behind its last
         ranges: dict[np.dtype[Any], tuple[int, int]] = {}  # by dtype: the same of all its arrays
@@ -56,9 +53,9 @@ class FlatBuffer:
         # One flat array per dtype: what collectives take. Between the views lie up to ALIGN - 1 bytes of padding.
         self.flat: list[Array] = [memory[begin:end].view(kind) for kind, (begin, end) in ranges.items()]
         # One array per shape, in the order of `shapes`: the same memory as `flat`.
+        pieces = [memory[slice(*spans[index])] for index in range(len(kinds))]
         self.views: list[Array] = [
-            memory[slice(*spans[index])].view(kinds[index]).reshape(shape)
-            for index, shape in enumerate(shapes)
+            piece.view(kind).reshape(shape) for piece, kind, shape in zip(pieces, kinds, shapes, strict=True)
         ]
 
     def fill(self, arrays: Sequence[Array | None]) -> None:
@@ -70,14 +67,8 @@ class FlatBuffer:
                 np.copyto(view, array, casting="same_kind")
 
     def allreduce(self, group: Group, op: str = "sum", compression: str | None = None) -> None:
-        """Reduce all arrays in place over the ranks of `group`; an empty dtype takes no collective.
-
-        Args:
-            compression: the wire format of float32; other dtypes travel as they are.
-
-        Raises:
-            CollectiveError: the group broke; the contents are void.
-        """
+        """Reduce all arrays in place over the ranks of `group`; an empty dtype takes no collective. compression: the
+        wire format of float32; other dtypes travel as they are."""
         for flat in self.flat:
             if len(flat):
                 group.allreduce(flat, op=op, compression=compression if flat.dtype == np.float32 else None)
@@ -87,10 +78,7 @@ class FlatAllreduce:
     """Sums arrays of fixed shapes over the ranks, in the shared memory of a group."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-        """
-        Args:
-            dtypes: of each array; what is not float64 is summed as float32.
-        """
+        """dtypes: of each array; what is not float64 is summed as float32."""
         self._shapes = list(shapes)
         self._dtypes = ["float64" if dtype == "float64" else "float32" for dtype in dtypes]
         self.layout_hash = zlib.crc32(repr((self._shapes, self._dtypes)).encode())
@@ -98,15 +86,8 @@ class FlatAllreduce:
         self._buffer: FlatBuffer | None = None
 
     def allreduce(self, group: Group, arrays: Sequence[Array | None], wire: str | None) -> list[Array]:
-        """Return the sums over all ranks, in rank order. The next call overwrites them.
-
-        Args:
-            arrays: None stands for zeros.
-            wire: the wire format of float32; None: as it is.
-
-        Raises:
-            CollectiveError: the group broke; the contents of the buffer are void.
-        """
+        """Return the sums over all ranks, in rank order. The next call overwrites them. arrays: None stands for zeros.
+        wire: the wire format of float32; None: as it is."""
         if self._buffer is None or group is not self._group:
             # All ranks do so at the same place among their collectives, as `Group.buffer` demands.
             self._buffer, self._group = FlatBuffer(self._shapes, self._dtypes, group.buffer), group

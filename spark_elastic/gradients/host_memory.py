@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_collectives import Group
-from elastic_collectives.group import Array
-from elastic_collectives.operands import DTYPES
+from elastic_collectives.operands import DTYPES, Array
 from spark_elastic.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -46,10 +45,7 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _detach(tensor: object) -> torch.Tensor:
-    """
-    Raises:
-        InvalidInput: it is no tensor, has no values, or is sparse.
-    """
+    """Raises InvalidInput if it is no tensor, has no values, or is sparse."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"this takes tensors; got a {type(tensor).__name__}: use torch.as_tensor(...).")
     if tensor.device.type == "meta":
@@ -94,22 +90,17 @@ class _Memory:
 
 
 def view_memory(tensor: torch.Tensor) -> Array:
-    """Return the memory of a contiguous tensor on the CPU; dtypes that numpy lacks as unsigned integers.
-
-    `Tensor.numpy` would do nearly the same, but a storage that it has shown to numpy cannot be resized any more, as
-    FullyShardedDataParallel does with its own.
-    """
+    """Return the memory of a contiguous tensor on the CPU; dtypes that numpy lacks as unsigned integers. `Tensor.numpy`
+    would do nearly the same, but a storage that it has shown to numpy cannot be resized any more, as
+    FullyShardedDataParallel does with its own."""
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), _find_numpy_dtype(tensor.dtype))
     return np.asarray(_Memory(tensor))
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """Return the memory of a contiguous tensor on the CPU, as its numbers; bfloat16 as uint16.
-
-    Raises:
-        InvalidInput: neither numpy nor the engine knows the dtype.
-    """
+    """Return the memory of a contiguous tensor on the CPU, as its numbers; bfloat16 as uint16. Raises InvalidInput if
+    neither numpy nor the engine knows the dtype."""
     array = view_memory(tensor.resolve_conj().resolve_neg())
     if tensor.dtype is not torch.bfloat16 and array.dtype.name != get_dtype_name(tensor.dtype):
         raise InvalidInput(
@@ -120,11 +111,9 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
     """Return the memory of an array as a tensor with the dtype and the device of `like`; a copy if that is a GPU."""
-    if like.dtype is torch.bfloat16:
-        tensor = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    return tensor.to(like.device)
+    is_bfloat16 = like.dtype is torch.bfloat16
+    tensor = torch.from_numpy(array.view("int16") if is_bfloat16 else array)
+    return (tensor.view(torch.bfloat16) if is_bfloat16 else tensor).to(like.device)
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -180,14 +169,14 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class TorchReduction:
     """A reduction that torch asked for."""
 
     name: str  # torch's, such as "SUM"
     factor: float | torch.Tensor = 1.0  # on each rank's operand (PREMUL_SUM); a tensor broadcasts
 
     @classmethod
-    def of(cls, op: Any) -> Reduction:
+    def of(cls, op: Any) -> TorchReduction:
         """op: a `ReduceOp`, one of its constants, or None for a sum."""
         if op is None:
             return cls("SUM")
@@ -197,10 +186,7 @@ class Reduction:
         return cls(kind.name, 1.0 if factor is None else factor)
 
     def check(self, operand: Operand) -> None:
-        """
-        Raises:
-            InvalidInput: numbers of that dtype cannot be reduced so.
-        """
+        """Raises InvalidInput if numbers of that dtype cannot be reduced so."""
         dtype = get_dtype_name(operand.dtype)
         if self.name not in ENGINE_OPS and self.name not in BITWISE_OPS:
             raise InvalidInput(

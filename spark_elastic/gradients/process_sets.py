@@ -1,8 +1,7 @@
-"""The current world, its process sets and channels: which group the operations of this process use. Any thread.
+"""The current world: its group, its process sets, and where this process stands in it. Any thread.
 
 A process set names ranks: in each world it consists of those of its ranks that the world has. When the world grows
-again, its ranks are back in the set, whichever workers have them. A process that is no worker is a world of one.
-"""
+again, its ranks are back in the set, whichever workers have them. A process that is no worker is a world of one."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from elastic_collectives import Group
-from elastic_collectives.arithmetic import apply_scale, narrow, widen
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array, apply_scale, narrow, widen
+from spark_elastic.config import find_launched_size
 from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Member
 from spark_elastic.worker.context import get_call_context, get_context
 
 
@@ -28,22 +28,14 @@ class SingleProcessGroup:
     timeout = 60.0
 
     def allreduce(self, array: Array, op: str = "sum", **how: Any) -> None:
-        array[...] = self.reducescatter(
-            array, op, how.get("dtype"), None, how.get("scale", (1.0, 1.0)), how.get("compression")
-        )
+        array[...] = self.reducescatter(array, op, how.get("dtype"), None, how.get("scale", (1.0, 1.0)))
 
     def grouped_allreduce(self, arrays: Sequence[Array], op: str, *how: Any) -> None:
         for array in arrays:
             array[...] = self.reducescatter(array, op, *how)
 
     def reducescatter(
-        self,
-        array: Array,
-        op: str,
-        dtype: str | None,
-        weight: None,
-        scale: tuple[float, float],
-        compression: str | None,
+        self, array: Array, op: str, dtype: str | None, weight: None, scale: tuple[float, float], *how: Any
     ) -> Array:
         name, own = dtype or array.dtype.name, array.copy()
         for factor in scale:
@@ -64,11 +56,8 @@ class SingleProcessGroup:
 
 
 def world() -> Group:
-    """Return the group of all ranks. Only the main thread may call its collectives.
-
-    Raises:
-        CollectiveError: the worker is between two worlds.
-    """
+    """Return the group of all ranks. Only the main thread may call its collectives. Raises CollectiveError if the
+    worker is between two worlds."""
     worker = get_context()
     return cast("Group", SingleProcessGroup()) if worker is None else worker.require_group()
 
@@ -79,11 +68,11 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
             raise InvalidInput(f"a ProcessSet takes ranks and no MPI communicator; got {ranks_or_comm!r}.")
-        given = [int(rank) for rank in ranks_or_comm]
+        named = [int(rank) for rank in ranks_or_comm]
         self.process_set_id: int | None = None  # None until the set was added
-        self._ranks = tuple(sorted(set(given)))
-        if len(self._ranks) < len(given) or (self._ranks and self._ranks[0] < 0):
-            raise InvalidInput(f"the ranks of a ProcessSet must be different and not below 0; got {given}.")
+        self._ranks = tuple(sorted(set(named)))
+        if len(self._ranks) < len(named) or (self._ranks and self._ranks[0] < 0):
+            raise InvalidInput(f"the ranks of a ProcessSet must be different and not below 0; got {named}.")
 
     @property
     def declared_ranks(self) -> tuple[int, ...]:
@@ -101,11 +90,7 @@ class ProcessSet:
         return world().rank in self.ranks
 
     def rank(self) -> int:
-        """Return the rank of this process within the set.
-
-        Raises:
-            InvalidInput: the process is not in the set.
-        """
+        """Return the rank of this process within the set. Raises InvalidInput if the process is not in the set."""
         if not self.included():
             raise InvalidInput(f"rank {world().rank} is not in {self}.")
         return self.ranks.index(world().rank)
@@ -153,13 +138,8 @@ def _get_registry() -> _Registry:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set; to be called on all ranks of the world. Ranks exchange nothing before its first operation.
-
-    The set may name ranks that only a larger world has.
-
-    Raises:
-        InvalidInput: a set of these ranks was added already.
-    """
+    """Register a set; to be called on all ranks of the world. Ranks exchange nothing before its first operation. It may
+    name ranks that only a larger world has. Raises InvalidInput if a set of these ranks was added already."""
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry = _get_registry()
     if any(other.declared_ranks == added.declared_ranks for other in registry.added.values()):
@@ -206,32 +186,20 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def is_process_set_included(process_set_id: int) -> bool:
-    """Whether this process is in the set of that id.
-
-    Raises:
-        InvalidInput: there is no such set.
-    """
+    """Whether this process is in the set of that id. Raises InvalidInput if there is no such set."""
     return get_process_set(process_set_id).included()
 
 
 def get_process_set(process_set_id: int) -> ProcessSet:
-    """Return the set of that id; 0 is the global one.
-
-    Raises:
-        InvalidInput: there is no such set.
-    """
-    found = _get_sets().get(process_set_id)
-    if found is None:
+    """Return the set of that id; 0 is the global one. Raises InvalidInput if there is no such set."""
+    sets = _get_sets()
+    if process_set_id not in sets:
         raise InvalidInput(f"there is no process set {process_set_id}: add it first.")
-    return found
+    return sets[process_set_id]
 
 
 def find_root_index(process_set: ProcessSet, root_rank: int) -> int:
-    """Return the rank within the set of a rank of the world.
-
-    Raises:
-        InvalidInput: that rank is not in the set.
-    """
+    """Return the rank within the set of a rank of the world. Raises InvalidInput if that rank is not in the set."""
     if root_rank not in process_set.ranks:
         raise InvalidInput(f"root_rank must be one of {process_set.ranks}; got {root_rank}.")
     return process_set.ranks.index(root_rank)
@@ -243,10 +211,60 @@ def is_single_process(process_set: ProcessSet) -> bool:
 
 
 def choose_channel(use: str, *key: object) -> int:
-    """Return the channel of a subgroup: the same on all of its ranks, and of no other use or key.
-
-    Args:
-        use: what the group is for.
-        key: what tells it from others of that use; equal on all of its ranks.
-    """
+    """Return the channel of a subgroup: the same on all of its ranks, and of no other use or key. use: what the group
+    is for. key: what tells it from others of that use; equal on all of its ranks."""
     return 1 + int.from_bytes(hashlib.sha256(f"{use} {key}".encode()).digest()[:7], "little")
+
+
+def check_alone(what: str, instead: str) -> None:
+    """Refuse what would train alone in silence: this process is no worker, but one of several of another launcher."""
+    if get_context() is None and (launched := find_launched_size()) > 1:
+        raise InvalidInput(
+            f"{what} knows none of the {launched} processes that torchrun, or another launcher, has started: "
+            f"{instead}, or start the program with spark-elastic-run."
+        )
+
+
+def size() -> int:
+    """Return the number of workers in the world."""
+    return world().size
+
+
+def rank() -> int:
+    """Return this worker's rank in the world, from 0."""
+    return world().rank
+
+
+def local_size() -> int:
+    """Return the number of workers on this host."""
+    member = _get_member()
+    return 1 if member is None else member.local_size
+
+
+def local_rank() -> int:
+    """Return this worker's rank among those on its host, from 0."""
+    member = _get_member()
+    return 0 if member is None else member.local_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a worker of this local rank."""
+    member = _get_member()
+    return 1 if member is None else member.cross_size
+
+
+def cross_rank() -> int:
+    """Return this worker's rank among those of the same local rank on all hosts, from 0."""
+    member = _get_member()
+    return 0 if member is None else member.cross_rank
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of workers."""
+    worker = get_context()
+    return worker is None or worker.world is None or worker.world.is_homogeneous
+
+
+def _get_member() -> Member | None:
+    worker = get_context()
+    return None if worker is None or worker.world is None else worker.world.me

@@ -1,22 +1,25 @@
-"""How tensors are reduced: Horovod's reductions, compressors and checked arguments, for all frameworks. Values only."""
+"""How tensors are reduced: Horovod's reductions, compressors and checked arguments, and the options of an exchange of
+gradients. Values only, for all frameworks."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.buckets import BUCKET_BYTES
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+
+Scale = tuple[float, float]  # factors before and after a reduction
 
 
 class Compressor:
-    """How tensors travel in fewer bytes. Users write their own with `compress` and `decompress`.
-
-    The compressors that come with the package name a format of the engine, which sends float32 as 16 bits and
-    accumulates it as float32.
-    """
+    """How tensors travel in fewer bytes. Users write their own with `compress` and `decompress`. The compressors that
+    come with the package name a format of the engine, which sends float32 as 16 bits and accumulates it as float32."""
 
     # The engine's wire format of float32; None: only `compress` and `decompress` change what is exchanged.
     wire: str | None = None
@@ -37,11 +40,7 @@ class NoneCompressor(Compressor):
 
 
 def resolve_compressor(compression: object) -> type[Compressor]:
-    """Return the class of a compressor; None stands for `NoneCompressor`.
-
-    Raises:
-        InvalidInput: it is no Compressor.
-    """
+    """Return the class of a compressor; None stands for `NoneCompressor`."""
     if compression is None:
         return NoneCompressor
     kind = compression if isinstance(compression, type) else type(compression)
@@ -72,11 +71,7 @@ Product = ReduceOp.PRODUCT
 
 
 def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the reduction that the two arguments stand for.
-
-    Raises:
-        InvalidInput: both are given, or `op` is no ReduceOp.
-    """
+    """Return the reduction that the two arguments stand for."""
     if average is not None and op is not None:
         raise InvalidInput("take either average or op; op is the newer one: leave average out.")
     if op is not None and not isinstance(op, ReduceOp):
@@ -89,7 +84,7 @@ class ReduceOptions:
     """How a reduction is computed, and by whom: Horovod's arguments after all checks."""
 
     op: ReduceOp  # over the ranks of `process_set`
-    scale: tuple[float, float] = (1.0, 1.0)  # factors before and after the reduction
+    scale: Scale = (1.0, 1.0)  # factors before and after the reduction
     compression: type[Compressor] = NoneCompressor  # while arrays travel; results have the arrays' type
     process_set: ProcessSet = global_process_set  # the ranks that take part
 
@@ -98,31 +93,18 @@ class ReduceOptions:
         cls,
         average: bool | None,
         op: ReduceOp | None,
-        scale: tuple[float, float],
+        scale: Scale,
         process_set: ProcessSet,
         compression: object = None,
     ) -> ReduceOptions:
-        """Check the arguments of an allreduce.
-
-        Raises:
-            InvalidInput: an argument is wrong.
-        """
+        """Check the arguments of an allreduce. This and the next two raise InvalidInput if an argument is wrong."""
         return cls(resolve_op(average, op), _floats(scale), resolve_compressor(compression), process_set)
 
     @classmethod
     def from_reducescatter_args(
-        cls,
-        count: int,
-        op: ReduceOp,
-        scale: tuple[float, float],
-        process_set: ProcessSet,
-        compression: object = None,
+        cls, count: int, op: ReduceOp, scale: Scale, process_set: ProcessSet, compression: object = None
     ) -> ReduceOptions:
-        """Check the arguments of a reducescatter of `count` tensors.
-
-        Raises:
-            InvalidInput: an argument is wrong, or there is no tensor.
-        """
+        """Check the arguments of a reducescatter of `count` tensors."""
         if not count or op is Adasum or not isinstance(op, ReduceOp):
             raise InvalidInput(
                 f"reducescatter takes tensors, and Average, Sum, Min, Max or Product; got {op!r}."
@@ -134,11 +116,7 @@ class ReduceOptions:
         cls, op: ReduceOp, predivide: float, process_set: ProcessSet, compression: object = None
     ) -> ReduceOptions:
         """Check the arguments of an exchange of gradients. An average divides by `predivide` before the sum, and by
-        size / predivide after it.
-
-        Raises:
-            InvalidInput: an argument is wrong.
-        """
+        size / predivide after it."""
         if op not in (Average, Sum, Adasum):
             raise InvalidInput(f"op must be Average, Sum or Adasum; got {op!r}.")
         if predivide <= 0 or (op is not Average and predivide != 1.0):
@@ -152,21 +130,65 @@ class ReduceOptions:
         return self.compression.wire if all_float32 and self.op is not Adasum else None
 
     def reducescatter_gradient_factor(self, size: Callable[[], Any]) -> Any:
-        """Return the factor of a reducescatter's gradient.
-
-        As in the last releases of Horovod this is the gradient of the sum of all losses, times the size.
-
-        Args:
-            size: returns the number of ranks; called only where the result depends on it.
-
-        Raises:
-            InvalidInput: this reduction has no gradient.
-        """
+        """Return the factor of a reducescatter's gradient: as in the last releases of Horovod, that of the sum of all
+        losses, times the size. size: returns the number of ranks; called only where the result depends on it."""
         if self.op in (Min, Max, Product):
             raise InvalidInput(f"reducescatter has no gradient for {self.op}: use Average or Sum.")
         factor = self.scale[0] * self.scale[1]
         return factor if self.op is Average else factor * size()
 
 
-def _floats(scale: tuple[float, float]) -> tuple[float, float]:
+def _floats(scale: Scale) -> Scale:
     return float(scale[0]), float(scale[1])
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How gradients are exchanged; the same on all ranks."""
+
+    bucket_bytes: int = BUCKET_BYTES  # about so many in each bucket: see `build_buckets`
+    # Numbers of parameters that travel together: see `build_buckets`.
+    groups: tuple[tuple[int, ...], ...] = ()
+    average: bool = False  # divide by the size of the group
+    predivide: float = 1.0  # divide by this much before the sum, and by the rest after it
+    wire: str | None = None  # the engine's format of float32; None: as it is
+    # A compressor of the user's, called on the host for each gradient that has all its rows.
+    compressor: type[Compressor] | None = None
+    # Sparse gradients are "refused", exchanged as "dense" ones, or as "sparse" ones from the second step of a world on.
+    sparse: str = "refused"
+    # Virtual shares of a step, whose gradients are added in the order of `share_tree`; 0: gradients are summed by rank.
+    shares: int = 0
+    arithmetic: str = ""  # what their bits depend on besides, in words; the same on all ranks
+    # Seconds until a warning names the ranks that a wait is for, and between two warnings.
+    warn_after: float = math.inf
+    wait_at_most: float | None = None  # seconds until a wait is an error; None: the group's timeout
+    bulk_backend: str = "host"  # what sums gradients on GPUs: see `OperationConfig`
+    hybrid_recovery: bool = True  # see `OperationConfig`
+
+    def factors(self, size: int) -> tuple[float, float]:
+        """Return the factors (before, after) the sum."""
+        return 1.0 / self.predivide, self.predivide / (size if self.average else 1.0)
+
+    @property
+    def description(self) -> str:
+        """What all ranks must have in common, in words."""
+        parts = ["averaged" if self.average else "summed"]
+        if self.predivide != 1.0:
+            parts.append(f"divided by {self.predivide!r} before")
+        if self.wire is not None:
+            parts.append(f"sent as {self.wire}")
+        if self.compressor is not None:
+            parts.append(f"compressed by {self.compressor.__qualname__}")
+        if self.shares:
+            parts.append(f"of {self.shares} virtual shares, computed with {self.arithmetic}")
+        return ", ".join([*parts, f"sparse gradients: {self.sparse}"])
+
+
+DEFAULT_OPTIONS = ExchangeOptions()  # gradients are summed as they are
+
+
+def options_from_env(**others: Any) -> ExchangeOptions:
+    """Return options with the bucket size, the stall check and the bulk plane of this process's settings."""
+    config = operations_from_env()
+    names = ("bucket_bytes", "warn_after", "wait_at_most", "bulk_backend", "hybrid_recovery")
+    return ExchangeOptions(**{name: getattr(config, name) for name in names}, **others)

@@ -7,9 +7,11 @@ bucket: no backward is left to overlap with it, so the training thread runs it i
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -19,23 +21,22 @@ import torch
 from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.bucket_memory import BucketMemory, cut_views
 from spark_elastic.gradients.devices import HostCopy
 from spark_elastic.gradients.host_memory import array_of, get_dtype_name, to_host
-from spark_elastic.gradients.layout import GradientLayout
-from spark_elastic.gradients.reduction import Compressor
-from spark_elastic.gradients.stall import watch_collective
+from spark_elastic.gradients.layout import BucketMemory, GradientLayout, cut_views
+from spark_elastic.gradients.reduction import Compressor, ExchangeOptions
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
 
 T = TypeVar("T")
 
+NAMED = 3  # parameters that a line of the log names at most
+log = logging.getLogger(__name__)
+
 
 class StepReducer:
-    """Sums the buckets and sparse gradients of one step in the `CollectiveThread`.
-
-    The `launch_...` methods return at once; `wait` waits for all. After a failure the rest fails.
-    """
+    """Sums the buckets and sparse gradients of one step in the `CollectiveThread`. The `launch_...` methods return at
+    once; `wait` waits for all. After a failure the rest fails."""
 
     def __init__(
         self,
@@ -45,9 +46,7 @@ class StepReducer:
         thread: CollectiveThread,
         timeline: Timeline | None,
     ) -> None:
-        """timeline: where to write the exchanges."""
-        # After `wait`, by number of parameter: what `launch_sparse` summed.
-        self.sparse_results: dict[int, torch.Tensor] = {}
+        self.sparse_results: dict[int, torch.Tensor] = {}  # after `wait`, by parameter: of `launch_sparse`
         self._layout = layout
         self._options = layout.options
         self._memory = memory
@@ -60,10 +59,8 @@ class StepReducer:
         self._copies: list[tuple[torch.Tensor, HostCopy]] = []  # each launched bucket, and where it is summed
 
     def compare(self) -> None:
-        """Check that all ranks train the same parameters with the same options, before the engine sums any gradient.
-
-        What the bulk plane sums meanwhile counts only if the check succeeds.
-        """
+        """`check_agreement`, before the engine sums any gradient. What the bulk plane sums meanwhile counts only if the
+        check succeeds."""
         self._submit(lambda: check_agreement(self._group, self._layout))
 
     def launch_bucket(self, number: int) -> None:
@@ -149,30 +146,21 @@ class StepReducer:
         self._newest = self._thread.submit(next_one)
 
     def _watch(self, parameters: Sequence[int] | None) -> AbstractContextManager[None]:
-        options, names = self._options, self._layout.names
-        return watch_collective(
-            self._group,
-            lambda: names if parameters is None else [names[i] for i in parameters],
-            options.warn_after,
-            options.wait_at_most,
-        )
+        names = self._layout.names
+        if parameters is not None:
+            return watch_collective(self._group, lambda: [names[i] for i in parameters], self._options)
+        return watch_collective(self._group, lambda: names, self._options)
 
 
 def check_agreement(group: Group, layout: GradientLayout) -> None:
-    """Check that all ranks train the same parameters with the same options. A collective of all ranks.
-
-    Raises:
-        MismatchError: they do not; every rank raises the same error.
-    """
+    """Raise MismatchError, on every rank alike, unless all ranks train the same parameters with the same options. A
+    collective."""
     hashes = group.allgather(np.array(layout.hash, np.uint64)).tolist()
     off = [rank for rank, its_hash in enumerate(hashes) if its_hash != hashes[0]]
     if off:
         texts = [json.loads(text) for text in group.allgather_bytes(json.dumps(describe(layout)).encode())]
-        raise MismatchError(
-            off,
-            f"ranks {off} do not exchange the same gradients as rank 0: "
-            + first_difference(texts[0], texts[off[0]], off[0]),
-        )
+        difference = first_difference(texts[0], texts[off[0]], off[0])
+        raise MismatchError(off, f"ranks {off} do not exchange the same gradients as rank 0: {difference}")
 
 
 def describe(layout: GradientLayout) -> list[str]:
@@ -185,24 +173,16 @@ def first_difference(first: Sequence[str], other: Sequence[str], rank: int) -> s
     """Return a sentence with the first line in which rank 0 and that rank differ."""
     for number, (a, b) in enumerate(zip_longest(first, other, fillvalue="no more")):
         if a != b:
-            what = (
-                f"of {max(len(first), len(other)) - 1} parameters, the first that differs, number {number}: "
-            )
-            return f"{what if number else ''}on rank 0, {a}; on rank {rank}, {b}."
+            count = max(len(first), len(other)) - 1
+            where = f"of {count} parameters, the first that differs, number {number}: " if number else ""
+            return f"{where}on rank 0, {a}; on rank {rank}, {b}."
     return "their buckets are cut differently: set SPARK_ELASTIC_BUCKET_BYTES and groups alike."
 
 
 def allreduce_compressed(
     compressor: type[Compressor], group: Group, tensors: Iterable[torch.Tensor], scale: tuple[float, float]
 ) -> None:
-    """Sum each tensor in place; what the user's compressor makes of it travels.
-
-    Args:
-        scale: factors before and after the sum.
-
-    Raises:
-        InvalidInput: `decompress` returned another shape than that of the tensor.
-    """
+    """Sum each tensor in place; what the user's compressor makes of it travels. scale: factors before and after."""
     for tensor in tensors:
         compressed, ctx = compressor.compress(tensor)
         sent = to_host(compressed)
@@ -217,11 +197,7 @@ def allreduce_compressed(
 
 
 def coalesce_rows(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a sparse gradient with each of its rows listed once.
-
-    Raises:
-        InvalidInput: more than its first dimension is sparse.
-    """
+    """Return a sparse gradient with each of its rows listed once; more than its first dimension must not be sparse."""
     if not gradient.is_sparse:
         return gradient.detach().to_sparse(1)
     if gradient.sparse_dim() != 1:
@@ -240,3 +216,46 @@ def gather_listed_rows(group: Group, own: torch.Tensor, factor: float) -> torch.
     flat = flat.view(torch.bfloat16) if own.dtype == torch.bfloat16 else flat
     values = flat if factor == 1.0 else flat * factor
     return torch.sparse_coo_tensor(torch.from_numpy(rows)[None], values, own.shape, check_invariants=False)
+
+
+def watch_collective(
+    group: Group, names: Callable[[], Sequence[str]], options: ExchangeOptions
+) -> AbstractContextManager[None]:
+    """Horovod's stall check of a collective: a warning names the ranks that it waits for, and a wait may have a limit.
+    To be entered in the thread that calls the collective. names: of the parameters whose gradients it sums."""
+    watches = options.warn_after != math.inf or options.wait_at_most is not None
+    return _CollectiveWatch(group, names, options) if watches else nullcontext()
+
+
+class _CollectiveWatch:
+    """May be entered again: each step does."""
+
+    def __init__(self, group: Group, names: Callable[[], Sequence[str]], options: ExchangeOptions) -> None:
+        self._group, self._names = group, names
+        self._warn_after, self._wait_at_most = options.warn_after, options.wait_at_most
+        self._warned_after = 0.0
+
+    def __enter__(self) -> None:
+        self._warned_after = 0.0
+        self._group.watch(self._on_wait)
+        if self._wait_at_most is not None:
+            self._group.set_timeout(self._wait_at_most)
+
+    def __exit__(self, *error: object) -> None:
+        self._group.watch(None)
+        if self._wait_at_most is not None:
+            self._group.set_timeout(self._group.timeout)
+
+    def _on_wait(self, seconds: float, ranks: Sequence[int]) -> None:
+        if seconds - self._warned_after >= self._warn_after:
+            self._warned_after = seconds
+            missing = ", ".join(str(self._group.members[rank]) for rank in ranks)
+            log.warning(
+                "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not sent theirs.",
+                *(_format_names(self._names()), seconds, missing),
+            )
+
+
+def _format_names(names: Sequence[str]) -> str:
+    some = ", ".join(map(repr, names[:NAMED]))
+    return some if len(names) <= NAMED else f"{some} and {len(names) - NAMED} more"

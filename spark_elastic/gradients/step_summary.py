@@ -19,6 +19,7 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.protocol.types import MembershipVersion, Position
 
 Bytes = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
 
 
 class _Header(NamedTuple):
@@ -51,9 +52,8 @@ class StepSummary(NamedTuple):
     rows: int  # of this rank in the step
     loss: float  # sum over these rows
     denominator: float  # this rank's part of what the sum of all ranks is divided by (R8, weighting)
-    present: npt.NDArray[np.bool_]  # (parameters,) which got a gradient
-    # (parameters,) which got a sparse one; None: none of them
-    found_sparse: npt.NDArray[np.bool_] | None = None
+    present: Flags  # (parameters,) which got a gradient
+    found_sparse: Flags | None = None  # (parameters,) which got a sparse one; None: none of them
     wants_stop: bool = False  # a callback wants training to end after this step; the value of rank 0 counts
     seconds: float = 0.0  # that the rank worked for the step without waiting for others; 0.0: not measured
     has_weight: bool = True  # a row of the rank has a sample weight other than 0, or rows have none
@@ -66,8 +66,8 @@ class StepDecision(NamedTuple):
     rows: int  # of all ranks
     loss: float  # sum over all rows
     denominator: float  # what that sum is divided by (R8, weighting)
-    present: npt.NDArray[np.bool_]  # (parameters,) which got a gradient on any rank
-    found_sparse: npt.NDArray[np.bool_]  # (parameters,) which got a sparse one on any rank
+    present: Flags  # (parameters,) which got a gradient on any rank
+    found_sparse: Flags  # (parameters,) which got a sparse one on any rank
     stops: bool = False  # training ends after this step
     seconds: tuple[float, ...] = ()  # by rank, `StepSummary.seconds`
     has_weight: bool = True  # a row of any rank has a sample weight other than 0, or rows have none
@@ -99,20 +99,9 @@ def exchange_summaries(
         CollectiveError: the group broke.
     """
     position, count, version = mine.position, len(mine.present), mine.version.encode()
-    header = _FORMAT.pack(
-        *group.fence,
-        position.epoch,
-        position.phase,
-        position.step,
-        mine.layout,
-        version,
-        mine.rows,
-        mine.loss,
-        mine.denominator,
-        mine.seconds,
-        mine.wants_stop,
-        mine.has_weight,
-    )
+    same = (*group.fence, position.epoch, position.phase, position.step, mine.layout)
+    numbers = version, mine.rows, mine.loss, mine.denominator, mine.seconds
+    header = _FORMAT.pack(*same, *numbers, mine.wants_stop, mine.has_weight)
     found_sparse = np.zeros(count, np.bool_) if mine.found_sparse is None else mine.found_sparse
     packed = _pack_flags(mine.present.tobytes(), found_sparse.tobytes())
     message = np.frombuffer(header + packed, np.uint8)
@@ -121,23 +110,17 @@ def exchange_summaries(
     blobs = [whole[begin : begin + length] for begin in range(0, len(whole), length)]
     headers = [_FORMAT.unpack_from(blob) for blob in blobs]
     if len({blob[:48] for blob in blobs}) > 1:  # the bytes before `version` are the same on all ranks
-        _refuse_disagreement(group, [_Header(*each) for each in headers])
+        _refuse_disagreement(group, [_Header(*numbers) for numbers in headers])
     *_, versions, rows, losses, denominators, seconds, stops, weights = zip(*headers, strict=True)
     present = mine.present
     if {blob[_FORMAT.size :] for blob in blobs} != {packed}:  # most steps have the same flags everywhere
         united = np.bitwise_or.reduce(gathered[:, _FORMAT.size :])
         flags = np.unpackbits(united, count=2 * count).view(np.bool_)
         present, found_sparse = flags[:count], flags[count:]
+    newest = mine.version if max(versions) == version else MembershipVersion.decode(max(versions))
+    loss, denominator = _sum_in_order(losses), _sum_in_order(denominators)
     return StepDecision(
-        version=mine.version if max(versions) == version else MembershipVersion.decode(max(versions)),
-        rows=sum(rows),
-        loss=_sum_in_order(losses),
-        denominator=_sum_in_order(denominators),
-        present=present,
-        found_sparse=found_sparse,
-        stops=stops[0],
-        seconds=seconds,
-        has_weight=any(weights),
+        newest, sum(rows), loss, denominator, present, found_sparse, stops[0], seconds, any(weights)
     )
 
 
@@ -154,12 +137,10 @@ def _refuse_disagreement(group: Group, headers: Sequence[_Header]) -> None:
         (("layout",), "models or gradient layouts"),
     ):
         values = [tuple(getattr(header, name) for name in fields) for header in headers]
-        odd = [rank for rank, each in enumerate(values) if each != values[0]]
+        odd = [rank for rank, its_values in enumerate(values) if its_values != values[0]]
         if odd:
-            seen = "; ".join(
-                f"rank {rank}: {', '.join(f'{n} {v}' for n, v in zip(fields, values[rank], strict=True))}"
-                for rank in (0, *odd)
-            )
+            pairs = {rank: zip(fields, values[rank], strict=True) for rank in (0, *odd)}
+            seen = "; ".join(f"rank {r}: {', '.join(f'{n} {v}' for n, v in pairs[r])}" for r in pairs)
             group.abort(f"ranks are in different {what}")
             raise MismatchError(odd, f"the ranks are in different {what} ({seen})")
 

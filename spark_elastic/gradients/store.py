@@ -34,8 +34,7 @@ PREFIX = "torch/"  # of the keys: the world's scope has others
 
 class DriverStore(_Store):  # type: ignore[misc]
     """`torch.distributed.Store` over the driver, for one world. C++ does not keep the Python object alive: see
-    `get_store`.
-    """
+    `get_store`."""
 
     def __init__(self, worker: WorkerContext, driver: DriverClient, timeout: timedelta) -> None:
         super().__init__()
@@ -57,11 +56,7 @@ class DriverStore(_Store):  # type: ignore[misc]
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values, once all keys have one.
-
-        Raises:
-            DistStoreError: they have not within the store's timeout.
-        """
+        """The values, once all keys have one. Raises DistStoreError if they have not within the store's timeout."""
         return self._wait(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -33,19 +33,13 @@ class Timeline:
     """An open trace file."""
 
     def __init__(self, path: str, mark_cycles: bool = False, append: bool = False) -> None:
-        """
-        Args:
-            mark_cycles: mark the beginning of each round, too.
-            append: continue the file of a former rank 0.
-        """
+        """mark_cycles: mark the beginning of each round, too. append: continue the file of a former rank 0."""
         try:
             mode = "a" if append else "w"
             self._file = open(path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
         except OSError as error:
-            raise InvalidInput(
-                f"the timeline {path!r} cannot be written: {error}; name a file in a folder that rank 0 can "
-                "write to."
-            ) from error
+            where = "name a file in a folder that rank 0 can write to"
+            raise InvalidInput(f"the timeline {path!r} cannot be written: {error}; {where}.") from error
         self._mark_cycles = mark_cycles
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}  # row number by name
@@ -59,12 +53,8 @@ class Timeline:
     def write_operation(self, label: str, kind: str, times: tuple[float, float, float, float]) -> None:
         """Write an operation. times: when it was requested and announced, began and ended, in seconds of its clock."""
         requested, announced, begin, end = times
-        self._write_spans(
-            label,
-            ("QUEUE", requested, announced),
-            (f"NEGOTIATE_{kind.upper()}", announced, begin),
-            (kind.upper(), begin, end),
-        )
+        negotiation = f"NEGOTIATE_{kind.upper()}", announced, begin
+        self._write_spans(label, ("QUEUE", requested, announced), negotiation, (kind.upper(), begin, end))
 
     def write_gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:
         """Write a gradient bucket that was complete at `complete` and was summed from `begin` to `end`."""
@@ -74,14 +64,8 @@ class Timeline:
         with self._lock:
             row = self._find_row(label)
             for name, first, last in spans:
-                event = {
-                    "name": name,
-                    "ph": "X",
-                    "ts": first * 1e6,
-                    "dur": max(0.0, last - first) * 1e6,
-                    "pid": row,
-                }
-                self._write({**event, "args": details} if details else event)
+                event = {"name": name, "ph": "X", "ts": first * 1e6, "dur": max(0.0, last - first) * 1e6}
+                self._write({**event, "pid": row} | ({"args": details} if details else {}))
 
     def mark_round(self, now: float) -> None:
         """Mark the beginning of a round."""
@@ -96,10 +80,8 @@ class Timeline:
 
     def _find_row(self, label: str) -> int:
         if label not in self._rows:
-            self._rows[label] = len(self._rows) + 1
-            self._write(
-                {"name": "process_name", "ph": "M", "pid": self._rows[label], "args": {"name": label}}
-            )
+            row = self._rows[label] = len(self._rows) + 1
+            self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": label}})
         return self._rows[label]
 
     def _write(self, event: Mapping[str, Any]) -> None:
@@ -149,12 +131,11 @@ def _record_begin(path: str) -> bool:
 
 
 def _get_state() -> _TimelineState:
-    return get_process_context().get_or_create(_TimelineState, _make_state)
+    def create() -> _TimelineState:
+        settings = operations_from_env()
+        return _TimelineState(settings.timeline, settings.timeline_mark_cycles)
 
-
-def _make_state() -> _TimelineState:
-    settings = operations_from_env()
-    return _TimelineState(settings.timeline, settings.timeline_mark_cycles)
+    return get_process_context().get_or_create(_TimelineState, create)
 
 
 def get_timeline() -> Timeline | None:

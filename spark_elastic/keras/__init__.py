@@ -10,26 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _SHARED = "spark_elastic.horovod.ops.horovod_names"
-# Public name -> the module that defines it.
+# Module of `spark_elastic.horovod` -> the public names that it defines, with blanks between them.
+_DEFINED = {
+    "keras.optimizer": "DistributedOptimizer PartialDistributedOptimizer load_model",
+    "keras.values": "allgather allreduce broadcast broadcast_global_variables broadcast_variables reducescatter",
+    "ops.compression": "Compression",
+    "ops.operations": "allgather_object broadcast_object",
+}
 _EXPORTS = {
-    "Compression": "spark_elastic.horovod.keras.compression",
-    "DistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
-    "PartialDistributedOptimizer": "spark_elastic.horovod.keras.optimizer",
-    "allgather": "spark_elastic.horovod.keras.values",
-    "allgather_object": "spark_elastic.horovod.ops.operations",
-    "allreduce": "spark_elastic.horovod.keras.values",
-    "broadcast": "spark_elastic.horovod.keras.values",
-    "broadcast_global_variables": "spark_elastic.horovod.keras.values",
-    "broadcast_object": "spark_elastic.horovod.ops.operations",
-    "broadcast_variables": "spark_elastic.horovod.keras.values",
-    "load_model": "spark_elastic.horovod.keras.optimizer",
-    "reducescatter": "spark_elastic.horovod.keras.values",
+    name: f"spark_elastic.horovod.{module}" for module, names in _DEFINED.items() for name in names.split()
 }
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
     from spark_elastic.horovod.keras import callbacks, elastic
-    from spark_elastic.horovod.keras.compression import Compression
     from spark_elastic.horovod.keras.optimizer import (
         DistributedOptimizer,
         PartialDistributedOptimizer,
@@ -44,6 +38,7 @@ if TYPE_CHECKING:
         reducescatter,
     )
     from spark_elastic.horovod.ops import horovod_names
+    from spark_elastic.horovod.ops.compression import Compression
     from spark_elastic.horovod.ops.horovod_names import *
     from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
 

@@ -1,5 +1,4 @@
-"""Compressors of Horovod for Keras: the public name of `horovod.keras.compression`."""
+"""Horovod's compressors: the public name of `horovod.ops.compression`."""
 
-from spark_elastic.horovod.keras.compression import Compression
-
-__all__ = ["Compression"]
+from spark_elastic.horovod.ops.compression import *
+from spark_elastic.horovod.ops.compression import __all__ as __all__

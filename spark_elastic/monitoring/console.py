@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.monitoring.listener import JobListener, Metrics
-from spark_elastic.monitoring.log_forwarding import format_as_spark
+from spark_elastic.monitoring.logs import format_as_spark
 from spark_elastic.monitoring.report import Throughput
 
 log = logging.getLogger("spark_elastic")
@@ -30,19 +31,8 @@ BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 BAR_COLUMNS = 80  # where tqdm does not know the stream's width
 LIVE_LINE_SPACE = 20  # columns for percentage, bar and what separates the parts
 # Metrics that are shown in a fixed place, or not at all.
-POSITION_METRICS = (
-    "epoch",
-    "epochs",
-    "closed",
-    "step",
-    "steps",
-    "rows",
-    "loss",
-    "world",
-    "checkpoint_seconds",
-    "bulk_seconds",
-    "bulk_generation",
-)
+POSITION_METRICS = {"epoch", "epochs", "closed", "step", "steps", "rows", "loss", "world"}
+POSITION_METRICS |= {"checkpoint_seconds", "bulk_seconds", "bulk_generation"}
 COMMIT_METRICS = {"step", "world", "checkpoint_seconds"}  # what every job reports without the program's doing
 
 
@@ -161,11 +151,50 @@ class OutputListener(JobListener):
             now = datetime.fromtimestamp(self._clock.wall()).astimezone()
             text = f"{now.isoformat(timespec='seconds')} {text}"
         try:
-            self._stream.write(_escape_unencodable(text, self._stream) + "\n")
+            if encoding := getattr(self._stream, "encoding", None):  # escapes what it lacks
+                text = text.encode(encoding, "backslashreplace").decode(encoding)
+            self._stream.write(text + "\n")
             self._stream.flush()
         except BrokenPipeError:
             self._stream_closed = True
             log.warning("the stream that shows workers' output has been closed; the job continues")
+
+
+class FileListener(OutputListener):
+    """Writes all output to `rank.N/stdout` as well, and marks what the driver says.
+
+    Args:
+        folder: of the ranks' folders; None for no files. Workers outside of a world write to `rank.none`.
+        shown: the arguments of `OutputListener`.
+    """
+
+    def __init__(self, folder: Path | None, *shown: Any, **named: Any) -> None:
+        super().__init__(*shown, **named)
+        self._folder = folder
+        self._files: dict[str, IO[str]] = {}  # by folder
+        self._files_lock = threading.Lock()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        super().on_output(worker, rank, line)
+        with self._files_lock:
+            if self._folder is not None:
+                name = "rank.none" if rank is None else f"rank.{rank}"
+                if name not in self._files:
+                    (self._folder / name).mkdir(parents=True, exist_ok=True)
+                    self._files[name] = (self._folder / name / "stdout").open("a", encoding="utf-8")
+                self._files[name].write(line + "\n")
+                self._files[name].flush()
+
+    def on_message(self, text: str) -> None:
+        super().on_message(f"[driver] {text}")
+
+    def close(self) -> None:
+        super().close()
+        with self._files_lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+            self._folder = None
 
 
 class ProgressListener(OutputListener):
@@ -251,9 +280,8 @@ class ProgressListener(OutputListener):
         # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
         kind, own = importlib.import_module("tqdm").tqdm, {"monitor_interval": 0}
         if not is_in_notebook():
-            bar = type("Bar", (kind,), own)(
-                total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True
-            )
+            form = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
+            bar = type("Bar", (kind,), own)(total=total, file=self._stream, **form)
             if (bar.ncols or 0) < 1:  # a terminal that nobody told its size
                 bar.dynamic_ncols, bar.ncols, bar.nrows = False, BAR_COLUMNS, None
             return bar
@@ -263,12 +291,8 @@ class ProgressListener(OutputListener):
     def _write_plain_line(self, metrics: Metrics) -> None:
         now, epoch = self._clock.now(), int(metrics.get("epoch", 0))
         epoch_finished = int(metrics["step"]) == int(metrics["steps"])
-        if (
-            self._last_line is not None
-            and not epoch_finished
-            and self._last_line[1] == epoch
-            and now - self._last_line[0] < PROGRESS_INTERVAL
-        ):
+        at, last_epoch = self._last_line or (float("-inf"), -1)
+        if not epoch_finished and last_epoch == epoch and now - at < PROGRESS_INTERVAL:
             return
         self._last_line = (now, epoch)
         position = f"epoch {epoch + 1}/{self._epochs} step {metrics['step']}/{metrics['steps']}"
@@ -294,10 +318,7 @@ def _make_notebook_display() -> Callable[..., None]:
 
 def format_metrics(metrics: Metrics, throughput: Throughput, width: int | None = None) -> str:
     """Loss, throughput, world size, time left, and other floats that the program reports, as far as they are known.
-
-    Args:
-        width: leaves out what does not fit into so many characters, from the end.
-    """
+    width: leaves out what does not fit into so many characters, from the end."""
     loss, world, seconds_left = metrics.get("loss"), metrics.get("world"), throughput.seconds_left
     parts = [
         f"loss {float(loss):.4f}" if loss is not None else "",
@@ -321,8 +342,3 @@ def is_in_notebook() -> bool:
     """Whether this process is a notebook's kernel; Spark alone imports ipykernel, too."""
     ipython = sys.modules.get("IPython")
     return hasattr(ipython.get_ipython() if ipython is not None else None, "kernel")
-
-
-def _escape_unencodable(text: str, stream: IO[str]) -> str:
-    encoding = getattr(stream, "encoding", None)
-    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)

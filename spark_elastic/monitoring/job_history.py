@@ -1,21 +1,27 @@
 """The history of a running job in bounded memory: its worlds, time per phase, metrics, and the decisions made.
 
 Report, status page and progress messages are views of it. The driver's thread calls `on_transition`, the server's
-`on_progress`; any thread may read. One lock guards everything.
+`on_progress`; any thread may read. One lock guards everything. The status is a plain value of bounded size, of which
+the server's thread builds the pages when a browser asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 from spark_elastic.clock import Clock
+from spark_elastic.monitoring.console import POSITION_METRICS
 from spark_elastic.monitoring.listener import JobListener, Metrics
 from spark_elastic.monitoring.report import (
+    MAX_TEXT,
     PHASES,
     JobReport,
     MetricPoint,
@@ -23,36 +29,56 @@ from spark_elastic.monitoring.report import (
     Throughput,
     WorldChange,
     WorldChangeKind,
+    build_content_security_policy,
     count_steps,
+    encode_json,
+    read_page,
 )
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState, JobStage
+from spark_elastic.protocol.driver.state import DriverState, JobStage, SlotRecord
 from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.rendezvous.status_app import Page
 
 MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
 MAX_LOST_SLOTS = 100
 LOST_SECONDS = 600.0  # for so long the status page shows a slot that is gone
+Commands = Sequence[do.DriverCommand]
 # There may be thousands of them: at the start, at the end, or during a long training.
 MERGED_ENTRIES = ("launch slot", "release slot", "stop worker", "publish checkpoint")
+MAX_SLOTS = 400
+MAX_STALLED = 16
+PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS_PREFIX = "spark_elastic_"
+# What a status has before the driver's first event.
+STARTING = {
+    "stage": "starting", "generation": 0, "attempt": 0, "size": 0, "limits": [0, 0, 0], "slots": [], "more_slots": 0,
+    "slot_counts": {}, "stalled": [], "stalled_count": 0,
+}  # fmt: skip
+# What the page calls the driver's decisions. It leaves out those that a change of the world shows anyway.
+EVENT_WORDS = {
+    "launch slot": "slot requested: ",
+    "release slot": "slot released: ",
+    "stop worker": "worker stopped: ",
+    "publish checkpoint": "checkpoint: ",
+    "abort world": "world broken: ",
+    "end": "the job ended: ",
+    "notify user": "",
+    "stall": "",
+}
 
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A decision of the driver, or a stall."""
-
     at: float  # seconds since the launch
     kind: str  # such as "launch slot"
     text: str  # the reason
-    # Number of successive entries of this kind that were merged; `text` is that of the last one.
-    times: int = 1
+    times: int = 1  # successive entries of this kind that were merged; `text` is that of the last one
 
 
 @dataclass(frozen=True)
 class LostSlot:
-    """A slot that is gone."""
-
     at: float  # seconds since the launch
     host: str  # Spark's id of the executor, or the host's name
     node: str  # name of the machine
@@ -74,11 +100,8 @@ class HistoryView(NamedTuple):
 
 
 class JobHistory(JobListener):
-    """Begins when it is created.
-
-    Args:
-        on_world_change: called for each world once all members have built it, on the driver's thread.
-    """
+    """Begins when it is created. on_world_change: called for each world once all members have built it, on the driver's
+    thread."""
 
     def __init__(
         self, clock: Clock, on_world_change: Callable[[WorldChange], None] = lambda change: None
@@ -104,15 +127,14 @@ class JobHistory(JobListener):
         self._steps_done = 0  # without those that the present world repeats
         self._earlier_checkpoint_seconds = 0.0  # of the processes that were rank 0 before
 
-    def on_transition(
-        self, event: on.DriverEvent, commands: Sequence[do.DriverCommand], state: DriverState | None
-    ) -> None:
+    def on_transition(self, event: on.DriverEvent, commands: Commands, state: DriverState | None) -> None:
         at, completed = event.now - self._started, None
         with self._lock:
             if state is not None and self._ended_at is None:
                 completed = self._follow(at, commands, state)
             for command in commands:
-                self._add_entry(at, _split_words(type(command).__name__), command.reason)
+                words = re.findall("[A-Z][a-z]*", type(command).__name__)
+                self._add_entry(at, " ".join(words).lower(), command.reason)
             if isinstance(event, on.WorkerStalled):
                 self._add_entry(at, "stall", event.text)
         if completed is not None:
@@ -133,7 +155,7 @@ class JobHistory(JobListener):
             self._series.add(MetricPoint(at, self._steps_done, loss, rate, world))
 
     def build_report(self) -> JobReport:
-        """The report of the job so far."""
+        """Of the job so far."""
         return self.view().report
 
     def view(self) -> HistoryView:
@@ -152,15 +174,12 @@ class JobHistory(JobListener):
                 useful_hours=useful / 3600,
             )
             lost = tuple(slot for slot in reversed(self._lost) if at - slot.at <= LOST_SECONDS)
-            return HistoryView(
-                now, self._state, report, self._metrics, self._throughput, tuple(self._entries), lost
-            )
+            entries = tuple(self._entries)
+            return HistoryView(now, self._state, report, self._metrics, self._throughput, entries, lost)
 
     # ---- under the lock
 
-    def _follow(
-        self, at: float, commands: Sequence[do.DriverCommand], state: DriverState
-    ) -> WorldChange | None:
+    def _follow(self, at: float, commands: Commands, state: DriverState) -> WorldChange | None:
         """Take over what a transition changed. Returns the world that is complete with it, if any."""
         before, self._state = self._state, state
         if before is not None:
@@ -177,7 +196,7 @@ class JobHistory(JobListener):
             self._ended_at = at
         return completed
 
-    def _find_phase(self, commands: Sequence[do.DriverCommand], state: DriverState) -> str:
+    def _find_phase(self, commands: Commands, state: DriverState) -> str:
         """A pause lasts until every member has built the next world."""
         if state.stage is JobStage.ENDED or state.timers.done_since is not None:
             return "closing"
@@ -213,7 +232,7 @@ class JobHistory(JobListener):
         return phases, self._useful + size * passed
 
     def _add_world(self, at: float, world: World, previous: World | None) -> None:
-        before, now = _find_worker_ids(previous), _find_worker_ids(world)
+        before, now = ({m.worker for m in each.members} if each else set() for each in (previous, world))
         if previous is None:
             kind = WorldChangeKind.START
         elif not before & now:
@@ -221,12 +240,10 @@ class JobHistory(JobListener):
         else:
             kind = WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
         lost = 0 if previous is None else self._count_steps_lost(world)
+        sizes = len(before), len(now), len(now - before), len(before - now)
         self._worlds.append(
-            WorldChange(
-                world.fence.generation, at, kind, len(before), len(now), len(now - before),
-                len(before - now), world.reason, steps_lost=lost,
-            )
-        )  # fmt: skip
+            WorldChange(world.fence.generation, at, kind, *sizes, world.reason, steps_lost=lost)
+        )
 
     def _count_steps_lost(self, world: World) -> int | None:
         """Reported steps that the new world has to repeat; None if the program reports no steps. Call it once for each
@@ -262,10 +279,6 @@ class JobHistory(JobListener):
         self._entries.append(HistoryEntry(at, kind, text, times))
 
 
-def _find_worker_ids(world: World | None) -> set[str]:
-    return set() if world is None else {member.worker for member in world.members}
-
-
 def _get_checkpoint_seconds(metrics: Metrics) -> float:
     """For how long checkpoints held up the process that reported this."""
     return float(metrics.get("checkpoint_seconds", 0.0))
@@ -278,6 +291,136 @@ def _count_steps_before(position: Position | None, steps: int) -> int:
     return position.epoch * steps + (position.step if position.phase is Phase.TRAIN else steps)
 
 
-def _split_words(name: str) -> str:
-    """LaunchSlot -> launch slot."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()
+# ---- the status
+
+
+def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
+    """The pages of a job by their path, relative to the status page: HTML without external assets, JSON, metrics."""
+    html = read_page()
+    return {
+        "": Page("text/html; charset=utf-8", partial(bytes, html), build_content_security_policy(html)),
+        "data": Page("application/json", lambda: encode_json(build_status(history, name))),
+        "metrics": Page(PROMETHEUS_TYPE, lambda: format_prometheus(build_status(history, name))),
+    }
+
+
+def build_status(history: JobHistory, name: str) -> dict[str, Any]:
+    """A value that JSON can hold. Times are seconds since the launch."""
+    now, state, report, metrics, throughput, entries, lost_slots = history.view()
+    stale = throughput.is_stale(report.seconds)
+    return {
+        "name": name,
+        **report.describe(),
+        **(STARTING if state is None else _describe_state(state, now)),
+        "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
+        "metrics": {
+            name: n for name, n in metrics.items() if type(n) is not bool and isinstance(n, int | float)
+        },
+        "rows_per_second": 0.0 if stale else round(throughput.rows_per_second, 2),
+        "seconds_left": None if stale else throughput.seconds_left,
+        "events": _list_events(report, entries),
+    }
+
+
+def _list_events(report: JobReport, entries: Sequence[HistoryEntry]) -> list[dict[str, Any]]:
+    """Changes of the world and the driver's other decisions, oldest first."""
+    last_world = report.world_changes[-1].at if report.world_changes else 0.0
+    decisions = [
+        {**dataclasses.asdict(entry), "text": EVENT_WORDS[entry.kind] + entry.text[:MAX_TEXT]}
+        for entry in entries
+        # The world after a broken one names the loss and its cost.
+        if entry.kind in EVENT_WORDS and (entry.kind != "abort world" or entry.at > last_world)
+    ]
+    return sorted([*report.list_events(), *decisions], key=lambda event: event["at"])
+
+
+def _describe_state(state: DriverState, now: float) -> dict[str, Any]:
+    """What the driver machine knows. Slots with a rank come first, by rank."""
+    limits, stalled = state.limits, state.current.stalled
+    slots = [_describe_slot(state, slot, now) for slot in islice(state.slots.values(), 4 * MAX_SLOTS)]
+    slots.sort(key=lambda slot: (slot["rank"] is None, slot["rank"] or 0, slot["host"], slot["slot"]))
+    return {
+        "stage": state.stage.value,
+        "generation": state.generation,
+        "attempt": state.attempt,
+        "size": 0 if state.world is None else state.world.size,
+        "limits": [limits.min_workers, limits.num_workers, limits.max_workers],
+        "slots": slots[:MAX_SLOTS],
+        "more_slots": max(0, len(state.slots) - MAX_SLOTS),
+        # All slots, also those that the page leaves out, by the status of their worker.
+        "slot_counts": dict(Counter(_get_status(state, slot) for slot in state.slots.values())),
+        "stalled": [
+            {"worker": name, "rank": getattr(state.workers.get(name), "rank", None), "text": text[:MAX_TEXT]}
+            for name, text in islice(stalled.items(), MAX_STALLED)
+        ],
+        "stalled_count": len(stalled),
+    }
+
+
+def _get_status(state: DriverState, slot: SlotRecord) -> str:
+    worker = None if slot.worker is None else state.workers.get(slot.worker)
+    return "no worker" if worker is None else worker.status.value
+
+
+def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
+    worker = None if slot.worker is None else state.workers.get(slot.worker)
+    cooldown_end = state.blacklist.find_slot_return(slot.slot, slot.host, now) if state.blacklist else None
+    return {
+        "slot": slot.slot,
+        "host": slot.host,
+        "node": slot.node,
+        "worker": slot.worker or "",
+        "rank": None if worker is None else worker.rank,
+        "status": _get_status(state, slot),
+        "last_seen": round(max(0.0, now - slot.last_seen), 1),  # seconds ago
+        "draining": "" if worker is None else worker.draining,  # why
+        "cooling_down": cooldown_end is not None,
+        "stalled": worker is not None and worker.worker in state.current.stalled,
+    }
+
+
+# ---- metrics in Prometheus' text format
+
+
+def format_prometheus(status: dict[str, Any]) -> bytes:
+    job = _escape_label(status["name"])
+    lines: list[str] = []
+    for metric, kind, description, samples in _list_metrics(status):
+        name = f"{PROMETHEUS_PREFIX}{metric}"
+        lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}"]
+        for label, sample in samples:
+            if sample is not None:
+                number = repr(float(sample)).replace("inf", "Inf").replace("nan", "NaN")
+                lines.append(f'{name}{{job_name="{job}"{label}}} {number}')
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _list_metrics(status: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[str, Any]]]]:
+    """Yield name, type, description and samples (further labels, value) of each metric."""
+    report, metrics = status["report"], status["metrics"]
+
+    def label(name: str, samples: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [(f',{name}="{_escape_label(value)}"', sample) for value, sample in samples.items()]
+
+    others = {name: metrics[name] for name in sorted(metrics.keys() - POSITION_METRICS)}
+    goodput = "Share of the job's time in which a whole world trained, less what checkpoints took."
+    yield "world_size", "gauge", "Workers of the newest world.", [("", status["size"])]
+    yield "generation", "counter", "Worlds so far.", [("", status["generation"])]
+    yield "slots", "gauge", "Slots by the state of their worker.", label("status", status["slot_counts"])
+    yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", status["stalled_count"])]
+    speed = status["rows_per_second"] if "rows" in metrics else None  # a hand-written loop counts none
+    yield "rows_per_second", "gauge", "Rows trained by the whole world.", [("", speed)]
+    for name in ("epoch", "step", "loss"):
+        yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", metrics.get(name))]
+    described = "Other metrics that rank 0 reported, such as validation losses."
+    yield "reported", "gauge", described, label("name", others)
+    yield "phase_seconds_total", "counter", "Where the job's time went.", label("phase", report["phases"])
+    yield "goodput_ratio", "gauge", goodput, [("", report["goodput"])]
+    yield "recoveries_total", "counter", "Worlds that followed a loss.", [("", report["recoveries"])]
+    yield "recovery_seconds_total", "counter", "Time lost to recoveries.", [("", report["recovery_total"])]
+    yield "steps_lost_total", "counter", "Applied steps that were repeated.", [("", report["steps_lost"])]
+    yield "checkpoints_total", "counter", "Checkpoints that were published.", [("", report["checkpoints"])]
+
+
+def _escape_label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from spark_elastic.protocol.commands import DriverCommand
@@ -72,11 +71,8 @@ class JobListener:
 class AsyncNotifier:
     """Calls listeners from a thread of its own, in order. `submit` and `submit_latest` never block.
 
-    If the listeners are too slow, the newest calls are dropped and counted. A call that fails is logged. As a context
-    manager it starts and ends the thread.
-
-    Args:
-        overflow: what the log says of dropped calls.
+    If the listeners are too slow, the newest calls are dropped and counted: `overflow` in the log. A call that fails is
+    logged. As a context manager it starts and ends the thread.
     """
 
     def __init__(
@@ -96,9 +92,7 @@ class AsyncNotifier:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close(CLOSE_SECONDS)
 
     def is_alive(self) -> bool:

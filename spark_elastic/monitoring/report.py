@@ -1,23 +1,27 @@
-"""The report of a job: where its time went, what losses cost, and how many rows were trained. Pure values.
+"""The report of a job: where its time went, what losses cost, and how many rows were trained; and a job's page.
 
-`JobHistory` makes it; a fitted model keeps it as JSON. This module knows neither the driver nor a framework; times are
-arguments, in seconds since the launch.
+`JobHistory` makes a report; a fitted model keeps it as JSON. The page is HTML that loads nothing from elsewhere: a live
+one asks its server for the data every second, a saved one holds them. All here are values, and times are arguments, in
+seconds since the launch.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import html
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.checks import require_package
-from spark_elastic.monitoring.page import MAX_TEXT, save_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 MAX_POINTS = 600  # of a metric series
 THROUGHPUT_WINDOW = 5.0  # seconds
 PHASES = ("start", "training", "recovery", "planned", "closing")
+MAX_TEXT = 4000  # characters of a message or a stack on a page
+_SCRIPT = "<script>"  # the only one of the page
 
 
 # ---- what rank 0 reports over time
@@ -154,36 +160,26 @@ class WorldChange:
     joined: int  # members that were not in the previous world
     left: int  # members of the previous world that are not in this one
     reason: str  # in words
-    # Downtime until every member had built this world; None if it was never built.
-    seconds: float | None = None
+    seconds: float | None = None  # downtime until every member had built this world; None: it was never built
     steps_lost: int | None = 0  # applied steps that have to be repeated; None: the program counts no steps
-    # From the beginning of this world until NCCL summed its gradients; None: it never did.
-    bulk_seconds: float | None = None
+    bulk_seconds: float | None = None  # until NCCL summed its gradients; None: it never did
 
     def __str__(self) -> str:
         """One line: what happened and what it cost."""
-        duration = "" if self.seconds is None else f" in {self.seconds:.2f} s"
-        bulk = "" if self.bulk_seconds is None else f", sums by NCCL after {self.bulk_seconds:.1f} s"
-        return (
-            f"world of {self.size}: {self._describe_change()}{duration}{self._describe_steps_lost()}{bulk} "
-            f"({self.reason})"
-        )
-
-    def _describe_change(self) -> str:
-        match self.kind:
-            case WorldChangeKind.START:
-                return "started"
-            case WorldChangeKind.LOSS:
-                return f"{self.left} of {self.before} lost, recovered"
-            case WorldChangeKind.RESTART:
-                return f"all {self.before} lost, restarted"
         moves = [(self.joined, "joined"), (self.left, "left as planned")]
-        return ", ".join(f"{count} {verb}" for count, verb in moves if count) or "re-formed"
-
-    def _describe_steps_lost(self) -> str:
-        if self.kind not in UNPLANNED or self.steps_lost is None:
-            return ""
-        return f", {self.steps_lost or 'no'} committed step{'' if self.steps_lost == 1 else 's'} lost"
+        text = {
+            WorldChangeKind.START: "started",
+            WorldChangeKind.LOSS: f"{self.left} of {self.before} lost, recovered",
+            WorldChangeKind.RESTART: f"all {self.before} lost, restarted",
+            WorldChangeKind.PLANNED: ", ".join(f"{n} {verb}" for n, verb in moves if n) or "re-formed",
+        }[self.kind]
+        if self.seconds is not None:
+            text += f" in {self.seconds:.2f} s"
+        if self.kind in UNPLANNED and self.steps_lost is not None:
+            text += f", {self.steps_lost or 'no'} committed step{'' if self.steps_lost == 1 else 's'} lost"
+        if self.bulk_seconds is not None:
+            text += f", sums by NCCL after {self.bulk_seconds:.1f} s"
+        return f"world of {self.size}: {text} ({self.reason})"
 
 
 # ---- the report
@@ -201,6 +197,8 @@ class EpochRows:
     figures: Mapping[str, float] = field(default_factory=dict)  # losses, metrics and learning rate at its end
 
 
+# Numbers that a status has as they are.
+DESCRIBED = ("goodput", "steps_lost", "checkpoints", "checkpoint_seconds", "reserved_hours", "useful_hours")
 GOODPUT_SECONDS = 60.0  # a report of a shorter job prints no goodput
 MAX_SHOWN_CHANGES = 200  # world changes that a status page has
 FRAME_HEIGHT = 720  # of a notebook's output, in pixels
@@ -254,10 +252,9 @@ class JobReport:
         epochs = []
         for entry in history:
             seen, planned = int(entry["rows"]), int(entry.get("planned", data_rows))
-            missing, duplicated = max(0, planned - seen), max(0, seen - planned)
+            wrong = max(0, planned - seen), max(0, seen - planned)
             figures = {name: n for name, n in entry.items() if isinstance(n, float) and name != "seconds"}
-            steps = int(entry.get("steps", 0))
-            epochs.append(EpochRows(int(entry["epoch"]), seen, missing, duplicated, steps, figures))
+            epochs.append(EpochRows(int(entry["epoch"]), seen, *wrong, int(entry.get("steps", 0)), figures))
         return dataclasses.replace(self, epochs=tuple(epochs))
 
     def _find_epoch(self, at: float) -> float | None:
@@ -276,22 +273,19 @@ class JobReport:
         sizes += [(max(self.seconds, at), size) for at, size in sizes[-1:]]
         losses = [(point.at, point.loss) for point in self.curve if point.loss is not None]
         rates = [(point.at, point.rows_per_second) for point in self.curve]
-        curves: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
-            ("loss", "tab:blue", losses),
-            ("rows/s", "tab:green", rates),
-            ("workers", "tab:orange", sizes),
-        ]
+        colors = "tab:blue", "tab:green", "tab:orange"
+        curves: dict[str, Sequence[tuple[float, float]]] = {"loss": losses, "rows/s": rates, "workers": sizes}
         with_epochs = any("loss" in rows.figures for rows in self.epochs)
-        figure: Figure = require_package("matplotlib.figure", "plot()", "matplotlib").Figure(
-            figsize=(8, 8 if with_epochs else 6), layout="constrained"
-        )
+        matplotlib = require_package("matplotlib.figure", "plot()", "matplotlib")
+        figure: Figure = matplotlib.Figure(figsize=(8, 8 if with_epochs else 6), layout="constrained")
         over_time = figure.subplots(3 + with_epochs, 1)
         if with_epochs:
             *over_time, by_epoch = over_time
             self._plot_epochs(by_epoch)
-        for axes, (label, color, points) in zip(over_time, curves, strict=True):
+        for axes, (label, points), color in zip(over_time, curves.items(), colors, strict=True):
+            ats, values = [at for at, _ in points], [value for _, value in points]
             style = "steps-post" if label == "workers" else "default"
-            axes.plot([at for at, _ in points], [value for _, value in points], color=color, drawstyle=style)
+            axes.plot(ats, values, color=color, drawstyle=style)
             axes.set_ylabel(label)
             axes.sharex(over_time[-1])
             axes.tick_params(labelbottom=axes is over_time[-1])
@@ -327,16 +321,10 @@ class JobReport:
             metrics |= {"epoch": self.epochs[-1].epoch, **self.epochs[-1].figures}
             metrics["rows missing"] = sum(rows.missing for rows in self.epochs)
             metrics["rows twice"] = sum(rows.duplicated for rows in self.epochs)
-        return save_page(
-            {
-                "name": name, "stage": "finished", "size": size, "limits": [size, size, size],
-                "metrics": metrics,
-                "rows_per_second": None if last is None else last.rows_per_second, "seconds_left": None,
-                "slots": [], "lost_slots": [], "more_slots": 0, "stalled": [],
-                "events": self.list_events(),
-                **self.describe(),
-            }
-        )  # fmt: skip
+        status: dict[str, Any] = {"name": name, "stage": "finished", "size": size, "limits": [size] * 3}
+        status |= {"metrics": metrics, "seconds_left": None, "slots": [], "lost_slots": [], "more_slots": 0}
+        status |= {"rows_per_second": None if last is None else last.rows_per_second, "stalled": []}
+        return save_page({**status, "events": self.list_events(), **self.describe()})
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own."""
@@ -349,29 +337,24 @@ class JobReport:
         return {
             "seconds": round(self.seconds, 3),
             "report": {
-                "goodput": self.goodput,
+                **{name: getattr(self, name) for name in DESCRIBED},
                 "phases": dict(self.phases),
                 "recoveries": len(self.recoveries),
                 "recovery_p50": self.recovery_seconds(50),
                 "recovery_p99": self.recovery_seconds(99),
                 "recovery_total": sum(change.seconds or 0.0 for change in self.recoveries),
-                "steps_lost": self.steps_lost,
-                "checkpoints": self.checkpoints,
-                "checkpoint_seconds": self.checkpoint_seconds,
-                "reserved_hours": self.reserved_hours,
-                "useful_hours": self.useful_hours,
             },
             "world_changes": [
                 {
-                    "at": change.at,
-                    "epoch": self._find_epoch(change.at),
-                    "kind": change.kind.value,
-                    "size": change.size,
-                    "seconds": change.seconds,
+                    "at": c.at,
+                    "epoch": self._find_epoch(c.at),
+                    "kind": c.kind.value,
+                    "size": c.size,
+                    "seconds": c.seconds,
                 }
-                for change in self.world_changes[-MAX_SHOWN_CHANGES:]
+                for c in self.world_changes[-MAX_SHOWN_CHANGES:]
             ],
-            "epochs": [{"epoch": each.epoch + 1, **each.figures} for each in self.epochs[-MAX_POINTS:]],
+            "epochs": [{"epoch": rows.epoch + 1, **rows.figures} for rows in self.epochs[-MAX_POINTS:]],
             "curve": {
                 "at": [round(point.at, 2) for point in self.curve],
                 "loss": [point.loss for point in self.curve],
@@ -395,10 +378,8 @@ class JobReport:
     @classmethod
     def from_json(cls, text: str) -> JobReport:
         values = json.loads(text)
-        changes = [
-            WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])})
-            for change in values.pop("world_changes")
-        ]
+        changes = values.pop("world_changes")
+        changes = [WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])}) for change in changes]
         curve = tuple(MetricPoint(**point) for point in values.pop("curve"))
         epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
         return cls(world_changes=tuple(changes), curve=curve, epochs=epochs, **values)
@@ -421,12 +402,54 @@ class JobReport:
             lines.append(f"recoveries: {len(self.recoveries)}{took}{steps}")
         else:
             lines.append("no worker was lost")
-        lines.append(
-            f"checkpoints: {self.checkpoints}, which held up training for {self.checkpoint_seconds:.2f} s"
-        )
+        held = f"which held up training for {self.checkpoint_seconds:.2f} s"
+        lines.append(f"checkpoints: {self.checkpoints}, {held}")
         lines.append(f"worker-hours: {self.reserved_hours:.3f} reserved, {self.useful_hours:.3f} useful")
         lines += [
             f"epoch {rows.epoch + 1}: {rows.seen} rows, {rows.missing} missing, {rows.duplicated} duplicated"
             for rows in self.epochs
         ]
         return "\n".join(lines)
+
+
+# ---- the page
+
+
+def read_page() -> bytes:
+    return files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
+
+
+def save_page(status: dict[str, Any]) -> str:
+    """The page of a job that is over, with the last status in it."""
+    data = encode_json({**status, "saved": True}).decode().replace("<", "\\u003c")
+    holder = f'<script type="application/json" id="saved">{data}</script>\n'
+    return read_page().decode().replace(_SCRIPT, holder + _SCRIPT, 1)
+
+
+def encode_json(status: dict[str, Any]) -> bytes:
+    """As JSON. Infinities and NaN become null, since browsers refuse JSON that contains them."""
+    try:
+        return json.dumps(status, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_replace_non_finite(status), separators=(",", ":")).encode()
+
+
+def _replace_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def build_content_security_policy(html: bytes) -> str:
+    """Allow only the page's own script and style, by their hashes, and data from the same origin."""
+    hashes = {}
+    for tag in ("script", "style"):
+        element = re.search(f"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
+        assert element is not None  # of our own page
+        hashes[tag] = base64.b64encode(hashlib.sha256(element[1]).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone, WorkerRaised
 from spark_elastic.protocol.types import (
     Checkpoint,
     Fence,
@@ -123,13 +124,17 @@ DriverCommand: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class AskForWorld(Command):
-    """Ask the driver for the next world; repeat until answered."""
+class Ask(Command):
+    """Send it to the driver, again and again until a world or a stop answers it."""
 
-    fence: Fence | None  # of the world that it left, None before its first
-    position: Position | None  # of the state that it holds, None if it holds none
-    suspects: tuple[int, ...] = ()  # ranks of members that it blames for its broken group
-    planned: bool = False  # it stopped at a boundary because a change was announced
+    message: RequestNextWorld | WorkerDone  # without the worker's address
+
+
+@dataclass(frozen=True)
+class Report(Command):
+    """Send it to the driver."""
+
+    message: WorkerRaised  # its traceback is printed, too
 
 
 @dataclass(frozen=True)
@@ -167,29 +172,10 @@ class CloseGroup(Command):
 
 
 @dataclass(frozen=True)
-class ReportFailure(Command):
-    fence: Fence | None  # of the world that it entered last, None before its first
-    position: Position | None  # of the state that it holds, None if it holds none
-    fingerprint: str  # equal for exceptions that count as the same failure
-    traceback: str  # of the user's exception
-
-
-@dataclass(frozen=True)
-class ReportDone(Command):
-    """Report the result and wait: for the acknowledgement (stop) or another world."""
-
-    fence: Fence  # of the world in which it reached the end
-    position: Position  # of its state, which it keeps
-    result: str  # JSON text, opaque here
-
-
-@dataclass(frozen=True)
 class Exit(Command):
     """End the process."""
 
     code: int  # 0: it is not needed; 1: user code raised; or DRIVER_SILENT_EXIT_CODE
 
 
-WorkerCommand: TypeAlias = (
-    AskForWorld | Form | Sync | Run | AbortGroup | CloseGroup | ReportFailure | ReportDone | Exit
-)
+WorkerCommand: TypeAlias = Ask | Report | Form | Sync | Run | AbortGroup | CloseGroup | Exit

@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages
-from spark_elastic.protocol.commands import (
-    DriverCommand,
-    JobOutcome,
-    PublishCheckpoint,
-    ReleaseSlot,
-    StopWorker,
-)
 from spark_elastic.protocol.driver import failure_detector, slots, workers
 from spark_elastic.protocol.driver.forming import decide_next_step
 from spark_elastic.protocol.driver.state import DriverState, JobStage, SlotLaunch, Transition
@@ -28,7 +22,7 @@ __all__ = ["DriverState", "initial", "step"]
 
 def initial(
     limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...] = ()
-) -> tuple[DriverState, tuple[DriverCommand, ...]]:
+) -> tuple[DriverState, tuple[do.DriverCommand, ...]]:
     """A job that begins, or continues from the first of `checkpoints`: ask for all the slots it may have."""
     tx = Transition(DriverState(limits, attempt, checkpoints=checkpoints), 0.0)
     for number in range(1, limits.max_workers + 1):
@@ -36,7 +30,7 @@ def initial(
     return tx.state, tuple(tx.commands)
 
 
-def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[DriverCommand, ...]]:
+def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[do.DriverCommand, ...]]:
     """What follows from an event. `state` itself is never changed."""
     tx = Transition(state, event.now, event.id)
     if state.stage is JobStage.ENDED:
@@ -53,21 +47,17 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
     return tx.state, tuple(tx.commands)
 
 
-def _on_tick(tx: Transition, event: on.Tick) -> None:
-    failure_detector.check_connections_and_leases(tx)
-
-
 def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
     """R18 (publication): a checkpoint is published if it is of this attempt and further than all published ones; others
     are too late."""
     state, new = tx.state, event.checkpoint
     of_this_attempt = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
     newest = state.checkpoints[0] if state.checkpoints else None
-    if not of_this_attempt or (newest and (new.fence, new.position) <= (newest.fence, newest.position)):
+    if not of_this_attempt or (newest and new.progress <= newest.progress):
         return
     kept = state.checkpoints_kept or state.limits.checkpoints_kept
     state.checkpoints = (new, *state.checkpoints)[:kept]
-    tx.emit(PublishCheckpoint(f"checkpoint {new.name} is accepted", state.checkpoints))
+    tx.emit(do.PublishCheckpoint(f"checkpoint {new.name} is accepted", state.checkpoints))
 
 
 def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFull) -> None:
@@ -80,15 +70,12 @@ def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFul
     if len(state.checkpoints) > 1:
         *kept, oldest = state.checkpoints
         state.checkpoints, state.checkpoints_kept = tuple(kept), len(kept)
-        tx.emit(
-            PublishCheckpoint(
-                f"the store is full: checkpoint {oldest.name} is removed for the next one", state.checkpoints
-            )
-        )
+        reason = f"the store is full: checkpoint {oldest.name} is removed for the next one"
+        tx.emit(do.PublishCheckpoint(reason, state.checkpoints))
 
 
 def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
-    tx.end(JobOutcome.CANCELLED, event.reason)
+    tx.end(do.JobOutcome.CANCELLED, event.reason)
 
 
 def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
@@ -97,20 +84,20 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
         case on.Received(
             _, messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted() as message
         ):
-            tx.emit(ReleaseSlot("the job has ended", message.slot))
+            tx.emit(do.ReleaseSlot("the job has ended", message.slot))
         case on.Received(_, messages.RequestNextWorld() | messages.WorkerDone() as message):
-            tx.emit(StopWorker("the job has ended", message.worker))
+            tx.emit(do.StopWorker("the job has ended", message.worker))
 
 
 HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {
-    on.Tick: _on_tick,
+    on.Tick: failure_detector.on_tick,
     messages.RegisterSlot: slots.on_slot_registered,
-    messages.Heartbeat: slots.on_heartbeat,
+    messages.Heartbeat: workers.on_heartbeat,
     on.LaunchEnded: slots.on_launch_ended,
     on.HostAppeared: slots.on_host_appeared,
     on.HostLost: slots.on_host_lost,
     on.HostsDiscovered: slots.on_hosts_discovered,
-    messages.WorkerStarted: slots.on_worker_started,
+    messages.WorkerStarted: workers.on_worker_started,
     messages.RequestNextWorld: workers.on_next_world_requested,
     messages.WorldFormed: workers.on_worker_formed,
     on.ConnectionLost: failure_detector.on_connection_lost,

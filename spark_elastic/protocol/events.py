@@ -16,8 +16,7 @@ from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, Worker
 @dataclass(frozen=True)
 class Event:
     now: float  # monotonic seconds of the process that posts it
-    # The name under which the driver loop took it, such as e1734, which journal, reasons, log lines and the status page
-    # show; "": it has none, like a worker's events.
+    # The name that the driver loop gave it, such as e1734, by which journal, reasons, log and status page cite it.
     id: str = field(default="", kw_only=True)
 
 
@@ -75,8 +74,9 @@ class ConnectionLost(Event):
 
     slot: SlotId  # that holds the connection, or whose worker does
     worker: WorkerId | None = None  # None: it is the slot task's connection
-    # The network reset it or it timed out; False: the kernel closed it, as for a process that dies.
-    reset: bool = False
+    reset: bool = (
+        False  # the network reset it or it timed out; False: a kernel closed it, as of a dead process
+    )
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,15 @@ class WorkerStalled(Event):
 
 @dataclass(frozen=True)
 class DrainRequested(Event):
-    """A request that a worker, or all workers of a host, leave at a step boundary. Exactly one of worker, host and rank
-    is set.
+    """A request that a worker, or all workers of a host, leave at a step boundary; one of worker, host and rank is set.
 
-    The slot of a single worker is not asked for again before a member is lost. The slots of a host are asked for again
-    on other hosts.
-    """
+    The slot of a single worker is not asked for again before a member is lost, those of a host are, on other hosts."""
 
     reason: str  # why they have to leave, for messages
     worker: WorkerId | None = None  # leaves alone
     host: HostId | None = None  # its id or its machine's name
     rank: int | None = None  # of the newest world
-    by_user: bool = (
-        False  # a user requested it, and receives a message if it concerns no worker, or has to wait
-    )
+    by_user: bool = False  # a user requested it, and reads if it concerns no worker, or has to wait
 
 
 @dataclass(frozen=True)
@@ -176,8 +171,9 @@ class Synced(Event):
     """R5 (staging): received state was verified and swapped in together with its position."""
 
     fence: Fence  # of the world whose source sent the state
-    # None for a program that broadcasts its state while it runs: its old position stays until `Applied` comes.
-    position: Position | None
+    position: (
+        Position | None
+    )  # None: the program broadcasts its state while it runs, and keeps its old position
 
 
 @dataclass(frozen=True)

@@ -93,16 +93,15 @@ class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
     host: HostId  # the executor's id; where there is no Spark, the machine's name
-    # Number of the launch that carries it. One launch may have several attempts alive: R14 (duplicates).
-    launch: int
+    launch: (
+        int  # number of the launch that carries it; several attempts of one may be alive: R14 (duplicates)
+    )
     node: str = ""  # name of its machine, by which discovery may list it
     # Why the slot cannot take part, "" if it can: it has no device for its worker, or, as the server finds in `facts`,
     # the host's software does not fit.
     unfit: str = ""
-    # What the host runs: versions, pids, boot id; JSON values by name.
-    facts: dict[str, Any] = field(default_factory=dict)
-    # The newest commit of the run that its host keeps in memory: R23 (kept commits); None: there is none.
-    kept: Checkpoint | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # what the host runs: versions, pids, boot id; JSON
+    kept: Checkpoint | None = None  # the newest commit of the run in its host's memory: R23 (kept commits)
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,7 @@ class WorkerExited(SlotRequest[Acknowledged]):
     exit_code: int  # as subprocess gives it; negative: the signal that killed it
     reason: str = ""  # the exit in words, for people
     out_of_memory: bool = False  # the kernel killed it because memory ran out
-    # Python frames in which native code crashed; "" if it did not crash or the frames are unknown.
-    crashed_at: str = ""
+    crashed_at: str = ""  # Python frames in which native code crashed; "": it did not, or they are unknown
 
 
 # ---- from workers
@@ -151,8 +149,7 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
     reason: str = ""  # why it asks; the driver shows it if its world broke
     planned: bool = False  # it stopped at a step boundary because a change was announced
     suspected_ranks: tuple[int, ...] = ()  # of the suspects in the world that it left
-    # At which peers reach it, as long as it lives; "" if another process is to take its place.
-    address: str = ""
+    address: str = ""  # at which peers reach it for life; "" if another process is to take its place
 
 
 @dataclass(frozen=True)
@@ -166,8 +163,9 @@ class WorldFormed(WorkerRequest[Acknowledged]):
 class WorkerRaised(WorkerRequest[Acknowledged]):
     """User code raised an exception: R13 (deterministic failures). Sent before the worker closes its group."""
 
-    # Of the world that it entered last; None before its first, or if it could not load the program.
-    fence: Fence | None
+    fence: (
+        Fence | None
+    )  # of the world that it entered last; None before its first, or if the program did not load
     position: Position | None  # of the state that it held; None: it held none
     fingerprint: str  # equal for exceptions that count as the same failure
     traceback: str  # cut to what a message can carry
@@ -195,9 +193,7 @@ class CheckpointWritten(WorkerRequest[Acknowledged]):
 class CheckpointStoreFull(WorkerRequest[Acknowledged]):
     """The store of the checkpoints has no room for the worker's new one: the driver removes the oldest one."""
 
-    # How many checkpoints of the worker's process have found no room, with this one: a message that is sent again,
-    # since its answer was lost, is about the same one.
-    number: int
+    number: int  # how many of the process's found no room, with this one: a message sent again has the same number
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The values of the elastic protocol: ids, fences, positions, worlds, limits, and what slots are told.
+"""The values of the elastic protocol: ids, fences, positions, worlds, limits, what slots are told, and tables.
 
 Shared by driver, workers, the wire and the simulation.
 """
@@ -6,10 +6,12 @@ Shared by driver, workers, the wire and the simulation.
 from __future__ import annotations
 
 import re
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum, IntFlag
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from math import isqrt
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from spark_elastic.config import ElasticConfig
 
@@ -19,19 +21,25 @@ if TYPE_CHECKING:
 HostId: TypeAlias = str  # one live executor
 
 
-class SlotId(str):
-    """One of Spark's attempts of a slot task, never used twice in a job: "<launch>-<attempt>".
-
-    Text, so that messages and logs carry it as it is. Other text is refused.
-    """
+class _Id(str):
+    """Text, so that messages and logs carry it as it is. Other text is refused."""
 
     __slots__ = ()
-    _FORMAT = re.compile(r"\d+-\d+", re.ASCII)
+    _FORMAT: ClassVar[re.Pattern[str]]
+    _KIND: ClassVar[str]
 
     def __new__(cls, text: str) -> Self:
         if cls._FORMAT.fullmatch(text) is None:
-            raise ValueError(f'{text!r} is no slot id, "<launch>-<attempt>"')
+            raise ValueError(f"{text!r} is no {cls._KIND}")
         return super().__new__(cls, text)
+
+
+class SlotId(_Id):
+    """One of Spark's attempts of a slot task, never used twice in a job."""
+
+    __slots__ = ()
+    _FORMAT = re.compile(r"\d+-\d+", re.ASCII)
+    _KIND = 'slot id, "<launch>-<attempt>"'
 
     @classmethod
     def build(cls, launch: int, attempt: int) -> Self:
@@ -43,16 +51,12 @@ class SlotId(str):
         return int(self.partition("-")[0])
 
 
-class WorkerId(str):
-    """One training process, never used twice in a job: "<slot>.<number>". Text like `SlotId`."""
+class WorkerId(_Id):
+    """One training process, never used twice in a job."""
 
     __slots__ = ()
     _FORMAT = re.compile(r"\d+-\d+\.\d+", re.ASCII)
-
-    def __new__(cls, text: str) -> Self:
-        if cls._FORMAT.fullmatch(text) is None:
-            raise ValueError(f'{text!r} is no worker id, "<launch>-<attempt>.<number>"')
-        return super().__new__(cls, text)
+    _KIND = 'worker id, "<launch>-<attempt>.<number>"'
 
     @classmethod
     def build(cls, slot: SlotId, number: int) -> Self:
@@ -173,6 +177,11 @@ class Checkpoint:
     digest: str  # of its manifest; "": it has none
 
     @property
+    def progress(self) -> tuple[Fence, Position]:
+        """The newest of a run's has the highest."""
+        return self.fence, self.position
+
+    @property
     def is_kept(self) -> bool:
         """Whether it is in a host's memory."""
         return self.name.startswith(KEPT)
@@ -188,8 +197,7 @@ class World:
     # brings a position and no checkpoint is published: all begin from the same initial state.
     source: int | None
     reason: str  # a sentence: where it continues, and what ended the world before or who joins and leaves
-    # The membership version that it was formed at. Members stop at a boundary once a step summary carries a higher one,
-    # so all of them compare with the same number: R6 (step summary).
+    # At which it was formed. Members stop at a boundary once a step summary carries a higher one: R6 (step summary).
     version: MembershipVersion = INITIAL_VERSION
     # Where no member brings a position, the published checkpoints, newest first: the source loads the first that is
     # whole and broadcasts it.
@@ -328,8 +336,7 @@ class Limits:
 
 MAX_HEARTBEAT_INTERVAL = 0.4  # seconds, in a small job with an ordinary lease
 HEARTBEATS_PER_LEASE = 5  # in a small job
-# In any job. One of them may be lost, and half a lease without any shows that the driver is cut off: R12 (driver
-# silence).
+# In any job. One may be lost, and half a lease without any shows that the driver is cut off: R12 (driver silence).
 MIN_HEARTBEATS_PER_LEASE = 2.5
 HEARTBEATS_PER_SECOND = 250  # of all slots together, about a quarter of what one core serves
 
@@ -364,36 +371,28 @@ class SlotSpec:
     key: bytes = field(repr=False)
     attempt: int  # number of the driver that holds the run: the first half of every fence
     job_name: str = ""  # the job's name, for logs and Spark's UI
-    # Certificate of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either.
-    certificate: str | None = None
-    # Modules that a process must be able to import before it reports that it is warm.
-    preload: tuple[str, ...] = ()
+    certificate: str | None = (
+        None  # of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either
+    )
+    preload: tuple[
+        str, ...
+    ] = ()  # modules that a process must be able to import before it reports that it is warm
     # Early imports of the program, of `worker.imports`: those and its variables, which may be secret.
     imports: tuple[str, ...] = field(default=(), repr=False)
-
     # The run's, with which hosts keep commits in memory: R23 (kept commits). None: they keep none.
     commit_key: bytes | None = field(default=None, repr=False)
 
-    # Settings of `ElasticConfig` under their names; times in seconds.
-
-    # For so long commits stay in a host's memory once their worker has ended.
+    # Settings, which `ElasticConfig` explains.
     orphan_timeout: float = _SETTINGS.orphan_timeout
-
-    collective_timeout: float = _SETTINGS.collective_timeout  # the longest wait for peers in one collective
-    # After so long a silence of the driver a worker ends itself.
+    collective_timeout: float = _SETTINGS.collective_timeout
     driver_timeout: float = _SETTINGS.driver_timeout
-    # From when the slot's first worker is warm until a spare is started.
     spare_after: float = _SETTINGS.spare_after
-    # Processes are forked from a fork server; False: each is spawned.
     fork_workers: bool = _SETTINGS.fork_workers
-    # First and last port at which workers may listen; None: any.
     worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
-    # The interface whose address peers dial; None: the one on the way to the driver.
     network_interface: str | None = _SETTINGS.network_interface
-    # Threads that a worker computes with; None: as the slot's environment says, on Spark `spark.task.cpus`.
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
-    device: str = _SETTINGS.device  # what workers train on: auto, cuda, cpu or, in tests, a name of torch's
-    slots_per_gpu: int = _SETTINGS.slots_per_gpu  # how many slots share a GPU
+    device: str = _SETTINGS.device
+    slots_per_gpu: int = _SETTINGS.slots_per_gpu
 
     @property
     def forks_imports(self) -> bool:
@@ -413,15 +412,12 @@ class SlotIdentity:
 
     slot: SlotId  # its id, which names the attempt of the task
     host: HostId = ""  # the host that carries the slot: a Spark executor
-    # The process whose end is the host's end: a Spark executor's JVM. 0: none is known.
-    host_pid: int = 0
+    host_pid: int = 0  # the process whose end is the host's end: a Spark executor's JVM; 0: none is known
     address: str = "127.0.0.1"  # the address of this machine at which peers reach the worker
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # The folder of the files that `SparkContext.addFile` gave to the slot's host; "": there is none.
-    files: str = ""
-    # Why the slot has no GPU although the job asks for one, for which the driver refuses it; "": nothing is wrong.
-    device_problem: str = ""
+    files: str = ""  # the folder of `SparkContext.addFile`'s files on the slot's host; "": there is none
+    device_problem: str = ""  # why it has no GPU although the job asks for one: the driver refuses it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,12 +425,95 @@ class WorkerIdentity(SlotIdentity):
     """Which worker of its slot a training process is, once its slot has made it one."""
 
     worker: WorkerId  # its number grows from worker to worker of the slot
-    # First and last port at which the worker may listen. None: any.
-    ports: tuple[int, int] | None = None
-    # The world that another process left as this worker, since its program has to begin again. None: there was none.
-    left: Fence | None = None
+    ports: tuple[int, int] | None = None  # first and last port at which the worker may listen; None: any
+    left: Fence | None = (
+        None  # the world that another process left as this worker, which begins its program again
+    )
     position: Position | None = None  # where that process stood
 
     @classmethod
     def of_slot(cls, slot: SlotIdentity, **own: Any) -> Self:
         return cls(**{f.name: getattr(slot, f.name) for f in fields(slot)}, **own)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MIN_OVERLAY = 8
+
+
+class Table(Mapping[K, V], Generic[K, V]):
+    """An immutable mapping for the machines' states: an update costs about the square root of the size, not the size.
+    `put` and `drop` return a changed copy and leave the original as it is.
+
+    Updates go to a small overlay that is merged into the base once it has grown. Iteration order is that of a dict, so
+    it is the same in every run: it never depends on hashes.
+    """
+
+    __slots__ = ("_base", "_overlay", "_size")
+
+    def __init__(self) -> None:
+        self._base: dict[K, V] = {}
+        self._overlay: dict[K, tuple[V] | None] = {}  # None: dropped
+        self._size = 0
+
+    def put(self, key: K, value: V) -> Table[K, V]:
+        return self._copy_with(key, (value,), self._size + (key not in self))
+
+    def drop(self, key: K) -> Table[K, V]:
+        """Without `key`; the same table if it has no such key."""
+        return self._copy_with(key, None, self._size - 1) if key in self else self
+
+    def _copy_with(self, key: K, entry: tuple[V] | None, size: int) -> Table[K, V]:
+        new: Table[K, V] = Table.__new__(Table)
+        overlay = dict(self._overlay)
+        overlay[key] = entry
+        new._size = size
+        if len(overlay) <= max(MIN_OVERLAY, isqrt(size)):
+            new._base, new._overlay = self._base, overlay
+        else:
+            new._base, new._overlay = _merge(self._base, overlay), {}
+        return new
+
+    def __getitem__(self, key: K) -> V:
+        if key in self._overlay:
+            entry = self._overlay[key]
+            if entry is None:
+                raise KeyError(key)
+            return entry[0]
+        return self._base[key]
+
+    def __contains__(self, key: object) -> bool:
+        if key in self._overlay:
+            return self._overlay[key] is not None
+        return key in self._base
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"Table({self._to_dict()})"
+
+    # Copying all into a dict is ten times quicker than going through keys and `__getitem__`.
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._to_dict())
+
+    def values(self) -> ValuesView[V]:
+        return self._to_dict().values()
+
+    def items(self) -> ItemsView[K, V]:
+        return self._to_dict().items()
+
+    def _to_dict(self) -> dict[K, V]:
+        return _merge(self._base, self._overlay) if self._overlay else self._base
+
+
+def _merge(base: Mapping[K, V], overlay: Mapping[K, tuple[V] | None]) -> dict[K, V]:
+    merged = dict(base)
+    for key, entry in overlay.items():
+        if entry is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = entry[0]
+    return merged

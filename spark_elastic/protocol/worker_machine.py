@@ -11,27 +11,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import (
-    AbortGroup,
-    AskForWorld,
-    CloseGroup,
-    Exit,
-    Form,
-    ReportDone,
-    ReportFailure,
-    Run,
-    Sync,
-    WorkerCommand,
-)
-from spark_elastic.protocol.types import (
-    DRIVER_SILENT_EXIT_CODE,
-    START,
-    Fence,
-    Position,
-    WorkerId,
-    WorldView,
-)
+from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone, WorkerRaised
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, WorkerId, WorldView
 
 
 class WorkerStage(Enum):
@@ -42,6 +25,9 @@ class WorkerStage(Enum):
     RUNNING = "running"
     DONE = "done"  # reported its result, waits
     STOPPED = "stopped"
+
+
+IN_WORLD = (WorkerStage.FORMING, WorkerStage.SYNCING, WorkerStage.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,7 @@ class WorkerState:
     code: int = 0  # of its exit
 
 
-StepResult: TypeAlias = tuple[WorkerState, tuple[WorkerCommand, ...]]
+StepResult: TypeAlias = tuple[WorkerState, tuple[do.WorkerCommand, ...]]
 
 
 def initial(worker: WorkerId) -> StepResult:
@@ -71,7 +57,7 @@ def initial(worker: WorkerId) -> StepResult:
 def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """What follows from an event."""
     if state.stage is WorkerStage.STOPPED:
-        return state, (Exit("it was told to end", state.code),)
+        return state, (do.Exit("it was told to end", state.code),)
     match event:
         case on.Warm():
             return _ask_for_world(state, "warm") if state.stage is WorkerStage.STARTING else (state, ())
@@ -94,9 +80,10 @@ def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
 def _ask_for_world(
     state: WorkerState, reason: str, suspects: tuple[int, ...] = (), planned: bool = False
 ) -> StepResult:
-    return replace(state, stage=WorkerStage.WAITING), (
-        AskForWorld(reason, state.fence, state.position, suspects, planned),
+    request = RequestNextWorld(
+        state.worker, state.fence, state.position, (), reason, planned, suspected_ranks=suspects
     )
+    return replace(state, stage=WorkerStage.WAITING), (do.Ask(reason, request),)
 
 
 def _receive_world(state: WorkerState, world: WorldView) -> StepResult:
@@ -121,7 +108,7 @@ def _receive_world(state: WorkerState, world: WorldView) -> StepResult:
         )
     else:
         after = replace(entered, open=True)
-        commands = (Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
+        commands = (do.Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
     return after, (*closing, *commands)
 
 
@@ -137,11 +124,7 @@ def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
         case on.Boundary() if state.stage is WorkerStage.RUNNING:
             # The group stays open until the next world comes: a slower peer may still read this step's last bytes.
             return _ask_for_world(state, event.reason, planned=True)
-        case on.GroupBroken() if state.stage in (
-            WorkerStage.FORMING,
-            WorkerStage.SYNCING,
-            WorkerStage.RUNNING,
-        ):
+        case on.GroupBroken() if state.stage in IN_WORLD:
             return _leave(state, event.reason, event.suspects)
         case on.Finished() if state.stage is WorkerStage.RUNNING:
             # A newcomer that took no state has a position from here on: the one that the driver is told.
@@ -161,7 +144,7 @@ def _enter_formed(state: WorkerState) -> StepResult:
         return _run(state)
     verb = "take" if world.receives else "hand on"
     return replace(state, stage=WorkerStage.SYNCING), (
-        Sync(f"{verb} the state of rank {world.source}", world),
+        do.Sync(f"{verb} the state of rank {world.source}", world),
     )
 
 
@@ -173,7 +156,7 @@ def _run(state: WorkerState) -> StepResult:
         return _leave(state, f"world {world.fence.generation} is over")
     position = START if world.source is None else state.position
     running = replace(state, stage=WorkerStage.RUNNING, position=position)
-    return running, (Run(f"rank {world.me.rank} of {world.size}", world, state.position),)
+    return running, (do.Run(f"rank {world.me.rank} of {world.size}", world, state.position),)
 
 
 def _leave(state: WorkerState, reason: str, suspects: tuple[int, ...] = ()) -> StepResult:
@@ -181,15 +164,16 @@ def _leave(state: WorkerState, reason: str, suspects: tuple[int, ...] = ()) -> S
     return waiting, (*_close_commands(state, reason), *commands)
 
 
-def _close_commands(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:
+def _close_commands(state: WorkerState, reason: str) -> tuple[do.CloseGroup, ...]:
     """The command that closes the group, if one is open."""
-    return (CloseGroup(reason, state.fence),) if state.open and state.fence is not None else ()
+    return (do.CloseGroup(reason, state.fence),) if state.open and state.fence is not None else ()
 
 
-def _report_result(state: WorkerState) -> ReportDone:
+def _report_result(state: WorkerState) -> do.Ask:
     assert state.fence is not None
     assert state.position is not None
-    return ReportDone("the end of training", state.fence, state.position, state.result)
+    done = WorkerDone(state.worker, state.fence, state.position, state.result)
+    return do.Ask("the end of training", done)
 
 
 def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
@@ -200,23 +184,23 @@ def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
     updated = replace(state, newest_ended=newest)
     if event.fence != state.fence or not state.open:
         return updated, ()
-    return updated, (AbortGroup(event.reason, event.fence),)
+    return updated, (do.AbortGroup(event.reason, event.fence),)
 
 
 def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
     """R13 (deterministic failures): report to the driver before the group closes, so that the peers' broken connections
     never arrive first."""
     reason = "user code raised"
-    report = ReportFailure(reason, state.fence, state.position, event.fingerprint, event.traceback)
+    raised = WorkerRaised(state.worker, state.fence, state.position, event.fingerprint, event.traceback)
     stopped = replace(state, stage=WorkerStage.STOPPED, code=1, open=False)
-    return stopped, (report, *_close_commands(state, reason), Exit(reason, 1))
+    return stopped, (do.Report(reason, raised), *_close_commands(state, reason), do.Exit(reason, 1))
 
 
 def _stop(state: WorkerState, reason: str, code: int) -> StepResult:
     stopped = replace(state, stage=WorkerStage.STOPPED, code=code)
     if state.open and state.fence is not None:
-        return stopped, (AbortGroup(reason, state.fence), Exit(reason, code))
-    return stopped, (Exit(reason, code),)
+        return stopped, (do.AbortGroup(reason, state.fence), do.Exit(reason, code))
+    return stopped, (do.Exit(reason, code),)
 
 
 def _is_over(state: WorkerState) -> bool:

@@ -110,7 +110,6 @@ class Sessions:
         self._counts: dict[str, int] = {}  # the last count of each session
 
     def open(self, nonce: str) -> str:
-        """The session of a genuine hello."""
         return self._number + nonce[:16]
 
     def is_known(self, session: str) -> bool:
@@ -142,8 +141,6 @@ DAYS = "3650"
 
 @dataclass(frozen=True)
 class Certificate:
-    """A server's certificate."""
-
     public: str  # the certificate alone, in PEM; what clients need
     context: ssl.SSLContext = field(repr=False, compare=False)  # with the private key, for the server
 
@@ -167,11 +164,7 @@ def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | 
 
 
 def load_certificate(certificate: str, key: str) -> Certificate:
-    """A certificate from PEM files; after it, `certificate` may hold the chain that signed it.
-
-    Raises:
-        InvalidInput: they cannot be read, or do not belong together.
-    """
+    """A certificate from PEM files; after it, `certificate` may hold the chain that signed it."""
     try:
         with open(certificate, encoding="ascii") as file:
             return _load_certificate(file.read(), certificate, key)
@@ -183,11 +176,6 @@ def load_certificate(certificate: str, key: str) -> Certificate:
 
 
 def create_certificate() -> Certificate:
-    """A new certificate, signed by itself.
-
-    Raises:
-        InvalidInput: there is no openssl.
-    """
     openssl = shutil.which("openssl")
     if openssl is None:
         raise InvalidInput(
@@ -212,11 +200,7 @@ def create_certificate() -> Certificate:
 
 def create_pinned_context(public: str) -> ssl.SSLContext:
     """A context for clients that refuses every certificate but this one. Requests stay signed inside it: TLS only adds
-    that no other process can read them.
-
-    Raises:
-        InvalidInput: it is no certificate.
-    """
+    that no other process can read them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME
@@ -235,5 +219,4 @@ def _load_certificate(text: str, certificate: str, key: str) -> Certificate:
 
 
 def _refuse_password_prompt() -> str:
-    """Instead of asking at the terminal."""
     raise ValueError("the private key has a password")

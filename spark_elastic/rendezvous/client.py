@@ -42,6 +42,8 @@ KEEP_SECONDS = 300.0  # for which an idle connection is used again
 RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
 POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
 
+R = TypeVar("R")
+
 
 class TransportError(Exception):
     """No answer: connecting failed, the connection broke, or the time was over."""
@@ -60,16 +62,10 @@ class Connection:
         self._is_last = False  # the driver closes it
 
     def send_hello(self, seconds: float) -> None:
-        """Prove the key, and have the driver prove it; raises as `post` does."""
         self.session = str(self.post(auth.HELLO, b"", seconds)["session"])
 
     def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer, proven to be its own. seconds: how long it may be silent.
-
-        Raises:
-            OSError, TransportError: there was none.
-            Unauthorized: one side does not prove the job's key.
-        """
+        """The driver's answer, proven to be its own. seconds: how long it may be silent."""
         credentials = auth.sign_request(self._key, path, self.session, self._count, body)
         self._count += 1
         self.socket.settimeout(seconds)
@@ -117,122 +113,8 @@ class Connection:
         received += part
 
 
-class ConnectionPool:
-    """Connections to one address, kept for later requests. Any number of threads may share it."""
-
-    def __init__(self, address: str, key: bytes, clock: Clock, certificate: str | None = None) -> None:
-        """
-        Args:
-            address: "host:port".
-            certificate: the only one to accept, PEM; None: plain HTTP.
-        """
-        self._address = address
-        self._key = key
-        self._clock = clock
-        self._context = auth.create_pinned_context(certificate) if certificate else None
-        self._lock = threading.Lock()  # guards the four below
-        self._closed = False
-        self._idle: list[Connection] = []
-        self._sockets: set[socket.socket] = set()  # of all connections
-        # Sessions of connections that broke in a request, as far as the driver has not been told.
-        self.broken: frozenset[str] = frozenset()
-
-    def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer, proven to be its own. seconds: how long it may be silent.
-
-        Raises:
-            TransportError: there was none.
-            ConnectionClosed: `close` was called before or meanwhile.
-            Unauthorized: one side does not prove the job's key, or another certificate was shown.
-        """
-        deadline = self._clock.now() + seconds
-        try:
-            connection = self._take_idle() or self._dial(seconds)
-            try:
-                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
-            except BaseException:
-                with self._lock:
-                    self.broken |= {connection.session}
-                self._drop(connection.socket)
-                raise
-        except ssl.SSLCertVerificationError:
-            message = f"Whatever answers at {self._address} does not show this job's certificate."
-            raise Unauthorized(message) from None
-        except (OSError, TransportError) as error:
-            if self._closed:
-                raise _closed() from None
-            raise TransportError(str(error) or type(error).__name__) from error
-        connection.idle_since = self._clock.now()
-        with self._lock:
-            self._idle.append(connection)
-        if self._closed:
-            self.close()  # which did not see this one
-        return answer
-
-    def forget_broken(self, told: frozenset[str]) -> None:
-        with self._lock:
-            self.broken -= told
-
-    def close(self) -> None:
-        """Free every thread that waits in `post`, at once; any thread, any number of times."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            for sock in self._sockets:
-                with suppress(OSError):  # the peer was first
-                    # Closing a descriptor would not wake who reads it, and an SSLSocket's own shutdown forgets its TLS
-                    # while another thread reads through it.
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        for connection in idle:
-            self._drop(connection.socket)
-
-    def _take_idle(self) -> Connection | None:
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise _closed()
-                if not self._idle:
-                    return None
-                connection = self._idle.pop()
-            if self._clock.now() < connection.idle_since + KEEP_SECONDS and connection.is_usable():
-                return connection
-            self._drop(connection.socket)
-
-    def _dial(self, seconds: float) -> Connection:
-        host, port = split_address(self._address)
-        sock = socket.create_connection((host, port), min(seconds, CONNECT_SECONDS))
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-            with self._lock:
-                if self._closed:
-                    raise _closed()
-                self._sockets.add(sock)
-            if isinstance(sock, ssl.SSLSocket):
-                sock.do_handshake()
-            connection = Connection(self._address, self._key, sock)
-            connection.send_hello(min(seconds, ANSWER_SECONDS))
-        except BaseException:
-            self._drop(sock)
-            raise
-        return connection
-
-    def _drop(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sockets.discard(sock)
-        sock.close()
-
-
-def _closed() -> ConnectionClosed:
-    return ConnectionClosed("The connection to the driver was closed on this side.")
-
-
-R = TypeVar("R")
-
-
 class RendezvousClient:
-    """Sends requests to one driver."""
+    """Sends requests to one driver, over connections that it keeps for later ones."""
 
     def __init__(
         self,
@@ -243,13 +125,20 @@ class RendezvousClient:
         timeout: float = 30.0,
         certificate: str | None = None,
     ) -> None:
+        """address: "host:port". certificate: the only one to accept, PEM; None: plain HTTP."""
         self._address = address
+        self._key = key
         self._attempt = attempt
         self._clock = clock
         self._timeout = timeout
-        self._pool = ConnectionPool(address, key, clock, certificate)
-        self._closing = threading.Event()
+        self._context = auth.create_pinned_context(certificate) if certificate else None
         self._last_answered = float("-inf")
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards the three below
+        self._idle: list[Connection] = []
+        self._sockets: set[socket.socket] = set()  # of all connections
+        # Sessions of connections that broke in a request, as far as the driver has not been told.
+        self._broken: frozenset[str] = frozenset()
 
     def ask(
         self,
@@ -270,7 +159,7 @@ class RendezvousClient:
 
         Raises:
             DriverUnreachable: no answer in that time; names host:port.
-            Unauthorized: one side does not prove the job's key.
+            Unauthorized: one side does not prove the job's key, or another certificate was shown.
             StaleGeneration: the request belongs to a driver's attempt or a generation that is over.
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
@@ -283,24 +172,36 @@ class RendezvousClient:
             left = deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
             hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
-            broken = self._pool.broken
+            broken = self._broken
             body = self._build_envelope(request, hold_seconds, broken)
             seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
             try:
-                answer = self._pool.post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
+                answer = self._post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
             except TransportError as error:
                 self._pause(tries, deadline, error)
                 tries += 1
                 continue
-            self._pool.forget_broken(broken)
-            reply = _read_reply(request, answer)
+            with self._lock:
+                self._broken -= broken
+            if "stale" in answer:
+                raise StaleGeneration(str(answer["stale"]))
+            if "error" in answer:
+                raise InvalidInput(str(answer["error"]))
             self._last_answered = max(self._last_answered, sent)
-            return reply
+            return codec.read(reply_of(type(request)), answer.get("reply"))
 
     def close(self) -> None:
-        """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
+        """Free every waiting thread at once; later requests raise `ConnectionClosed`. Any thread, repeatedly."""
         self._closing.set()
-        self._pool.close()
+        with self._lock:
+            idle, self._idle = self._idle, []
+            for sock in self._sockets:
+                with suppress(OSError):  # the peer was first
+                    # Closing a descriptor would not wake who reads it, and an SSLSocket's own shutdown forgets its TLS
+                    # while another thread reads through it.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        for connection in idle:
+            self._drop(connection.socket)
 
     def __enter__(self) -> RendezvousClient:
         return self
@@ -334,10 +235,71 @@ class RendezvousClient:
         if self._closing.wait(pause):
             raise _closed()
 
+    # ---- connections
 
-def _read_reply(request: DriverRequest[R], answer: dict[str, Any]) -> R:
-    if "stale" in answer:
-        raise StaleGeneration(str(answer["stale"]))
-    if "error" in answer:
-        raise InvalidInput(str(answer["error"]))
-    return codec.read(reply_of(type(request)), answer.get("reply"))
+    def _post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
+        """The driver's answer; raises `TransportError` if there was none. seconds: how long it may be silent."""
+        deadline = self._clock.now() + seconds
+        try:
+            connection = self._take_idle() or self._dial(seconds)
+            try:
+                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
+            except BaseException:
+                with self._lock:
+                    self._broken |= {connection.session}
+                self._drop(connection.socket)
+                raise
+        except ssl.SSLCertVerificationError:
+            message = f"Whatever answers at {self._address} does not show this job's certificate."
+            raise Unauthorized(message) from None
+        except (OSError, TransportError) as error:
+            if self._closing.is_set():
+                raise _closed() from None
+            raise TransportError(str(error) or type(error).__name__) from error
+        connection.idle_since = self._clock.now()
+        with self._lock:
+            self._idle.append(connection)
+        if self._closing.is_set():
+            self.close()  # which did not see this one
+        return answer
+
+    def _take_idle(self) -> Connection | None:
+        while True:
+            with self._lock:
+                if self._closing.is_set():
+                    raise _closed()
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if self._clock.now() < connection.idle_since + KEEP_SECONDS and connection.is_usable():
+                return connection
+            self._drop(connection.socket)
+
+    def _dial(self, seconds: float) -> Connection:
+        host, port = split_address(self._address)
+        sock = socket.create_connection((host, port), min(seconds, CONNECT_SECONDS))
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            with self._lock:
+                if self._closing.is_set():
+                    raise _closed()
+                self._sockets.add(sock)
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
+            connection = Connection(self._address, self._key, sock)
+            connection.send_hello(min(seconds, ANSWER_SECONDS))
+        except BaseException:
+            self._drop(sock)
+            raise
+        return connection
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(sock)
+        sock.close()
+
+
+def _closed() -> ConnectionClosed:
+    return ConnectionClosed("The connection to the driver was closed on this side.")

@@ -16,6 +16,7 @@ import typing
 import zlib
 from collections.abc import Callable, Hashable, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,11 +44,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`.
-
-    Raises:
-        MalformedMessage: it is no JSON object.
-    """
+    """The JSON object in `body`; raises `MalformedMessage`."""
     try:
         value = _DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
@@ -63,7 +60,6 @@ def to_line(value: object) -> bytes:
 
 
 def from_line(cls: type[T], line: bytes) -> T:
-    """Raises MalformedMessage as `read`."""
     return read(cls, loads(line))
 
 
@@ -73,11 +69,7 @@ def compress(text: bytes) -> bytes:
 
 
 def decompress(body: bytes) -> bytes:
-    """What was `compress`. Only for bodies that are proven genuine: little can become much.
-
-    Raises:
-        MalformedMessage: it was not.
-    """
+    """What was `compress`ed. Only for bodies that are proven genuine: little can become much."""
     if body[:1] == b"{":
         return body
     try:
@@ -88,16 +80,13 @@ def decompress(body: bytes) -> bytes:
 
 def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """With NaN and infinities as text, since JSON has neither; `decode_numbers` reverses it."""
-    return {name: str(value) if _is_non_finite(value) else value for name, value in numbers.items()}
+    finite = {name: not isinstance(value, float) or math.isfinite(value) for name, value in numbers.items()}
+    return {name: value if finite[name] else str(value) for name, value in numbers.items()}
 
 
 def decode_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """What `encode_numbers` was given."""
     return {name: float(value) if value in NON_FINITE else value for name, value in values.items()}
-
-
-def _is_non_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def to_plain(value: Any) -> Any:
@@ -112,9 +101,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
-    return {
-        name: to_plain(getattr(value, name)) for name in _field_names(typing.cast("Hashable", type(value)))
-    }
+    names = _field_names(typing.cast("Hashable", type(value)))
+    return {name: to_plain(getattr(value, name)) for name in names}
 
 
 def read(cls: type[T], value: object) -> T:
@@ -127,11 +115,7 @@ def read(cls: type[T], value: object) -> T:
 
 
 def read_as(hint: Any, value: object, where: str) -> object:
-    """`value` (JSON types) as what a type hint says; `where` is its name in errors.
-
-    Raises:
-        MalformedMessage: it is of another type.
-    """
+    """`value` (JSON types) as what a type hint says; `where` is its name in errors."""
     return _build_reader(hint)(value, where)
 
 
@@ -144,127 +128,88 @@ def _field_names(cls: Hashable) -> tuple[str, ...]:
 def _build_reader(hint: Any) -> Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _build_optional_reader([_build_reader(a) for a in arguments if a is not type(None)])
+        (reader,) = (_build_reader(kind) for kind in arguments if kind is not type(None))  # `X | None` alone
+        return lambda value, where: None if value is None else reader(value, where)
+    if origin in (tuple, list) and (origin is list or arguments[-1] is Ellipsis):
+        return partial(_read_items, origin, _build_reader(arguments[0]))
     if origin is tuple:
-        if arguments[-1] is Ellipsis:
-            return _sequence(_build_reader(arguments[0]))
-        return _make_tuple_reader([_build_reader(argument) for argument in arguments])
-    if origin is list:
-        sequence = _sequence(_build_reader(arguments[0]))
-        return lambda value, where: list(sequence(value, where))
+        return partial(_read_tuple, [_build_reader(argument) for argument in arguments])
     if origin in (dict, Mapping) or hint is dict:
-        return _mapping(_build_reader(arguments[1]) if arguments else _read_anything)
+        return partial(_read_mapping, _build_reader(arguments[1] if arguments else Any))
     if hint is Any:
-        return _read_anything
+        return lambda value, where: value
     if hint is bytes:
         return _read_bytes
     if dataclasses.is_dataclass(hint):
-        return _record(typing.cast("type", hint))
+        return _build_record_reader(typing.cast("type", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _build_enum_reader(hint)
+        return partial(_read_enum, hint)
     if isinstance(hint, type) and issubclass(hint, str) and hint is not str:
-        return _build_identifier_reader(hint)
-    return _scalar(hint)
+        return partial(_read_identifier, hint)
+    return partial(_read_scalar, hint)
 
 
-def _read_anything(value: Any, where: str) -> Any:
-    return value
+def _read_scalar(hint: type, value: Any, where: str) -> Any:
+    # JSON has one kind of number; Python's bool is an int, on the wire it is not.
+    if type(value) is hint or (hint is float and type(value) is int):
+        return value
+    raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
 
 
-def _scalar(hint: type) -> Reader:
-    def parse(value: Any, where: str) -> Any:
-        # JSON has one kind of number; Python's bool is an int, on the wire it is not.
-        if type(value) is hint or (hint is float and type(value) is int):
-            return value
-        raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
+def _read_identifier(hint: type[str], value: Any, where: str) -> str:
+    """A subclass of str, whose constructor raises ValueError for text that it does not take."""
+    text = _read_scalar(str, value, where)
+    try:
+        return hint(text)
+    except ValueError as error:
+        raise MalformedMessage(f"{where}: {error}") from None
 
-    return parse
 
-
-def _build_identifier_reader(hint: type[str]) -> Reader:
-    """Reads a subclass of str, whose constructor raises ValueError for text that it does not take."""
-
-    def parse(value: Any, where: str) -> str:
-        if type(value) is not str:
-            raise MalformedMessage(f"{where} must be str, not {type(value).__name__}")
-        try:
-            return hint(value)
-        except ValueError as error:
-            raise MalformedMessage(f"{where}: {error}") from None
-
-    return parse
+def _read_enum(hint: type[Enum], value: Any, where: str) -> Enum:
+    try:
+        return hint(value)
+    except ValueError:
+        raise MalformedMessage(f"{where} must be one of {[member.value for member in hint]}") from None
 
 
 def _read_bytes(value: Any, where: str) -> bytes:
-    if not isinstance(value, str):
-        raise MalformedMessage(f"{where} must be base64 text")
     try:
         return base64.b64decode(value.encode("ascii"), validate=True)
-    except ValueError:
+    except (AttributeError, ValueError):  # no text at all has no `encode`
         raise MalformedMessage(f"{where} must be base64 text") from None
 
 
-def _build_optional_reader(readers: list[Reader]) -> Reader:
-    if len(readers) != 1:
-        raise TypeError("the wire knows only `X | None`")
-    (reader,) = readers
-    return lambda value, where: None if value is None else reader(value, where)
+def _read_items(kind: type, reader: Reader, value: Any, where: str) -> Any:
+    if not isinstance(value, list):
+        raise MalformedMessage(f"{where} must be a list")
+    return kind(reader(item, where) for item in value)
 
 
-def _sequence(reader: Reader) -> Reader:
-    def parse(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise MalformedMessage(f"{where} must be a list")
-        return tuple(reader(item, where) for item in value)
-
-    return parse
+def _read_tuple(readers: list[Reader], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) != len(readers):
+        raise MalformedMessage(f"{where} must be a list of {len(readers)}")
+    return tuple(reader(item, where) for reader, item in zip(readers, value, strict=True))
 
 
-def _make_tuple_reader(readers: list[Reader]) -> Reader:
-    def parse(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) != len(readers):
-            raise MalformedMessage(f"{where} must be a list of {len(readers)}")
-        return tuple(reader(item, where) for reader, item in zip(readers, value, strict=True))
-
-    return parse
+def _read_mapping(reader: Reader, value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MalformedMessage(f"{where} must be an object")
+    return {key: reader(item, where) for key, item in value.items()}
 
 
-def _mapping(reader: Reader) -> Reader:
-    def parse(value: Any, where: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise MalformedMessage(f"{where} must be an object")
-        return {key: reader(item, where) for key, item in value.items()}
-
-    return parse
-
-
-def _build_enum_reader(hint: type[Enum]) -> Reader:
-    def parse(value: Any, where: str) -> Enum:
-        try:
-            return hint(value)
-        except ValueError:
-            raise MalformedMessage(f"{where} must be one of {[m.value for m in hint]}") from None
-
-    return parse
-
-
-def _record(cls: type) -> Reader:
+def _build_record_reader(cls: type) -> Reader:
     hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls)
+    fields, missing = dataclasses.fields(cls), dataclasses.MISSING
     readers = {field.name: _build_reader(hints[field.name]) for field in fields}
-    required = {
-        field.name
-        for field in fields
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    required = {f.name for f in fields if f.default is missing and f.default_factory is missing}
 
-    def parse(value: Any, where: str) -> Any:
+    def read_record(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise MalformedMessage(f"{where} must be an object")
-        if missing := required - value.keys():
-            raise MalformedMessage(f"{where} lacks {min(missing)}")
+        if lacking := required - value.keys():
+            raise MalformedMessage(f"{where} lacks {min(lacking)}")
         if unknown := value.keys() - readers.keys():
             raise MalformedMessage(f"{where} has no field {min(unknown)[:40]!r}")
         return cls(**{name: readers[name](item, f"{where}.{name}") for name, item in value.items()})
 
-    return parse
+    return read_record

@@ -1,30 +1,116 @@
 """The server's connections: one request of HTTP/1.1 at a time, with deadlines and bounds. Event loop thread.
 
 What they serve is one function. It sees the head of a request before any byte of the body is read, and answers, or
-gives the function that answers once the body is there.
+gives the function that answers once the body is there. An answer that waits for a change is a `LongPoll`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import resource
 import socket
 import ssl
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from spark_elastic.rendezvous import http1
-from spark_elastic.rendezvous.http1 import Request, Response
-from spark_elastic.rendezvous.long_polls import LongPoll
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 
+@dataclass(eq=False)
+class LongPoll:
+    """A request that waits for a reply, for its deadline, or for the end of its connection: the first one ends it."""
+
+    waiters: Waiters  # wake it
+    topic: Topic  # of what it waits for
+    find_reply: Callable[[], object]  # the reply; None: it goes on waiting
+    get_last_reply: Callable[[], object]  # the reply at its deadline
+    # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
+    # a machine closes the connections of a process that died. None: the connection did not break.
+    on_ended: Callable[[bool | None], None] = lambda reset: None
+    # Set by the dispatcher:
+    hold: float = 0.0  # seconds until its deadline
+    # Makes the reply that a call gives, or the error that it raises, a response; None, if it gives None.
+    respond: Callable[[Callable[[], object]], object] = lambda compute: None
+
+    def start(self, send: Callable[[Response], None]) -> None:
+        """Wait; `send` is called once, unless `cancel` is called before."""
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._is_woken = False
+        self._timer = self._loop.call_later(self.hold, self._end_with, self.get_last_reply)
+        self.waiters.add(self.topic, self)
+
+    def wake(self) -> None:
+        """Look for a reply, after what this thread does now: several changes at once are one answer."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._look)
+
+    def cancel(self, reset: bool | None) -> None:
+        self._timer.cancel()
+        self.waiters.remove(self.topic, self)
+        self.on_ended(reset)
+
+    def _look(self) -> None:
+        self._is_woken = False
+        if not self._timer.cancelled():
+            self._end_with(self.find_reply)
+
+    def _end_with(self, compute: Callable[[], object]) -> None:
+        response = self.respond(compute)
+        if isinstance(response, Response):
+            self.cancel(None)
+            self._send(response)
+
+
+class Subject(Enum):
+    WORLD = "a worker's next world"
+    UPDATE = "what a worker must know at once"
+    COMMANDS = "commands to a slot"
+    VALUES = "values of a scope"
+
+
+Topic: TypeAlias = tuple[Subject, str]  # of which worker, slot or scope
+
+
+class Waiters:
+    """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time."""
+
+    def __init__(self) -> None:
+        self._polls: defaultdict[Topic, set[LongPoll]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._polls.values()))
+
+    def add(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic].add(poll)
+
+    def remove(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic].discard(poll)
+        if not self._polls[topic]:
+            del self._polls[topic]
+
+    def wake(self, *topics: Topic) -> None:
+        for topic in topics:
+            for poll in self._polls.get(topic, ()):
+                poll.wake()
+
+    def wake_all(self, *subjects: Subject) -> None:
+        for (subject, _), polls in self._polls.items():
+            for poll in polls if subject in subjects else ():
+                poll.wake()
+
+
 AnswerBody = Callable[[bytes], Response | LongPoll]
-App = Callable[[Request], Response | AnswerBody]
+App = Callable[[HttpRequest], Response | AnswerBody]
 
 
 @dataclass(frozen=True)
@@ -54,14 +140,12 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
         self._received = bytearray()  # not read yet
-        self._request = Request("GET", "", "", {}, 0, True)  # the newest one that was read
+        self._request = HttpRequest("GET", "", "", {}, 0, True)  # the newest one that was read
         self._answer_body: AnswerBody | None = None  # of that request, while its body is awaited
         self._pending: LongPoll | None = None  # of that request, while its answer is awaited
         self._is_in_head = True  # the deadline is that of a head
         self._is_last = False  # it closes behind the next response
         self._timer: asyncio.TimerHandle | None = None
-        # When it expires; the timer may be earlier, and then waits on: most deadlines move before they come.
-        self._deadline = math.inf
 
     # ---- called by the event loop
 
@@ -82,7 +166,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
-        self._start_timer()  # ends it
         if self._transport is not None:
             self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
         self._connections.forget(self)
@@ -102,7 +185,6 @@ class Connection(asyncio.Protocol):
                 self.abort()  # a client that reads nothing answers no end of TLS
 
     def abandon(self) -> None:
-        """End it on this side, answered or not."""
         if self._pending is not None:
             self._pending.cancel(None)
             self._pending = None
@@ -133,7 +215,6 @@ class Connection(asyncio.Protocol):
                 self._take(answer(body))
 
     def _read_head(self) -> bool:
-        """Whether there was one."""
         end = self._received.find(http1.END_OF_HEAD, 0, http1.MAX_HEAD_BYTES)
         if end < 0 and len(self._received) < http1.MAX_HEAD_BYTES:
             if self._received and not self._is_in_head:
@@ -144,8 +225,7 @@ class Connection(asyncio.Protocol):
             self._request = http1.parse_request(bytes(self._received[: max(0, end)]))
         except http1.MalformedHead as error:
             self._connections.note_refused(str(error))
-            self._request.is_last = True
-            self._send(Response(400))
+            self._send(Response(400, is_last=True))
             return False
         del self._received[: end + len(http1.END_OF_HEAD)]
         self._is_in_head = False
@@ -185,28 +265,19 @@ class Connection(asyncio.Protocol):
 
     def _set_deadline(self, seconds: float | None) -> None:
         """seconds: from now; None: there is no deadline."""
-        self._deadline = math.inf if seconds is None else self._loop.time() + seconds
-        if self._timer is None or self._deadline < self._timer.when():
-            self._start_timer()
-
-    def _start_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if self._deadline == math.inf else self._loop.call_at(self._deadline, self._expire)
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        if self._loop.time() < self._deadline:
-            self._timer = None
-            self._start_timer()
-        elif self._answer_body is None:
+        if self._answer_body is None:
             self.abort()
         else:
             self._send(Response(408, is_last=True))
 
 
-ACCEPT_BATCH = (
-    64  # connections; a whole queue at once could use up the files before the first ones are closed
-)
+# Connections; a whole queue at once could use up the files before the first ones are closed.
+ACCEPT_BATCH = 64
 UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
 
 
@@ -233,11 +304,7 @@ class Connections:
         return len(self._all)
 
     def accept(self, listener: socket.socket) -> None:
-        """Take what waits at `listener`.
-
-        Raises:
-            OSError: nothing can be accepted: no file can be opened, or it listens no longer.
-        """
+        """Take what waits at `listener`; an OSError: no file can be opened, or it listens no longer."""
         for _ in range(ACCEPT_BATCH):
             try:
                 accepted, _ = listener.accept()
@@ -266,7 +333,6 @@ class Connections:
         self.forget(connection)  # no `connection_lost` follows
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
         self.unauthenticated.pop(connection, None)
         self._all.discard(connection)
         if not self._all:
@@ -286,12 +352,10 @@ class Connections:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Close each behind its answer."""
         for connection in tuple(self._all):
             connection.finish()
 
     async def abandon(self) -> None:
-        """End all of them now."""
         for connection in tuple(self._all):
             connection.abandon()
         for task in self._handshakes:
@@ -301,12 +365,10 @@ class Connections:
 
 
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Let the kernel probe a silent peer, as far as the system can."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

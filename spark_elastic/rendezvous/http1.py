@@ -26,9 +26,7 @@ class MalformedHead(ValueError):
 
 
 @dataclass(slots=True)
-class Request:
-    """The head of a request."""
-
+class HttpRequest:
     method: str
     path: str
     query: str  # behind the question mark; "" if there is none
@@ -40,8 +38,6 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """An answer."""
-
     status: int
     body: bytes = b""
     fields: tuple[tuple[str, str], ...] = ()
@@ -60,18 +56,13 @@ class Response:
 
 
 def encode_request(path: str, host: str, fields: Iterable[tuple[str, str]], body: bytes) -> bytes:
-    """A POST."""
     lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in fields]
     return "\r\n".join(lines).encode("latin-1") + END_OF_HEAD + body
 
 
-def parse_request(head: bytes) -> Request:
-    """The request whose head is `head`, without the empty line.
-
-    Raises:
-        MalformedHead: it is none.
-    """
+def parse_request(head: bytes) -> HttpRequest:
+    """The request whose head is `head`, without the empty line; raises `MalformedHead`."""
     line, *lines = head.decode("latin-1").split("\r\n")
     parts = _REQUEST_LINE.fullmatch(line)
     if parts is None:
@@ -82,15 +73,11 @@ def parse_request(head: bytes) -> Request:
     if minor == "1" and "host" not in fields:
         raise MalformedHead("it names no host")
     is_last = minor == "0" or "close" in fields.get("connection", "").lower()
-    return Request(method, path, query, fields, _read_length(fields), is_last)
+    return HttpRequest(method, path, query, fields, _read_length(fields), is_last)
 
 
 def parse_response(head: bytes) -> tuple[int, Fields, int]:
-    """Status, fields and number of bytes of the body.
-
-    Raises:
-        MalformedHead: it is no answer.
-    """
+    """Status, fields and number of bytes of the body; raises `MalformedHead`."""
     line, *lines = head.decode("latin-1").split("\r\n")
     parts = _STATUS_LINE.fullmatch(line)
     if parts is None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from spark_elastic.errors import InvalidInput
@@ -32,8 +34,6 @@ BACKLOG = 2048  # connections that the kernel holds until they are accepted
 
 @dataclass(frozen=True)
 class Bind:
-    """Where a server listens."""
-
     host: str = LOOPBACK  # a name or an IPv4 or IPv6 address of this machine; brackets around it do not count
     port: int = 0  # 0: any free one
     advertise: str | None = None  # what clients dial instead of `host`
@@ -41,15 +41,11 @@ class Bind:
 
 
 def listen(bind: Bind) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        InvalidInput: the address is not one of this machine, or the port is taken.
-    """
+    """A listening socket; `InvalidInput`: the address is not one of this machine, or the port is taken."""
     try:
-        host = bind.host.strip("[]")
-        found = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        host, passive = bind.host.strip("[]"), socket.AI_PASSIVE
+        answers = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=passive)
+        family, kind, protocol, _, address = answers[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,10 +64,7 @@ def listen(bind: Bind) -> socket.socket:
 
 
 def listen_on_loopback(listener: socket.socket) -> socket.socket | None:
-    """Listen on the same port of localhost, where proxies of notebooks connect.
-
-    None if `listener` covers localhost already, or if another process listens on that port.
-    """
+    """On the same port of localhost, where proxies of notebooks connect; None if it is taken, as by `listener`."""
     try:
         return listen(Bind(LOOPBACK, listener.getsockname()[1]))
     except InvalidInput:
@@ -117,18 +110,13 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="spark-elastic-rendezvous", daemon=True)
 
     def start(self) -> None:
-        """Returns when requests are answered.
-
-        Raises:
-            RuntimeError: the event loop did not come up.
-        """
+        """Returns when requests are answered."""
         self._thread.start()
         if not self._started.wait(CLOSE_TIMEOUT):
             self.close()
             raise RuntimeError("the rendezvous server's event loop did not come up")
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` in the loop thread; any thread, never blocks."""
         self._calls.append(call)
         self._call_in_loop(self._drain)  # a loop that is not there yet begins by draining
 
@@ -240,3 +228,47 @@ def _is_listening(listener: socket.socket) -> bool:
         return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
         return False  # it was closed
+
+
+# Connections: two long polls, and heartbeats, log lines, reports and a request for a world at the same time.
+FILES_PER_WORKER = 6
+RESERVED_FILES = 256  # for what else the driver's process opens
+
+_reserve_lock = threading.Lock()  # owns _reserved
+_reserved: list[int] = []  # workers of each job that runs in this process; not all of them are connected yet
+
+
+@contextmanager
+def reserve_files(workers: int) -> Iterator[None]:
+    """Let this process open the files that the server needs for so many workers' connections beside those of its other
+    jobs, while the block runs.
+
+    Raises:
+        InvalidInput: the hard limit forbids it.
+    """
+    with _reserve_lock:
+        raise_file_limit(workers, sum(_reserved))
+        _reserved.append(workers)
+    try:
+        yield
+    finally:
+        with _reserve_lock:
+            _reserved.remove(workers)
+
+
+def raise_file_limit(workers: int, others: int = 0) -> None:
+    """others: workers of other jobs. Some are connected already, so their need alone is no error."""
+    needed = len(os.listdir("/proc/self/fd")) + RESERVED_FILES + FILES_PER_WORKER * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_limited = hard != resource.RLIM_INFINITY
+    wanted = needed + FILES_PER_WORKER * others
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if is_limited and hard < needed:
+        most = workers - -(-(needed - hard) // FILES_PER_WORKER)
+        fewer = f" or set max_workers to {most} or less" if most > 0 else ""
+        raise InvalidInput(
+            f"The driver may open {hard} files and needs {needed} for {workers} workers' connections: raise its hard "
+            f"limit (ulimit -Hn){fewer}."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if is_limited else wanted, hard))

@@ -1,4 +1,8 @@
-"""The handlers of all requests: what they post to the driver, and what they answer from the server's state.
+"""Admits requests, and handles them: what they post to the driver, and what they answer from the server's state.
+
+The checks run in order of their cost, so that unauthenticated requests are cheap: credentials of a known session (401,
+before any byte of the body is read), size (413), signature and replay (401), form and version (400). A 401 has no
+content.
 
 Runs in the server's event loop thread. Handlers never block: what must wait is returned as a long poll, which waits for
 a change of the state, for the end of its connection and for its deadline at the same time.
@@ -7,6 +11,7 @@ a change of the state, for the end of its connection and for its deadline at the
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,20 +22,15 @@ from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol import events, messages
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.messages import (
-    Acknowledged,
-    DriverMessage,
-    DriverRequest,
-    NextWorld,
-    SlotRequest,
-    WorkerRequest,
-)
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
-from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.dispatcher import Handler
-from spark_elastic.rendezvous.long_polls import LongPoll, Subject, Topic
+from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous.connections import AnswerBody, LongPoll, Subject, Topic
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 from spark_elastic.rendezvous.messages import (
+    MAX_BODY_BYTES,
+    MAX_POLL_SECONDS,
     REQUESTS,
+    VERSION,
     Addresses,
     CompareAndSet,
     Comparison,
@@ -46,9 +46,14 @@ from spark_elastic.rendezvous.messages import (
     WatchSlot,
     WatchWorker,
     WorkerUpdate,
+    path_of,
 )
 from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 
+log = logging.getLogger("spark_elastic.rendezvous")
+
+Handler = Callable[[Any], object]  # given a message: the reply, or the long poll that waits for it
+Handlers = Mapping[type[messages.DriverRequest[Any]], Handler]
 Peer = tuple[SlotId, WorkerId | None]
 
 
@@ -80,7 +85,7 @@ class ConnectionTracker:
             self._post(events.ConnectionLost(self._clock.now(), *peer, reset=reset))
 
     def _count(self, peer: Peer, change: int) -> int:
-        """Change how many long polls the peer has open; returns the new number."""
+        """Returns how many long polls the peer has open now."""
         before = self._open[peer]
         now = self._open[peer] = before + change
         if not now:
@@ -105,16 +110,14 @@ class ServerCallbacks:
 
 
 class Routes:
-    """The handlers of all requests."""
-
     def __init__(self, state: ServerState, callbacks: ServerCallbacks, clock: Clock) -> None:
         self._state = state
         self._callbacks = callbacks
         self._clock = clock
         self._connections = ConnectionTracker(callbacks.post, clock)
 
-    def handlers(self) -> Mapping[type[DriverRequest[Any]], Handler]:
-        own: dict[type[DriverRequest[Any]], Handler] = {
+    def handlers(self) -> Handlers:
+        own: Handlers = {
             messages.RegisterSlot: self._register,
             messages.Heartbeat: self._heartbeat,
             messages.RequestNextWorld: self._next_world,
@@ -133,33 +136,32 @@ class Routes:
 
     # ---- messages for the driver machine
 
-    def _acknowledge(self, message: DriverMessage) -> Acknowledged:
-        """Posts the message and answers at once."""
+    def _acknowledge(self, message: messages.DriverMessage) -> messages.Acknowledged:
         if isinstance(message, messages.WorldFormed):
             self._refuse_stale(message.fence)
         self._receive(message)
-        return Acknowledged(self._stop_reason(message))
+        return messages.Acknowledged(self._stop_reason(message))
 
     def _register(self, message: messages.RegisterSlot) -> messages.Admission:
         unfit = message.unfit or self._callbacks.admit(message.facts) or ""
         self._receive(dataclasses.replace(message, unfit=unfit))
         refusal = self._state.ended or unfit
-        return messages.Admission(
-            not refusal, refusal, self._callbacks.heartbeat_interval(self._connections.slot_count)
-        )
+        return messages.Admission(not refusal, refusal, self._compute_interval())
 
     def _heartbeat(self, message: messages.Heartbeat) -> messages.HeartbeatReply:
         self._receive(message)
-        interval = self._callbacks.heartbeat_interval(self._connections.slot_count)
-        return messages.HeartbeatReply(interval, self._state.ended)
+        return messages.HeartbeatReply(self._compute_interval(), self._state.ended)
+
+    def _compute_interval(self) -> float:
+        return self._callbacks.heartbeat_interval(self._connections.slot_count)
 
     def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
 
-        def find_answer() -> NextWorld | None:
+        def find_answer() -> messages.NextWorld | None:
             stop = self._state.get_stop_reason(message.worker)
             if stop is not None:
-                return NextWorld(stop=stop)
+                return messages.NextWorld(stop=stop)
             return self._state.find_next_world(message.worker, message.fence)
 
         self._connections.mark_connected(_sender(message))
@@ -170,7 +172,7 @@ class Routes:
         if isinstance(message, messages.RequestNextWorld):
             message = self._name_suspects(message)
         self._receive(message)
-        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer, NextWorld)
+        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer, messages.NextWorld)
 
     def _name_suspects(self, message: messages.RequestNextWorld) -> messages.RequestNextWorld:
         world = self._state.find_world(message.fence) if message.suspected_ranks and message.fence else None
@@ -179,21 +181,20 @@ class Routes:
         suspects = tuple(members[rank].worker for rank in ranks)
         return dataclasses.replace(message, suspects=(*message.suspects, *suspects)) if suspects else message
 
-    def _receive(self, message: DriverMessage) -> None:
+    def _receive(self, message: messages.DriverMessage) -> None:
         self._connections.mark_connected(_sender(message))
         self._callbacks.post(events.Received(self._clock.now(), message))
 
-    def _stop_reason(self, message: SlotRequest[Any] | WorkerRequest[Any]) -> str | None:
-        """Why the sender must end."""
-        if isinstance(message, WorkerRequest):
+    def _stop_reason(self, message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) -> str | None:
+        if isinstance(message, messages.WorkerRequest):
             return self._state.get_stop_reason(message.worker)
         return self._state.ended
 
     # ---- messages that the server answers by itself
 
-    def _logs(self, message: LogLines) -> Acknowledged:
+    def _logs(self, message: LogLines) -> messages.Acknowledged:
         self._callbacks.on_logs(message)
-        return Acknowledged(self._state.ended)
+        return messages.Acknowledged(self._state.ended)
 
     def _watch_slot(self, message: WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
@@ -211,20 +212,16 @@ class Routes:
         self._connections.mark_connected(_sender(message))
 
         def find_update() -> WorkerUpdate | None:
-            now = self._state.get_update(message.worker)
-            is_known = (
-                now.version == message.version and now.ended_fence == message.ended_fence and now.stop is None
-            )
-            return None if is_known else now
+            now = get_update()
+            known = message.version, message.ended_fence, None
+            return None if (now.version, now.ended_fence, now.stop) == known else now
 
-        topic = Subject.UPDATE, message.worker
-        return self._poll(
-            _sender(message), topic, find_update, partial(self._state.get_update, message.worker)
-        )
+        get_update = partial(self._state.get_update, message.worker)
+        return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update, get_update)
 
-    def _report(self, message: Report) -> Acknowledged:
+    def _report(self, message: Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
-        return Acknowledged(self._stop_reason(message))
+        return messages.Acknowledged(self._stop_reason(message))
 
     def _find_addresses(self, message: FindAddresses) -> object:
         self._connections.mark_connected(_sender(message))
@@ -261,12 +258,12 @@ class Routes:
 
     def _get(self, message: GetValues) -> object:
 
-        def find_values() -> Values | None:
-            values = self._state.values.get(message.scope, message.keys)
-            return None if message.wait and None in values else Values(values)
-
         def get_values() -> Values:
             return Values(self._state.values.get(message.scope, message.keys))
+
+        def find_values() -> Values | None:
+            now = get_values()
+            return None if message.wait and None in now.values else now
 
         return self._poll(None, (Subject.VALUES, message.scope), find_values, get_values)
 
@@ -296,12 +293,103 @@ class Routes:
         reply = find_reply()
         if reply is not None:
             return reply
-        if peer is None:
-            return LongPoll(self._state.waiters, topic, find_reply, get_last_reply)
-        self._connections.open_poll(peer)
-        on_ended = partial(self._connections.close_poll, peer)
-        return LongPoll(self._state.waiters, topic, find_reply, get_last_reply, on_ended)
+        poll = LongPoll(self._state.waiters, topic, find_reply, get_last_reply)
+        if peer is not None:
+            self._connections.open_poll(peer)
+            poll.on_ended = partial(self._connections.close_poll, peer)
+        return poll
 
 
-def _sender(message: SlotRequest[Any] | WorkerRequest[Any]) -> Peer:
-    return message.slot, message.worker if isinstance(message, WorkerRequest) else None
+def _sender(message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) -> Peer:
+    return message.slot, message.worker if isinstance(message, messages.WorkerRequest) else None
+
+
+class Dispatcher:
+    def __init__(self, key: bytes, attempt: int, handlers: Handlers) -> None:
+        self._key = key
+        self._attempt = attempt
+        self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
+        self._sessions = auth.Sessions()
+
+    def __call__(self, request: HttpRequest) -> Response | AnswerBody:
+        credentials = auth.parse_credentials(request.fields.get("authorization", ""))
+        if credentials is None or request.method != "POST" or request.query:
+            return Response(401, is_last=True)
+        is_hello = request.path == auth.HELLO
+        if credentials.count if is_hello else not self._sessions.is_known(credentials.session):
+            return Response(401, is_last=True)
+        if request.length > (0 if is_hello else MAX_BODY_BYTES):
+            return Response(413, is_last=True)
+        return partial(self._answer, request.path, credentials)
+
+    def _answer(self, path: str, credentials: auth.Credentials, body: bytes) -> Response | LongPoll:
+        if not auth.request_is_genuine(self._key, path, credentials, body):
+            return Response(401, is_last=True)
+        if path == auth.HELLO:
+            # It may be a replay: the connection counts as unauthenticated until a request in that session.
+            session = self._sessions.open(credentials.session)
+            return self._sign(credentials, 200, _encode_text("session", session), is_authenticated=False)
+        if not self._sessions.use(credentials):
+            return Response(401, is_last=True)
+        reply = self._respond(path, credentials, lambda: self._handle(path, body))
+        assert reply is not None
+        if isinstance(reply, LongPoll):
+            reply.respond = partial(self._respond, path, credentials)
+        return reply
+
+    def _handle(self, path: str, body: bytes) -> object:
+        envelope = codec.loads(body)
+        self._check_envelope(envelope)
+        broken: Any = codec.read_as(tuple[str, ...], envelope.get("broken", []), "broken")
+        self._sessions.end(broken)
+        if path not in self._handlers:
+            raise codec.MalformedMessage("the driver knows no such request")
+        cls, handler = self._handlers[path]
+        hold = envelope.get("hold", MAX_POLL_SECONDS)
+        if type(hold) not in (int, float):
+            raise codec.MalformedMessage("hold must be a number of seconds")
+        reply = handler(codec.read(cls, envelope.get("message")))
+        if isinstance(reply, LongPoll):
+            reply.hold = min(MAX_POLL_SECONDS, max(0.0, float(hold)))
+        return reply
+
+    def _respond(
+        self, path: str, credentials: auth.Credentials, compute: Callable[[], object]
+    ) -> Response | LongPoll | None:
+        """What `compute` gives, signed, or the error that it raises; only defects of ours end in 500. A long poll, or
+        None of one that goes on waiting, stays what it is."""
+        try:
+            reply = compute()
+            if reply is None or isinstance(reply, LongPoll):
+                return reply
+            status, text = 200, codec.compress(_encode_text("reply", reply))
+        except StaleGeneration as error:
+            status, text = 200, _encode_text("stale", str(error))
+        except (codec.MalformedMessage, InvalidInput) as error:
+            status, text = 400, _encode_text("error", f"Request {path} was refused: {error}.")
+        except Exception as error:
+            log.exception("answering %s failed", path)
+            status, text = 500, _encode_text("error", f"The driver failed to answer {path}: {error!r}.")
+        return self._sign(credentials, status, text)
+
+    def _sign(
+        self, credentials: auth.Credentials, status: int, text: bytes, is_authenticated: bool = True
+    ) -> Response:
+        signature = auth.sign_reply(self._key, credentials, status, text)
+        return Response(status, text, ((auth.REPLY_HEADER, signature),), is_authenticated)
+
+    def _check_envelope(self, envelope: dict[str, Any]) -> None:
+        version, attempt = envelope.get("v"), envelope.get("attempt")
+        if version != VERSION:
+            both = f"it speaks version {version!r} and the driver speaks {VERSION}"
+            raise codec.MalformedMessage(f"{both}: {messages.ANOTHER_RELEASE} on all hosts")
+        if type(attempt) is not int:
+            raise codec.MalformedMessage("attempt must be int")
+        if attempt != self._attempt:
+            raise StaleGeneration(
+                f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
+            )
+
+
+def _encode_text(kind: str, value: object) -> bytes:
+    return codec.dumps({"v": VERSION, kind: value})

@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, WorkerId, World
 from spark_elastic.rendezvous.connections import AnswerBody
-from spark_elastic.rendezvous.dispatcher import Dispatcher
-from spark_elastic.rendezvous.http1 import Request, Response
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 from spark_elastic.rendezvous.http_server import Bind, HttpServer, format_address, listen, listen_on_loopback
 from spark_elastic.rendezvous.messages import LogLines
-from spark_elastic.rendezvous.routes import Routes, ServerCallbacks
+from spark_elastic.rendezvous.routes import Dispatcher, Routes, ServerCallbacks
 from spark_elastic.rendezvous.server_state import ServerState
 from spark_elastic.rendezvous.status_app import StatusApp
 
@@ -40,64 +39,50 @@ class LogForwarder:
     def __init__(self, deliver: Callable[[LogLines], None], max_pending: int = MAX_PENDING) -> None:
         self._deliver = deliver
         self._max_pending = max_pending
-        self._changed = threading.Condition()  # guards the five below
-        self._queue: deque[LogLines] = deque()
-        self._pending = 0  # characters in `_queue`
+        self._queue: queue.SimpleQueue[LogLines | None] = queue.SimpleQueue()  # None ends the thread
+        self._put = self._taken = 0  # characters so far; one thread counts each
         self._dropped = 0  # lines since the last one that was taken
-        self._last_dropped: LogLines | None = None  # whose they were last, without lines
-        self._closing = False
+        self._last_dropped: LogLines | None = None  # whose they were last
         self._thread = threading.Thread(target=self._run, name="spark-elastic-logs", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, message: LogLines) -> None:
-        """Take a message or drop it; never blocks."""
-        size = _size(message)
-        with self._changed:
-            if self._pending + size > self._max_pending:
-                self._dropped += len(message.lines)
-                self._last_dropped = dataclasses.replace(message, lines=())
-                return
-            message = dataclasses.replace(message, lines=(*self._note_dropped(), *message.lines))
-            self._queue.append(message)
-            self._pending += _size(message)
-            self._changed.notify()
+        """Take a message or drop it; never blocks. The server's thread."""
+        if self._put - self._taken + _count_characters(message) > self._max_pending:
+            self._dropped += len(message.lines)
+            self._last_dropped = message
+        else:
+            self._enqueue(message, message.lines)
 
     def close(self) -> None:
         """Deliver what waits, for CLOSE_TIMEOUT at most; a reader that blocks longer is left to itself."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        if self._last_dropped is not None and self._dropped:  # none was taken after those
+            self._enqueue(self._last_dropped, ())
+        self._queue.put(None)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT)
 
+    def _enqueue(self, message: LogLines, lines: tuple[str, ...]) -> None:
+        """The lines, behind one that tells of those that were dropped."""
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            lines = (f"[{dropped} lines were dropped: they came faster than they were read]", *lines)
+        message = dataclasses.replace(message, lines=lines)
+        self._put += _count_characters(message)
+        self._queue.put(message)
+
     def _run(self) -> None:
-        while (message := self._next()) is not None:
+        for message in iter(self._queue.get, None):
+            self._taken += _count_characters(message)
             try:
                 self._deliver(message)
             except Exception:  # a reader's defect must not end the stream
                 log.exception("handing on the output of %s failed", message.worker)
 
-    def _next(self) -> LogLines | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            if self._queue:
-                message = self._queue.popleft()
-                self._pending -= _size(message)
-                return message
-            if self._last_dropped is None or not self._dropped:
-                return None
-            # None was taken after those
-            return dataclasses.replace(self._last_dropped, lines=self._note_dropped())
 
-    def _note_dropped(self) -> tuple[str, ...]:
-        """The line that tells of dropped ones, once; under the lock."""
-        dropped, self._dropped = self._dropped, 0
-        return (f"[{dropped} lines were dropped: they came faster than they were read]",) if dropped else ()
-
-
-def _size(message: LogLines) -> int:
+def _count_characters(message: LogLines) -> int:
     return sum(map(len, message.lines))
 
 
@@ -139,16 +124,12 @@ class RendezvousServer:
         self._status_app = status_app
         self._dispatcher = Dispatcher(key, attempt, routes.handlers())
         self._http_server: HttpServer | None = None
-        self._address = ""
+        self.address = ""  # what clients dial: "host:port", or "[host]:port" for IPv6
 
     def start(self) -> None:
-        """Bind and serve.
-
-        Raises:
-            InvalidInput: the address cannot be bound.
-        """
+        """Bind and serve; `InvalidInput`: the address cannot be bound."""
         listener = listen(self._bind)
-        self._address = format_address(self._bind, listener)
+        self.address = format_address(self._bind, listener)
         certificate = self._bind.certificate
         tls = certificate.context if certificate else None
         loopback = listen_on_loopback(listener) if self._status_app is not None else None
@@ -171,19 +152,13 @@ class RendezvousServer:
         self.close()
 
     @property
-    def address(self) -> str:
-        """What clients dial: "host:port", or "[host]:port" for IPv6."""
-        return self._address
-
-    @property
     def certificate(self) -> str | None:
         """What clients must see, PEM; None where the server speaks plain HTTP."""
         return self._bind.certificate.public if self._bind.certificate else None
 
     @property
     def url(self) -> str:
-        """The server's url, without a path."""
-        return f"{'https' if self._bind.certificate else 'http'}://{self._address}"
+        return f"{'https' if self._bind.certificate else 'http'}://{self.address}"
 
     def publish(self, world: World) -> None:
         """Answer the requests of its members for it, now and later, and open its exchange."""
@@ -198,18 +173,16 @@ class RendezvousServer:
         self._submit(lambda: self._state.announce(version))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
-        """Tell the worker and its slot that it shall end."""
         self._submit(lambda: self._state.stop_worker(worker, reason, kill))
 
     def release_slot(self, slot: SlotId, reason: str) -> None:
-        """Tell the slot to end its worker and return."""
         self._submit(lambda: self._state.release_slot(slot, reason))
 
     def end(self, reason: str) -> None:
         """The job is over: every open and later request is answered with the end."""
         self._submit(lambda: self._state.end(reason))
 
-    def _answer(self, request: Request) -> Response | AnswerBody:
+    def _answer(self, request: HttpRequest) -> Response | AnswerBody:
         if self._status_app is not None and self._status_app.handles(request):
             return self._status_app.answer(request)
         return self._dispatcher(request)

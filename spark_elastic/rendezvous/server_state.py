@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
-from spark_elastic.rendezvous.long_polls import Subject, Waiters
+from spark_elastic.rendezvous.connections import Subject, Waiters
 from spark_elastic.rendezvous.messages import (
     CompareAndSet,
     Comparison,
@@ -30,8 +30,6 @@ GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 @dataclass(frozen=True)
 class KeyValueLimits:
-    """Upper bounds of the key-value store."""
-
     scopes: int = 256  # of the store; a generation's is counted, but never refused
     keys: int = 65536  # of one scope
     key_bytes: int = 512  # characters of one key
@@ -62,25 +60,20 @@ class KeyValueStore:
         self._scopes.setdefault(scope, {})
 
     def close(self, scope: str) -> None:
-        """Forget a scope and what is in it."""
         self._bytes -= sum(map(len, self._scopes.pop(scope, {}).values()))
         self._comparisons.pop(scope, None)
 
-    def close_generations(self) -> list[str]:
-        """Close every generation's scope; their names."""
-        names = [name for name in self._scopes if name.startswith(GENERATION)]
-        for name in names:
+    def close_generations(self) -> None:
+        for name in [name for name in self._scopes if name.startswith(GENERATION)]:
             self.close(name)
-        return names
 
     def set(self, scope: str, key: str, value: bytes) -> None:
         entries = self._scope(scope, create=True)
         grown = self._bytes + len(value) - len(entries.get(key, b""))
         bounds = self._bounds
         if len(value) > bounds.value_bytes or len(key) > bounds.key_bytes:
-            raise InvalidInput(
-                f"The value of {key[:80]!r} has {len(value)} bytes; {bounds.value_bytes} is the most."
-            )
+            most = bounds.value_bytes
+            raise InvalidInput(f"The value of {key[:80]!r} has {len(value)} bytes; {most} is the most.")
         if grown > bounds.total_bytes or (key not in entries and len(entries) >= bounds.keys):
             raise InvalidInput(f"The key-value store is full; scope {scope[:80]!r} cannot take {key[:80]!r}.")
         entries[key] = value
@@ -112,16 +105,14 @@ class KeyValueStore:
         return Comparison(changed, entries.get(request.key))
 
     def _scope(self, name: str, create: bool = False) -> dict[str, bytes]:
-        entries = self._scopes.get(name)
-        if entries is None:
+        if name not in self._scopes:
             if name.startswith(GENERATION):
                 raise StaleGeneration(f"{name} is not open.")
-            entries = {}
-            if create:
-                if len(self._scopes) >= self._bounds.scopes:
-                    raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
-                self._scopes[name] = entries
-        return entries
+            if not create:
+                return {}
+            if len(self._scopes) >= self._bounds.scopes:
+                raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
+        return self._scopes.setdefault(name, {})
 
 
 class ServerState:
@@ -242,7 +233,6 @@ class ServerState:
         return self._update if stop is None else dataclasses.replace(self._update, stop=stop)
 
     def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
-        """The commands for a slot after the first `seen` ones."""
         commands = self._commands.get(slot, [])
         release = self._released.get(slot) or self.ended
         return SlotCommands(len(commands), tuple(commands[max(0, seen) :]), release)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.http1 import Request, Response
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -40,8 +40,6 @@ ALWAYS: Fields = (
 
 @dataclass(frozen=True)
 class Page:
-    """One page."""
-
     kind: str  # its Content-Type
     render: Callable[[], bytes]  # called in the event loop's thread, so it must be quick
     policy: str = "default-src 'none'"  # its Content-Security-Policy
@@ -66,12 +64,11 @@ class StatusApp:
         """What people open. server: its url."""
         return f"{server}{ROOT}?token={self.token}"
 
-    def handles(self, request: Request) -> bool:
-        """Whether a request is for the status page."""
+    def handles(self, request: HttpRequest) -> bool:
         is_page = request.path in (METRICS, ROOT.rstrip("/")) or request.path.startswith(ROOT)
         return is_page and request.method in ("GET", "HEAD") and not request.length
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: HttpRequest) -> Response:
         if request.path == ROOT.rstrip("/"):
             target = "status/" + (f"?{request.query}" if request.query else "")
             return Response(307, b"", (("location", target), *ALWAYS))
@@ -81,8 +78,7 @@ class StatusApp:
         status, body, fields = self._answer_visitor(request, by_address)
         return Response(status, body, fields + ALWAYS, is_authenticated=True)
 
-    def _answer_visitor(self, request: Request, by_address: bool) -> tuple[int, bytes, Fields]:
-        """Status, body and fields for a holder of the token."""
+    def _answer_visitor(self, request: HttpRequest, by_address: bool) -> tuple[int, bytes, Fields]:
         if not self._within_rate():
             return 429, b"Too many requests.\n", (*TEXT, ("retry-after", "1"))
         page = self._pages.get(request.path)
@@ -110,10 +106,8 @@ class StatusApp:
             cookies = http.cookies.SimpleCookie(fields.get("cookie", ""))
         except http.cookies.CookieError:
             return False
-        morsel = cookies.get(self._cookie)
-        return morsel is not None and hmac.compare_digest(
-            morsel.value.encode(), self._visitor_cookie.encode()
-        )
+        value = cookies[self._cookie].value if self._cookie in cookies else ""
+        return hmac.compare_digest(value.encode(), self._visitor_cookie.encode())
 
     def _within_rate(self) -> bool:
         """Takes one from a token bucket that only holders of the token use."""

@@ -2,15 +2,16 @@
 
 from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.horovod.ops import horovod_names
+from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
+from spark_elastic.horovod.ops.horovod_names import check_extension
 from spark_elastic.horovod.ops.operations import barrier
-from spark_elastic.horovod.ops.topology import check_extension
 from spark_elastic.horovod.tensorflow import elastic
 from spark_elastic.horovod.tensorflow.allreduce import allreduce, grouped_allreduce
-from spark_elastic.horovod.tensorflow.compression import Compression
 from spark_elastic.horovod.tensorflow.gathering import (
     allgather,
     allgather_object,
+    alltoall,
     broadcast,
     broadcast_,
     broadcast_global_variables,
@@ -18,7 +19,14 @@ from spark_elastic.horovod.tensorflow.gathering import (
     broadcast_object_fn,
     broadcast_variables,
     grouped_allgather,
+    grouped_reducescatter,
     join,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    reducescatter,
+    size_op,
 )
 from spark_elastic.horovod.tensorflow.optimizer import (
     DistributedGradientTape,
@@ -26,15 +34,7 @@ from spark_elastic.horovod.tensorflow.optimizer import (
     PartialDistributedGradientTape,
     PartialDistributedOptimizer,
 )
-from spark_elastic.horovod.tensorflow.scattering import alltoall, grouped_reducescatter, reducescatter
 from spark_elastic.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
-from spark_elastic.horovod.tensorflow.topology_ops import (
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
 from spark_elastic.training.keras.devices import SlotGpuSelection
 from spark_elastic.worker.context import get_process_context
 

@@ -4,9 +4,10 @@ from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.gradients.devices import SlotGpuSelection
 from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.horovod.ops import horovod_names
+from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
+from spark_elastic.horovod.ops.horovod_names import check_extension
 from spark_elastic.horovod.ops.operations import allgather_object, barrier, broadcast_object
-from spark_elastic.horovod.ops.topology import check_extension
 from spark_elastic.horovod.torch.allreduce import (
     allreduce,
     allreduce_,
@@ -16,11 +17,14 @@ from spark_elastic.horovod.torch.allreduce import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    poll,
+    synchronize,
 )
-from spark_elastic.horovod.torch.compression import Compression
 from spark_elastic.horovod.torch.gathering import (
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
     broadcast,
     broadcast_,
     broadcast_async,
@@ -30,20 +34,15 @@ from spark_elastic.horovod.torch.gathering import (
     gather_rows,
     grouped_allgather,
     grouped_allgather_async,
-    join,
-    sparse_allreduce_async,
-)
-from spark_elastic.horovod.torch.handles import poll, synchronize
-from spark_elastic.horovod.torch.layers import SyncBatchNorm
-from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
-from spark_elastic.horovod.torch.scattering import (
-    alltoall,
-    alltoall_async,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
+from spark_elastic.horovod.torch.layers import SyncBatchNorm
+from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch import elastic
 from spark_elastic.training.torch.callbacks import Progress, progress
 from spark_elastic.training.torch.determinism import RowDropout, draw_rows

@@ -1,4 +1,4 @@
-"""Compressors of Horovod for torch: the public name of `horovod.torch.compression`."""
+"""Horovod's compressors: the public name of `horovod.ops.compression`."""
 
-from spark_elastic.horovod.torch.compression import *
-from spark_elastic.horovod.torch.compression import __all__ as __all__
+from spark_elastic.horovod.ops.compression import *
+from spark_elastic.horovod.ops.compression import __all__ as __all__

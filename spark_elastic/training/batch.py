@@ -86,71 +86,50 @@ def _cut(labels: tuple[R, ...], weights: R | None, part: slice) -> tuple[tuple[R
 # ---- rows for metrics
 
 Arrays = list[npt.NDArray[Any]]
-# By part of a batch and name: a sum over its rows, and what it is divided by, that is their number or their weight.
-Logged = list[dict[str, tuple[float, float]]]
+# By name: a sum over some rows, and what it is divided by, that is their number or their weight.
+Logged = Mapping[str, tuple[float, float]]
 
 
-class MetricRows:
-    """Outputs and labels of this rank's rows of the step in flight; after `gather`, those of all ranks in rank order.
-
-    Every rank receives the whole step's rows, so metrics are exact and equal on all ranks. They travel without pickle.
-    """
+class StepMetrics(ABC):
+    """Metrics of one step after another: exact, and equal on all ranks, since each receives the rows of the whole step,
+    in rank order. What a step gathered counts once `commit` is called."""
 
     def __init__(self) -> None:
-        self.discard()
+        self.sums: dict[str, tuple[float, float]] = {}  # as `Logged`, of losses, functions and logged numbers
+        self._drop()
 
-    def add(self, logged: Mapping[str, tuple[float, float]], columns: Arrays | None) -> None:
-        """Add rows. logged: as an entry of `Logged`. columns: (rows, ...) each; None if only `logged` is exchanged."""
-        self._logged.append(dict(logged))
+    def add_rows(self, logged: Logged, columns: Arrays | None) -> None:
+        """Add some rows of this rank. columns: (rows, ...) each; None if only `logged` is exchanged."""
+        self._logged.append(logged)
         if columns is not None:
             self._columns.append(columns)
 
-    def discard(self) -> None:
-        """Drop the rows of a step that was aborted."""
-        self._logged: Logged = []
+    def _drop(self) -> None:
+        self._logged: list[Logged] = []
         self._columns: list[Arrays] = []
-        self._gathered: list[tuple[Logged, Arrays]] = []
+        self._gathered: list[tuple[list[Logged], Arrays]] = []  # by rank
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective: ranks without rows call it, too."""
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        blob = pack_metric_rows(self._logged, columns)
-        self.discard()  # first: the exchange may break
-        self._gathered = [unpack_metric_rows(each) for each in group.allgather_bytes(blob)]
-
-    def pop_gathered(self) -> tuple[Logged, Arrays]:
-        """Return and drop what was gathered: numbers of each part, and the columns of the whole step, if any."""
-        gathered = self._gathered
-        self.discard()
-        parts = [columns for _, columns in gathered if columns]
-        whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return [each for logged, _ in gathered for each in logged], whole
-
-
-class StepMetrics(ABC):
-    """Metrics of the rows of one step after another. What a step gathered counts once `commit` is called."""
-
-    def __init__(self) -> None:
-        # By name, of losses, functions and logged numbers: the sum over rows, and their number or weight.
-        self.sums: dict[str, tuple[float, float]] = {}
-        self._part = MetricRows()
-
-    def gather(self, group: Group) -> None:
-        """Exchange the step's rows. Collective: ranks without rows call it, too."""
-        self._part.gather(group)
+        blob = pack_arrays(self._logged, columns)
+        self._drop()  # first: the exchange may break
+        self._gathered = [unpack_arrays(each) for each in group.allgather_bytes(blob)]
 
     def discard(self) -> None:
         """Drop the rows of a step that was aborted."""
-        self._part.discard()
+        self._drop()
 
     def commit(self) -> None:
         """Count the gathered rows: the step is applied."""
-        logged_by_part, columns = self._part.pop_gathered()
-        for logged in logged_by_part:
+        gathered = self._gathered
+        self._drop()
+        for logged in (part for parts, _ in gathered for part in parts):
             for name, (total, divisor) in logged.items():
                 self._count(name, total, divisor)
-        if columns:
-            self._count_rows(columns)
+        ranks = [columns for _, columns in gathered if columns]
+        if ranks:
+            self._count_rows([np.concatenate(column) for column in zip(*ranks, strict=True)])
 
     @abstractmethod
     def _count_rows(self, columns: Arrays) -> None:
@@ -161,20 +140,20 @@ class StepMetrics(ABC):
         self.sums[name] = (so_far + total, before + divisor)
 
 
-def pack_metric_rows(logged: Logged, columns: Arrays) -> bytes:
-    """Encode as one JSON line, followed by the numbers of the arrays."""
-    head = json.dumps([logged, [[column.dtype.str, column.shape] for column in columns]])
-    return b"".join([head.encode() + b"\n", *(column.tobytes() for column in columns)])
+def pack_arrays(head: Sequence[Any], arrays: Arrays) -> bytes:
+    """Encode without pickle: one JSON line, followed by the numbers of the arrays."""
+    line = json.dumps([head, [[array.dtype.str, array.shape] for array in arrays]])
+    return b"".join([line.encode() + b"\n", *(array.tobytes() for array in arrays)])
 
 
-def unpack_metric_rows(blob: bytes) -> tuple[Logged, Arrays]:
+def unpack_arrays(blob: bytes) -> tuple[list[Any], Arrays]:
     place = blob.index(b"\n") + 1
-    (logged, kinds), columns = json.loads(blob[:place]), []
+    (head, kinds), arrays = json.loads(blob[:place]), []
     for dtype, shape in kinds:
-        column = np.frombuffer(blob, dtype, math.prod(shape), place).reshape(shape)
-        columns.append(column.copy())  # which may be written, and is aligned
-        place += column.nbytes
-    return logged, columns
+        array = np.frombuffer(blob, dtype, math.prod(shape), place).reshape(shape)
+        arrays.append(array.copy())  # which may be written, and is aligned
+        place += array.nbytes
+    return head, arrays
 
 
 # ---- columns of all rows of a step
@@ -194,35 +173,25 @@ class Column(NamedTuple):
     by_row: bool  # whether it has an entry for each row; else it is one value, which all rows share
 
 
-class StepColumns(NamedTuple):
-    """What a rank knows of the step once all have given their chunks."""
-
-    columns: list[Column]
-    first: int  # where the rows of this rank begin among those of the step
-    reports: bool  # whether this rank has the step's first row: it alone reports the loss
-
-
 def gather_columns(
     group: Group, chunks: Sequence[Chunk], pause: AbstractContextManager[None] | None = None
-) -> StepColumns:
+) -> tuple[list[Column], int, bool]:
     """Exchange the chunks of all ranks inside of `pause`. Collective: ranks without rows call it, too.
 
-    Raises InvalidInput as `join_chunks`, on all ranks alike.
+    Returns the columns, where the rows of this rank begin among those of the step, and whether it has the first of
+    them: such a rank alone reports the loss. Raises InvalidInput as `join_chunks`, on all ranks alike.
     """
-    counts: Logged = [{"rows": (chunk.rows, 0.0)} for chunk in chunks]
-    packed = pack_metric_rows(counts, [column for chunk in chunks for column in chunk.columns])
+    packed = pack_arrays([chunk.rows for chunk in chunks], [c for chunk in chunks for c in chunk.columns])
     with pause or nullcontext():
-        ranks = [_split(*unpack_metric_rows(blob)) for blob in group.allgather_bytes(packed)]
+        ranks = [_split(*unpack_arrays(blob)) for blob in group.allgather_bytes(packed)]
     first = sum(chunk.rows for chunks in ranks[: group.rank] for chunk in chunks)
     columns = join_chunks([chunk for chunks in ranks for chunk in chunks])
-    return StepColumns(columns, first, not first and any(chunk.rows for chunk in chunks))
+    return columns, first, not first and any(chunk.rows for chunk in chunks)
 
 
-def _split(counts: Any, columns: Arrays) -> list[Chunk]:
-    """The chunks of a rank."""
-    each = len(columns) // max(len(counts), 1)
-    rows = [int(count["rows"][0]) for count in counts]
-    return [Chunk(own, columns[number * each :][:each]) for number, own in enumerate(rows)]
+def _split(rows: list[int], columns: Arrays) -> list[Chunk]:
+    count = len(columns) // max(len(rows), 1)
+    return [Chunk(own, columns[number * count :][:count]) for number, own in enumerate(rows)]
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> list[Column]:

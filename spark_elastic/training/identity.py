@@ -116,13 +116,11 @@ def _find_used_members(kind: type) -> dict[str, Any]:
 
 
 def _unwrap(member: Any) -> Any:
-    """The function of a method, a property and the like."""
     names = ("__func__", "fget", "func")
     return next((f for name in names if (f := getattr(member, name, None)) is not None), member)
 
 
 def _list_names(code: Any) -> Iterator[str]:
-    """All names that a code uses, if it is one."""
     if isinstance(code, CodeType):
         yield from code.co_names
         for inner in code.co_consts:
@@ -173,10 +171,8 @@ def _list_attributes(thing: Any) -> dict[str, Any]:
 
 
 def _is_array(thing: Any) -> bool:
-    """An array of numpy or a tensor of any framework."""
-    return all(hasattr(thing, name) for name in ("dtype", "shape", "__array__")) and not isinstance(
-        thing, type
-    )
+    has_values = all(hasattr(thing, name) for name in ("dtype", "shape", "__array__"))
+    return has_values and not isinstance(thing, type)
 
 
 def _describe_array(thing: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -35,33 +35,36 @@ class Ledger:
         """Write the rest and close what is open."""
 
 
-class LineLedger(Ledger, ABC):
-    """JSON lines of this process."""
+class LineLedger(Ledger):
+    """JSON lines of this process. In a local folder they go to a file, and each reaches the kernel at once; in a store
+    that cannot append, such as S3, into an object for each step, with the lines since the one before."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, store: Store, folder: str, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._prefix = f"{folder}/{os.uname().nodename}-{os.getpid()}-{clock.wall():.6f}"
+        self._objects = 0  # so many were written
+        self._lines: list[bytes] = []  # that are in no object yet
+        self._file: BinaryIO | None = None
+        if os.path.isabs(folder):
+            os.makedirs(folder, exist_ok=True)
+            self._file = open(f"{self._prefix}.jsonl", "ab", buffering=0)  # noqa: SIM115 - closed in close()
 
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        self._write(self._make_line("contributes", fence, position, rows=row_ids.tolist()))
+        self._write("contributes", fence, position, rows=row_ids.tolist())
         self._flush()
 
     def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
-        self._write(self._make_line("applied", fence, position, world=world_size))
+        self._write("applied", fence, position, world=world_size)
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        self._write(self._make_line(event, fence, position))
+        self._write(event, fence, position)
 
-    @abstractmethod
-    def _write(self, line: bytes) -> None: ...
+    def close(self) -> None:
+        self._flush()
+        if self._file is not None:
+            self._file.close()
 
-    @abstractmethod
-    def _flush(self) -> None:
-        """All lines survive this process once this returns."""
-
-    def _name_file(self) -> str:
-        return f"{os.uname().nodename}-{os.getpid()}-{self._clock.wall():.6f}"
-
-    def _make_line(self, event: str, fence: tuple[int, int], position: Position, **more: object) -> bytes:
+    def _write(self, event: str, fence: tuple[int, int], position: Position, **more: object) -> None:
         line = {
             "event": event,
             "pid": os.getpid(),
@@ -72,45 +75,14 @@ class LineLedger(Ledger, ABC):
             "step": position.step,
             **more,
         }
-        return json.dumps(line).encode() + b"\n"
-
-
-class FileLedger(LineLedger):
-    """A file of this process in a local folder. A line reaches the kernel at once."""
-
-    def __init__(self, folder: str, clock: Clock) -> None:
-        super().__init__(clock)
-        os.makedirs(folder, exist_ok=True)
-        path = os.path.join(folder, f"{self._name_file()}.jsonl")
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, line: bytes) -> None:
-        self._file.write(line)
+        written = json.dumps(line).encode() + b"\n"
+        if self._file is None:
+            self._lines.append(written)
+        else:
+            self._file.write(written)
 
     def _flush(self) -> None:
-        """The file has no buffer."""
-
-
-class StoreLedger(LineLedger):
-    """Objects in a store that cannot append, such as S3: one for each step, with the lines since the one before."""
-
-    def __init__(self, store: Store, folder: str, clock: Clock) -> None:
-        super().__init__(clock)
-        self._store = store
-        self._prefix = f"{folder}/{self._name_file()}"
-        self._objects = 0  # so many were written
-        self._lines: list[bytes] = []  # that are in no object yet
-
-    def close(self) -> None:
-        self._flush()
-
-    def _write(self, line: bytes) -> None:
-        self._lines.append(line)
-
-    def _flush(self) -> None:
+        """All lines survive this process once this returns."""
         if self._lines:
             self._store.write_bytes(f"{self._prefix}-{self._objects:07d}.jsonl", b"".join(self._lines))
             self._objects += 1
@@ -119,6 +91,4 @@ class StoreLedger(LineLedger):
 
 def open_ledger(store: Store, folder: str | None, clock: Clock) -> Ledger:
     """folder: as in `TrainSpec.ledger`."""
-    if folder is None:
-        return Ledger()
-    return FileLedger(folder, clock) if os.path.isabs(folder) else StoreLedger(store, folder, clock)
+    return Ledger() if folder is None else LineLedger(store, folder, clock)

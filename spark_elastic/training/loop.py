@@ -36,8 +36,7 @@ from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed,
 from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, make_pool
 from spark_elastic.worker.context import get_process_context
-from spark_elastic.worker.exits import exit_forks
-from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
+from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle, exit_forks
 
 FREE_COMMIT = 0.005  # seconds of a processor that the training thread may spend for the commit of each step
 COMMIT_SHARE = 0.05  # of the time, that it spends for commits beyond that
@@ -54,13 +53,14 @@ class TrainingLoop:
         shapes_nothing: bool = False,
     ) -> None:
         """transformation: the user's, of the columns of a step. shapes_nothing: as in `BatchTransformation`."""
-        self._spec = spec
-        self._trainer = trainer
+        self._spec, self._trainer = spec, trainer
         self._transformation, self._shapes_nothing = transformation, shapes_nothing
-        # Whether this worker holds the state of a world; before, its position counts for nothing.
-        self._has_state = False
-        # On a worker that is or was rank 0 of a job with checkpoints.
-        self._checkpointer: Checkpointer | None = None
+        self._has_state = (
+            False  # whether this worker holds the state of a world; else its position counts for nothing
+        )
+        self._checkpointer: Checkpointer | None = (
+            None  # on a worker that is or was rank 0 of a job with checkpoints
+        )
 
     def prepare(self) -> None:
         spec = self._spec
@@ -77,16 +77,14 @@ class TrainingLoop:
         if spec.checkpoints is not None:
             self._keeper = get_process_context().commit_keeper
             kept = None if self._keeper is None else self._keeper.kept
-            self._snapshot_reader = SnapshotReader(
-                spec.store, spec.checkpoints.run_id, self._state.codec, kept
-            )
+            run_id, codec = spec.checkpoints.run_id, self._state.codec
+            self._snapshot_reader = SnapshotReader(spec.store, run_id, codec, kept)
             self._commits = None if self._keeper is None else SnapshotBuffer(self._keeper, warns=False)
         self._reader, self._loader = spec.open_reader(spec.rows)
         self._validation: Validation | None = None
         if spec.validation is not None:
-            self._validation = Validation(
-                spec, spec.validation, self._trainer, self._transformations, self._on_finalized
-            )
+            pool, rows = self._transformations, spec.validation
+            self._validation = Validation(spec, rows, self._trainer, pool, self._on_finalized)
 
     def position(self) -> Position | None:
         return self._state.position if self._has_state else None
@@ -162,9 +160,11 @@ class TrainingLoop:
         return Completed(self._finish(group))
 
     def _has_work(self) -> bool:
-        """Whether there is something left to do. A training that a callback ended still closes its epoch."""
+        """A training that a callback ended still closes its epoch."""
         position, stops = self._state.position, self._state.progress.stop_reason is not None
-        return position.epoch < self._spec.config.epochs and not (stops and position.phase is Phase.TRAIN)
+        return position.epoch < self._spec.config.data.epochs and not (
+            stops and position.phase is Phase.TRAIN
+        )
 
     def _train(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
@@ -176,14 +176,13 @@ class TrainingLoop:
         return version
 
     def _take_steps(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
-        """Take the epoch's steps until its end, a boundary at which all stop, or another division of the rows. Returns
-        the newest membership version."""
+        """The same, and until another division of the rows."""
         position, version, balancer = self._state.position, world.version, self._balancer
         division = None if balancer is None else balancer.division
         self._trainer.work.restart(counts_exchanges=balancer is not None)
         with (
             self._loader.steps(
-                position.epoch, position.step, group.rank, group.size, division, self._spec.config.epochs
+                position.epoch, position.step, group.rank, group.size, division, self._spec.config.data.epochs
             ) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
             self._transformations.transform(steps, self._spec.plan, group, augments=True) as pending_steps,
@@ -233,25 +232,25 @@ class TrainingLoop:
                     raise
                 suspected = rank in dispute.suspects
                 if rank == 0:
-                    sys.stderr.write(
-                        f"step {rows.step} of epoch {rows.epoch + 1} is taken again: {dispute}\n"
-                    )
+                    step = f"step {rows.step} of epoch {rows.epoch + 1}"
+                    sys.stderr.write(f"{step} is taken again: {dispute}\n")
 
     def _make_balancer(self, group: Group) -> RowBalancer | None:
         """None: the ranks of this world divide all rows equally. Alike on all ranks."""
         plan = self._spec.plan
         parts = plan.shares or plan.base_rows
-        if group.size == 1 or parts < group.size or not self._spec.config.balance_rows:
+        if group.size == 1 or parts < group.size or not self._spec.config.world.balance_rows:
             return None
         return RowBalancer(parts, group.size, plan.shares)
 
     def _report_straggler(self, group: Group, handle: WorkerHandle) -> None:
         """Ask the driver to replace this worker, once the others would be quicker without it."""
-        if self._balancer is not None and self._balancer.straggler == group.rank and not self._reported:
+        balancer, rank = self._balancer, group.rank
+        if balancer is not None and balancer.straggler == rank and not self._reported:
             self._reported = True
             handle.report_straggler(
-                f"without rank {group.rank} the others would finish the step at least {STRAGGLER_GAIN:.0%} sooner, "
-                f"although it has only {self._balancer.parts[group.rank]} of its {sum(self._balancer.parts)} parts"
+                f"without rank {rank} the others would finish the step at least {STRAGGLER_GAIN:.0%} sooner, although "
+                f"it has only {balancer.parts[rank]} of its {sum(balancer.parts)} parts"
             )
 
     def _show_division(self, parts: Sequence[int], group: Group) -> None:
@@ -261,15 +260,11 @@ class TrainingLoop:
             sys.stderr.write(f"the workers, by rank, take {numbers} {what} from now on, by their speed\n")
 
     def _add_rows(self, error: Exception, rows: StepRows) -> None:
-        """Note at an exception of user code at which rows and row groups it was raised."""
-        if isinstance(error, CollectiveError):
-            return
-        groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
-        add_note(
-            error,
-            f"in step {rows.step} of epoch {rows.epoch + 1}, on this worker's {len(rows)} rows: "
-            f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}",
-        )
+        if not isinstance(error, CollectiveError):
+            groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
+            text = f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}"
+            step = f"in step {rows.step} of epoch {rows.epoch + 1}, on this worker's {len(rows)} rows"
+            add_note(error, f"{step}: {text}")
 
     def _record_step(self, decision: StepDecision, world_size: int, seconds: float) -> Position:
         """Add a step to the epoch's sums. Returns the position after the step. Part of the apply section."""
@@ -277,12 +272,8 @@ class TrainingLoop:
         progress.epoch.add(decision, world_size, seconds)
         self._callbacks.on_step_applied()
         loss = decision.loss / (decision.denominator or 1.0)
-        progress.pending_logs = {
-            "epoch": position.epoch,
-            "step": position.step,
-            "loss": loss,
-            "rows": decision.rows,
-        }
+        where = {"epoch": position.epoch, "step": position.step}
+        progress.pending_logs = {**where, "loss": loss, "rows": decision.rows}
         if decision.stops:
             progress.stop_reason = "a callback ended the training"
         elif position.step + 1 < self._spec.plan.steps:
@@ -380,27 +371,22 @@ class TrainingLoop:
         """Report progress, with the figures of the last closed epoch: validation losses, metrics, learning rate.
         loss: of the newest step; at an epoch's end the mean of the epoch. rows: of one step."""
         position, history = self._state.position, self._state.progress.history
+        checkpointer, bulk = self._checkpointer, self._trainer.bulk_seconds
         handle.report_metrics(
             {
                 **(select_figures(history[-1]) if history else {}),
                 "epoch": position.epoch,
-                "epochs": self._spec.config.epochs,
+                "epochs": self._spec.config.data.epochs,
                 "closed": len(history),
                 "step": position.step if position.phase is Phase.TRAIN else self._spec.plan.steps,
                 "steps": self._spec.plan.steps,
                 "loss": loss,
                 "rows": rows,
                 "world": group.size,
-                "checkpoint_seconds": self._checkpointer.stall_seconds
-                if self._checkpointer is not None
-                else 0.0,
-                **self._describe_bulk_plane(group),
+                "checkpoint_seconds": 0.0 if checkpointer is None else checkpointer.stall_seconds,
+                **({} if bulk is None else {"bulk_seconds": bulk, "bulk_generation": group.fence[1]}),
             }
         )
-
-    def _describe_bulk_plane(self, group: Group) -> dict[str, Any]:
-        seconds = self._trainer.bulk_seconds
-        return {} if seconds is None else {"bulk_seconds": seconds, "bulk_generation": group.fence[1]}
 
     def _finish(self, group: Group) -> str:
         """Rank 0 writes the final model (R15, end). A later rank 0 holds the same model and would write it again."""
@@ -411,15 +397,8 @@ class TrainingLoop:
             weights = self._trainer.export_weights()
             self._spec.store.write_verified(self._spec.result, weights)
             sha256 = hashlib.sha256(weights).hexdigest()
-        return json.dumps(
-            {
-                "history": history,
-                "model": self._spec.result,
-                "sha256": sha256,
-                "digest": digest,
-                "rank": group.rank,
-            }
-        )
+        model = {"model": self._spec.result, "sha256": sha256}
+        return json.dumps({"history": history, **model, "digest": digest, "rank": group.rank})
 
 
 class Validation:
@@ -488,6 +467,5 @@ class Validation:
 
 
 def _format_some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:
-    """For messages: all of a few numbers, the first of many."""
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"

@@ -140,7 +140,6 @@ def _weigh(steps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _compute_longest(parts: Sequence[int], speeds: Sequence[float]) -> float:
-    """Seconds of the rank that takes longest."""
     return max(count / speed for count, speed in zip(parts, speeds, strict=True))
 
 

@@ -35,19 +35,15 @@ class TrainingState(Protocol):
     @property
     def codec(self) -> Codec:
         """Encodes what `capture` returns."""
-        ...
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         """Add all arrays to the builder, and return the rest as a tree of values that shares nothing with the state."""
-        ...
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot with its position."""
-        ...
 
     def digest(self) -> str:
         """A checksum of all weights and optimizer values, equal on every replica (P4)."""
-        ...
 
 
 def sync_state(state: TrainingState, group: Group, source: int, receives: bool) -> Position:
@@ -121,94 +117,95 @@ class WorkClock:
             self._exchange = read_thread_seconds() - self._thread_began
 
 
-class CallbackList(Protocol):
+class CallbackList(ABC):
     """Calls the user's callbacks at the right moments."""
 
-    def on_fit_begin(self, group: Group) -> None:
+    def on_fit_begin(self, group: Group) -> None:  # noqa: B027 - a framework may have nothing to do there
         """Called once, in the first world, before a state is taken over, which replaces what callbacks set here."""
-        ...
 
+    @abstractmethod
     def on_world_begin(self, group: Group) -> None: ...
 
+    @abstractmethod
     def on_epoch_begin(self, epoch: int) -> None:
         """Called in each world that takes a step of the epoch; the callbacks' hook is called once in each epoch."""
-        ...
 
+    @abstractmethod
     def on_step_begin(self, epoch: int, step: int) -> None: ...
 
-    def on_step_applied(self) -> None:
+    def on_step_applied(self) -> None:  # noqa: B027
         """A step is being applied; called inside its apply section."""
-        ...
 
+    @abstractmethod
     def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
         """A step is finalized (R1, finalized steps). logs: epoch, step, loss and rows of the step."""
-        ...
 
+    @abstractmethod
     def wants_stop(self) -> bool:
         """Whether a callback wants training to end after the step under way."""
-        ...
 
+    @abstractmethod
     def on_epoch_end(self, group: Group, logs: dict[str, Any]) -> str | None:
         """Why training is to end, or None. Raises CollectiveError: the group broke; the callbacks are as they were."""
-        ...
 
+    @abstractmethod
     def on_fit_end(self, history: list[dict[str, Any]]) -> None: ...
 
 
-class ModelTrainer(Protocol):
+class ModelTrainer(ABC):
     """A model in training. Made by the user's process, prepared in a worker; main thread only.
 
     A step of training or validation either is applied, or leaves everything as it was and raises.
     """
 
-    @property
-    def state(self) -> TrainingState: ...
-
-    @property
-    def callbacks(self) -> CallbackList: ...
+    state: TrainingState
+    callbacks: CallbackList
+    _train_step: ModelStep[Any]
 
     @property
     def work(self) -> WorkClock:
         """Measures the training steps."""
-        ...
+        return self._train_step.work
 
     @property
     def bulk_seconds(self) -> float | None:
         """From the beginning of NCCL's communicator until it was in use; None: it is not, or not yet."""
-        ...
+        return None
 
+    @abstractmethod
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         """Build the state, with `progress` in it. A spare does so long before it becomes a worker."""
-        ...
 
-    def move_to_device(self) -> None:
+    def move_to_device(self) -> None:  # noqa: B027 - Keras places variables when it makes them
         """This process is a worker: move the model to the device that it trains on. May be called again."""
-        ...
 
+    @abstractmethod
     def train_step(self, rows: StepRows, call: StepCall) -> StepDecision: ...
 
+    @abstractmethod
     def validation_mode(self) -> AbstractContextManager[None]:
         """A context around the validation steps of one epoch."""
-        ...
 
+    @abstractmethod
     def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision: ...
 
+    @abstractmethod
     def epoch_metrics(self) -> dict[str, Any]:
         """Metrics and learning rate of the epoch that is over."""
-        ...
 
+    @abstractmethod
     def reset_metrics(self) -> None:
         """Begin the next epoch's metrics."""
-        ...
 
+    @abstractmethod
     def describe_world_dependence(self) -> str | None:
         """A sentence that names what makes the weights depend on the number of workers (R9, scope of P2), or None."""
-        ...
 
+    @abstractmethod
     def export_weights(self) -> bytes:
         """The final model's weights, in the form in which the store keeps them."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -253,11 +250,18 @@ class ModelStep(ABC, Generic[R]):
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
-            summarize = partial(_summarize, batch, position, call.version, wants_stop=wants_stop)
+            summarize = partial(
+                StepSummary,
+                position,
+                call.version,
+                rows=len(batch),
+                has_weight=batch.has_weight,
+                wants_stop=wants_stop,
+            )
             summary = self._exchange_sums(group, batch, summarize)
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
-            if self._config.terminate_on_nan:
+            if self._config.loss.terminate_on_nan:
                 decision.check_finite(position)
         except BaseException:
             self._restore()
@@ -295,12 +299,6 @@ class ModelStep(ABC, Generic[R]):
         """The optimizer's step. planned: rows of the step."""
 
 
-def _summarize(
-    batch: LocalBatch[Any], position: Position, version: MembershipVersion, **more: Any
-) -> StepSummary:
-    return StepSummary(position, version, rows=len(batch), has_weight=batch.has_weight, **more)
-
-
 def take_validation_step(
     state: TrainingState,
     batch: LocalBatch[Any],
@@ -313,9 +311,15 @@ def take_validation_step(
     try:
         loss, denominator = compute()
         metrics.gather(call.group)
-        present = np.zeros(0, np.bool_)
-        summary = _summarize(
-            batch, state.position, call.version, layout=0, loss=loss, denominator=denominator, present=present
+        summary = StepSummary(
+            state.position,
+            call.version,
+            layout=0,
+            loss=loss,
+            denominator=denominator,
+            rows=len(batch),
+            present=np.zeros(0, np.bool_),
+            has_weight=batch.has_weight,
         )
         decision = exchange_summaries(call.group, summary)
     except BaseException:

@@ -18,13 +18,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.checks import FUNCTION
+from spark_elastic.checks import FUNCTION, WHOLE, make_choice, param
 from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.errors import InvalidInput
 
 # A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
 Transformation = Callable[..., Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformationConfig:
+    """Where transformation_fn runs."""
+
+    # Processes or threads of a worker that apply it; 0: the training thread does.
+    transformation_workers: int = param(WHOLE, 0, may_change=True)
+    transformation_pool: str = param(make_choice("process", "thread"), "process", may_change=True)
 
 
 def check_transformation(function: Any) -> Any:
@@ -67,15 +76,14 @@ def transform_columns(
     results = transformation(dict(columns), **given)
     _check_results(results)
     keeps_ragged = wanted is None  # of a loop
-    wanted = list(results) if wanted is None else wanted
-    for name in wanted:
+    for name in results if wanted is None else wanted:
         if name not in results or len(results[name]) != rows:
             found = len(results[name]) if name in results else "no"
             raise InvalidInput(
                 f"transformation_fn was given {rows} rows and returned {found} of column {name!r}: return an "
                 "array of as many rows for each feature, label and weight column."
             )
-    kept = {name: results[name] for name in wanted}
+    kept = {name: results[name] for name in (results if wanted is None else wanted)}
     return {n: v if keeps_ragged and isinstance(v, Ragged) else _stack_rows(n, v) for n, v in kept.items()}
 
 
@@ -90,7 +98,7 @@ def _stack_rows(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _check_results(results: Any) -> None:
-    """Raise InvalidInput if they have no columns by name. A table of another library may be no Mapping."""
+    """A table of another library may be no Mapping."""
     if not hasattr(results, "__contains__") or isinstance(results, str | list | tuple | np.ndarray):
         raise InvalidInput(
             f"transformation_fn returned {'None' if results is None else type(results).__name__}: return a dict with "
@@ -169,16 +177,12 @@ class BatchTransformation:
             return {name: np.zeros(0, np.float32) for name in self.wanted}
         if not batch.cuts:
             return self._apply_to_part(batch, batch.columns, batch.row_ids)
-        parts = [
-            # A copy: the alignment of the rows in memory must not depend on the worker's other rows.
-            self._apply_to_part(
-                batch,
-                {name: _copy_rows(c[low:high]) for name, c in batch.columns.items()},
-                batch.row_ids[low:high],
-            )
-            for low, high in pairwise(batch.cuts)
-            if low < high
-        ]
+        parts = []
+        for low, high in pairwise(batch.cuts):
+            if low < high:
+                # A copy: the alignment of the rows in memory must not depend on the worker's other rows.
+                columns = {name: _copy_rows(c[low:high]) for name, c in batch.columns.items()}
+                parts.append(self._apply_to_part(batch, columns, batch.row_ids[low:high]))
         return {name: np.concatenate([part[name] for part in parts]) for name in self.wanted}
 
     def _apply_to_part(self, batch: RowBatch, columns: Mapping[str, Any], row_ids: Int64s) -> dict[str, Any]:
@@ -196,6 +200,9 @@ def _copy_rows(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # ---- random numbers of single rows
 
 _AUGMENTATION = 0x6175676D  # keeps these numbers apart from those of RowDropout and of the order of the rows
+
+
+Size = int | tuple[int, ...]
 
 
 class RowRandom:
@@ -217,13 +224,11 @@ class RowRandom:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def uniform(
-        self, low: float = 0.0, high: float = 1.0, size: int | tuple[int, ...] = ()
-    ) -> npt.NDArray[np.float64]:
+    def uniform(self, low: float = 0.0, high: float = 1.0, size: Size = ()) -> npt.NDArray[np.float64]:
         """Numbers of at least `low` and below `high`."""
         return low + (high - low) * self._draw(size)
 
-    def integers(self, low: int, high: int, size: int | tuple[int, ...] = ()) -> Int64s:
+    def integers(self, low: int, high: int, size: Size = ()) -> Int64s:
         """Whole numbers of at least `low` and below `high`."""
         if not low < high:
             raise InvalidInput(
@@ -232,9 +237,7 @@ class RowRandom:
         numbers: Int64s = np.floor(low + (high - low) * self._draw(size)).astype(np.int64)
         return numbers
 
-    def normal(
-        self, loc: float = 0.0, scale: float = 1.0, size: int | tuple[int, ...] = ()
-    ) -> npt.NDArray[np.float64]:
+    def normal(self, loc: float = 0.0, scale: float = 1.0, size: Size = ()) -> npt.NDArray[np.float64]:
         """Numbers of the normal distribution (Box and Muller)."""
         radius = np.sqrt(-2.0 * np.log1p(-self._draw(size)))
         numbers: npt.NDArray[np.float64] = loc + scale * radius * np.cos(2.0 * math.pi * self._draw(size))
@@ -244,7 +247,7 @@ class RowRandom:
         """A seed for each row, of at least 0 and below 2**53, for what takes a seed or a generator of its own."""
         return (self._draw(()) * 2.0**53).astype(np.int64)
 
-    def _draw(self, size: int | tuple[int, ...]) -> npt.NDArray[Any]:
+    def _draw(self, size: Size) -> npt.NDArray[Any]:
         self._calls += 1
         shape = (size,) if isinstance(size, int) else size
         numbers = draw_uniform(self._rows, math.prod(shape), *self._words, self._calls)

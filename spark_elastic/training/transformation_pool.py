@@ -34,13 +34,9 @@ class PendingStep:
     def __init__(
         self, rows: StepRows, get_columns: Callable[[], ColumnArrays], future: Future[Any] | None = None
     ) -> None:
-        """
-        Args:
-            rows: as they are stored.
-            get_columns: returns the transformed columns. Without a deadline: the user's code may take as long as in
-                the training thread.
-            future: of the worker that transforms them; None: `get_columns` does it.
-        """
+        """rows: as they are stored.
+        get_columns: returns the transformed columns. Without a deadline: the user's code may take as long as in the
+        training thread. future: of the worker that transforms them; None: `get_columns` does it."""
         self.rows = rows
         self._get_columns, self._future = get_columns, future
         self._finished: StepRows | None = None
@@ -57,7 +53,6 @@ class PendingStep:
         return self._finished
 
     def cancel(self) -> None:
-        """The columns are not wanted any more."""
         if self._future is not None:
             self._future.cancel()
 
@@ -74,12 +69,11 @@ class PendingSteps:
     def __enter__(self) -> PendingSteps:
         return self
 
+    __iter__ = __enter__
+
     def __exit__(self, *error: object) -> None:
         for step in self._coming:
             step.cancel()
-
-    def __iter__(self) -> PendingSteps:
-        return self
 
     def __next__(self) -> PendingStep:
         if not self._coming:
@@ -96,9 +90,7 @@ class PendingSteps:
         function raised."""
         if not self._coming and self._has_more and self._steps.is_ready():
             self._take()
-        if not self._coming or not self._coming[0].is_ready():
-            return None
-        return self._coming[0].finish()
+        return self._coming[0].finish() if self._coming and self._coming[0].is_ready() else None
 
     def _take(self) -> None:
         rows = next(self._steps, None) if self._has_more else None
@@ -112,15 +104,10 @@ class TransformationPool:
     """The workers that apply one transformation, for all epochs and worlds of a training process."""
 
     def __init__(self, transformation: BatchTransformation | None, workers: int, kind: str) -> None:
-        """
-        Args:
-            transformation: None if the rows stay as they are.
-            workers: how many apply it; 0: the training thread does.
-            kind: "process" or "thread".
-        """
-        self._transformation = transformation
+        """transformation: None if the rows stay as they are. workers: how many apply it; 0: the training thread does.
+        kind: "process" or "thread"."""
+        self._transformation, self._kind = transformation, kind
         self._workers = workers if transformation is not None else 0
-        self._kind = kind
         self._executor: ThreadPoolExecutor | None = None
         self._processes: list[TransformationProcess] = []
         # A process is in it once for each request that it can take.
@@ -176,7 +163,7 @@ def make_pool(
     config: FitConfig, transformation: Transformation | None, shapes_nothing: bool = False
 ) -> TransformationPool:
     """The pool of a fit. shapes_nothing: as in `BatchTransformation`."""
-    workers, kind = config.transformation_workers, config.transformation_pool
+    workers, kind = config.transformation.transformation_workers, config.transformation.transformation_pool
     return TransformationPool(bind_transformation(config, transformation, shapes_nothing), workers, kind)
 
 
@@ -186,8 +173,8 @@ def bind_transformation(
     """The transformation with all that it needs of the fit; None: there is none."""
     if transformation is None:
         return None
-    wanted = tuple(dict.fromkeys(config.used_cols))
-    return BatchTransformation(transformation, wanted, config.seed, shapes_nothing)
+    wanted = tuple(dict.fromkeys(config.data.used_cols))
+    return BatchTransformation(transformation, wanted, config.data.seed, shapes_nothing)
 
 
 def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ...]:

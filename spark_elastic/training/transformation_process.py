@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -140,20 +141,16 @@ def _answer_requests(channel: socket.socket) -> None:
 
 def _pickle_error(error: Exception) -> bytes | None:
     try:
-        pickled: bytes = cloudpickle.dumps(error)
+        return bytes(cloudpickle.dumps(error))
     except Exception:  # it holds something that cannot be pickled
         return None
-    return pickled
 
 
 def _restore_error(error: bytes | None, text: str) -> Exception:
     """The error itself, if it came through pickle; else one that has its last line."""
-    if error is not None:
-        try:
-            restored: Exception = pickle.loads(error)
-        except Exception:  # its constructor takes other arguments than it passed on
-            pass
-        else:
+    with suppress(Exception):  # its constructor may take other arguments than it passed on
+        restored = pickle.loads(error or b"")
+        if isinstance(restored, Exception):
             return restored
     return RuntimeError(text.strip().rpartition("\n")[2])
 
@@ -191,7 +188,6 @@ def _receive(channel: socket.socket) -> Any:
 
 
 def _write(memory: int, view: memoryview, offset: int) -> int:
-    """Returns the number of bytes."""
     written = 0
     while written < len(view):
         written += os.pwrite(memory, view[written:], offset + written)

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import queue
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import IO
+
+import cloudpickle
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
-from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotIdentity, SlotSpec, WorkerId
+from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotId, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.worker.entry import Activation, ChildFds, Header
-from spark_elastic.worker.forking import ChildProcess, start_process
+from spark_elastic.worker.forking import ForkedProcess, start_process
+from spark_elastic.worker.program import describe_exit
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
 
 # Seconds for a killed process and its last lines; processes that it forked may keep its output open longer.
@@ -33,19 +40,18 @@ CRASH_LINES_WAIT = 0.5  # seconds for the last lines of a process that crashed
 CRASH_FRAMES = 3  # innermost frames of a crash that are reported
 LINE_AT_MOST = 1 << 18  # characters; longer lines are passed on in parts
 PROGRESS_BAR_EVERY = 1.0  # seconds between two states of a progress bar that are passed on, besides its last
+LOAD_SECONDS = 300.0  # for the imports and for loading, where a host tries to load an object
+FAILED_TO_LOAD = "spark_elastic cannot load: "  # what the process prints before the error
 _FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 
 class Child:
-    """A running training process.
-
-    Daemon threads write its input, read its output and its status pipe, and wait for its end. The last of these also
-    waits for a fork server, if there is one.
-    """
+    """A running training process. Daemon threads write its input, read its output and its status pipe, and wait for its
+    end; the last of these also waits for a fork server, if there is one."""
 
     def __init__(
         self,
-        process: ChildProcess,
+        process: ForkedProcess | subprocess.Popen[bytes],
         reader: StackReader,
         status: int,
         on_line: Callable[[Child, str], None],
@@ -66,10 +72,8 @@ class Child:
             "lines": partial(self._read_lines, on_line),
             "exit": partial(self._await_exit, on_exit),
         }
-        self._threads = [
-            threading.Thread(target=target, name=f"spark-elastic-child-{name}", daemon=True)
-            for name, target in targets.items()
-        ]
+        name = "spark-elastic-child-"
+        self._threads = [Thread(target=call, name=name + part, daemon=True) for part, call in targets.items()]
 
     @classmethod
     def start(
@@ -137,7 +141,6 @@ class Child:
         return self._reader.read_wait(now)
 
     def record_driver_seen(self, at: float) -> None:
-        """Tell the child when the driver last answered its slot, on this machine's monotonic clock."""
         self._reader.record_driver_seen(at)
 
     def kill(self) -> None:
@@ -148,7 +151,6 @@ class Child:
         return "" if code >= 0 or code in KILLED_EXIT_CODES else self._crash.wait(CRASH_LINES_WAIT)
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so many seconds for a process that has been told to end."""
         self._exited.wait(seconds)
 
     def close(self) -> None:
@@ -164,14 +166,12 @@ class Child:
         """In a thread, since a large program takes long through a pipe and the slot's main thread must not wait."""
         pipe = self._process.stdin
         assert pipe is not None
-        try:
+        with suppress(OSError):  # the process died; `on_exit` reports it
             while (data := self._input.get()) is not None:
                 pipe.write(data)
                 pipe.flush()
-        except OSError:
-            pass  # the process died; `on_exit` reports it
-        finally:
-            _close_quietly(pipe)
+        with suppress(OSError):  # likewise, and buffered bytes cannot be written
+            pipe.close()
 
     def _read_status(self, descriptor: int, on_warm: Callable[[Child], None]) -> None:
         with os.fdopen(descriptor, "rb") as pipe:
@@ -198,25 +198,16 @@ def _build_environment(threads: int | None) -> dict[str, str]:
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
     if threads is not None:
         # Libraries read these when they are loaded, some of them before the program is.
-        environment |= dict.fromkeys(
-            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)
-        )
+        for library in ("OMP", "OPENBLAS", "MKL"):
+            environment[f"{library}_NUM_THREADS"] = str(threads)
     return environment
 
 
-def _close_quietly(pipe: IO[bytes]) -> None:
-    """Close the pipe even if the process at its other end is gone and buffered bytes cannot be written."""
-    try:
-        pipe.close()
-    except OSError:
-        pass
-
-
 def read_lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
-    """The lines of a process, until the end of the pipe, which is then closed.
+    """The lines of a process, until the end of the pipe, which is then closed; one that is too long in parts.
 
     A line that ends with a carriage return is a state of a progress bar, which the next line overwrites. Only some of
-    them are yielded, the last one included. A line that is too long is yielded in parts.
+    them are yielded, the last one included.
     """
     next_state_at, cut = float("-inf"), False  # cut: the line before was not complete
     skipped = ""  # the newest state of a progress bar, if it was not yielded
@@ -266,11 +257,9 @@ class CrashLocation:
                 self._complete.set()
 
     def close(self) -> None:
-        """The process has written its last line."""
         self._complete.set()
 
     def wait(self, within: float) -> str:
-        """The frames, "" if there are none. within: seconds to wait for them."""
         self._complete.wait(within)
         return "; called from ".join(self._frames or ())
 
@@ -295,21 +284,13 @@ class OomKillCounter:
 
     def _read(self) -> tuple[Path | None, int]:
         file = find_oom_counter(self._root)
-        try:
-            lines = file.read_text().splitlines() if file is not None else []
-        except OSError:
-            lines = []  # the group has been removed
-        return file, sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+        return file, (file and _read_kills(file)) or 0
 
 
 def find_oom_counter(root: Path) -> Path | None:
     """The file with the counter closest to this process; None if there is none."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    candidates: list[Path] = []
-    for line in groups:
+    groups, candidates = root / "proc/self/cgroup", list[Path]()
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         # In a container the path may be the host's; the container's own group is then mounted at the top.
         if controllers == "":
@@ -320,11 +301,66 @@ def find_oom_counter(root: Path) -> Path | None:
             continue
         candidates += [mount / path.lstrip("/") / name, mount / name]
     candidates.append(root / "proc/vmstat")
-    return next((file for file in candidates if _has_counter(file)), None)
+    return next((file for file in candidates if _read_kills(file) is not None), None)
 
 
-def _has_counter(file: Path) -> bool:
+def _read_kills(file: Path) -> int | None:
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+# ---- whether a host can load an object
+
+
+@dataclass(frozen=True)
+class LoadingProgram:
+    """Takes the place of a worker's program. Its preparation loads the object, or ends the process."""
+
+    payload: bytes  # cloudpickle of the object
+
+    def prepare(self) -> None:
+        error = find_load_error(self.payload)
+        if error is not None:
+            sys.stdout.write(f"{FAILED_TO_LOAD}{' '.join(error.split())}\n")
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def find_load_error(payload: bytes) -> str | None:
     try:
-        return any(line.startswith("oom_kill ") for line in file.read_text().splitlines())
-    except OSError:
-        return False
+        cloudpickle.loads(payload)
+    except Exception as error:  # whatever user classes raise while they are unpickled
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
+    """Load the object in a process that is forked as a worker is, so that the slow imports are not made in this one,
+    and its fork server is ready once a slot starts here. Main thread only. spec: of the slots to come.
+
+    Raises:
+        TimeoutError: it was still loading after `LOAD_SECONDS`.
+    """
+    lines: list[str] = []
+    ends: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the exit code; None: it is warm
+    child = Child.start(
+        spec,
+        SlotIdentity(slot=SlotId.build(0, 0)),
+        pickle.dumps(LoadingProgram(payload)),
+        lambda child, line: lines.append(line),
+        lambda child: ends.put(None),
+        lambda child, code: ends.put(code),
+    )
+    try:
+        code = ends.get(timeout=LOAD_SECONDS)
+    except queue.Empty:
+        raise TimeoutError from None
+    finally:
+        child.close()  # its last lines are here afterwards
+    if code is None:
+        return None
+    said = (line.removeprefix(FAILED_TO_LOAD) for line in reversed(lines) if line.startswith(FAILED_TO_LOAD))
+    return next(said, f"the process that loads it ended: {describe_exit(code)}")

@@ -73,10 +73,8 @@ class CollectiveThread:
         return future
 
     def run_pending_until_done(self, future: Future[Any]) -> None:
-        """Run submitted work in the calling thread until the future is done, unless the thread is running some.
-
-        For who waits for the future anyway: it saves two changes of threads.
-        """
+        """For who waits for the future anyway: run submitted work in the calling thread until it is done, unless the
+        thread is running some. It saves two changes of threads."""
         while not future.done() and self._run_next(wait=False):
             pass
 
@@ -109,10 +107,7 @@ class CollectiveThread:
                 self._run_next(wait=True)
 
     def _run_next(self, *, wait: bool) -> bool:
-        """Run the next piece of work. Returns False if there is none, or if another thread runs one.
-
-        wait: until no other thread runs one.
-        """
+        """Returns False if there is no work, or if another thread runs a piece. wait: until no other thread does."""
         if self._runner == threading.get_ident():  # a callback of a future waits for later work
             if not self._work:
                 return False
@@ -150,8 +145,8 @@ class Scope:
         with self._lock:
             if cls not in self._objects:
                 self._objects[cls] = (factory or cls)()
-            found: T = self._objects[cls]
-            return found
+            scoped: T = self._objects[cls]
+            return scoped
 
 
 class GroupContext(Scope):
@@ -190,8 +185,8 @@ class GroupContext(Scope):
     def close(self) -> None:
         """End the group's threads. Call it after the group was closed, which frees them from their collectives."""
         self.collective_thread.close()
-        for each in self._closeables:
-            each.close()
+        for closeable in self._closeables:
+            closeable.close()
 
     def take_agreed_version(self) -> MembershipVersion | None:
         """The version last agreed on, the same on every rank; None if no exchange followed the last call."""
@@ -201,10 +196,6 @@ class GroupContext(Scope):
     def wait_until_idle(self) -> None:
         """Wait until the `CollectiveThread` is idle, before the main thread calls a collective."""
         self.collective_thread.drain()
-
-
-class CallContext(Scope):
-    """What one call of the user's function shares, through all its worlds."""
 
 
 class WaitRecorder:
@@ -242,11 +233,7 @@ class WorkerContext:
     wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)
 
     def require_group(self) -> Group:
-        """The current world's group.
-
-        Raises:
-            CollectiveError: the worker is between two worlds and has none.
-        """
+        """The current world's group; raises `CollectiveError` between two worlds."""
         if self.group is None:
             raise CollectiveError((), "this worker is between two worlds")
         return self.group
@@ -258,13 +245,11 @@ class ProcessContext(Scope):
     def __init__(self) -> None:
         super().__init__()
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
-        # Folder of the files that Spark's user added; "": Spark did not start this process's slot.
-        self.files = ""
+        self.files = ""  # folder of the files that Spark's user added; "": Spark did not start the slot
         # Keeps this process's commits on its host; None: the job has no run, or keeps none.
         self.commit_keeper: CommitKeeper | None = None
-        # None: this process is no worker.
-        self.worker: WorkerContext | None = None
-        self.call = CallContext()
+        self.worker: WorkerContext | None = None  # None: this process is no worker
+        self.call = Scope()  # what one call of the user's function shares, through all its worlds
         # (type, handler class) pairs that the user set for states; None: the defaults.
         self.state_handlers: list[tuple[type, Any]] | None = None
         self.is_initialized = False  # whether `init` of one of Horovod's interfaces was called
@@ -275,27 +260,24 @@ _process = ProcessContext()
 
 
 def get_process_context() -> ProcessContext:
-    """What lives as long as this process."""
     return _process
 
 
-def get_call_context() -> CallContext:
-    """What the current call of the user's function shares."""
+def get_call_context() -> Scope:
     return _process.call
 
 
 def start_call() -> None:
     """Drop what the call before shared: the user's function is called again, and creates all of it anew."""
-    _process.call = CallContext()
+    _process.call = Scope()
 
 
 def get_context() -> WorkerContext | None:
-    """The worker that this process is; None if it is no worker."""
     return _process.worker
 
 
 def set_context(worker: WorkerContext | None) -> None:
-    """Set the current worker. Only for the worker's loop."""
+    """Only for the worker's loop."""
     _process.worker = worker
 
 

@@ -20,6 +20,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,11 +39,7 @@ class GpuClaims:
     """The GPUs that this process has taken for its slot, until it ends: the kernel then gives their locks back."""
 
     def __init__(self, folder: Path | None = None, devices: Path = DEVICES) -> None:
-        """
-        Args:
-            folder: of the lock files; None: one of this user on this machine.
-            devices: where the kernel shows GPUs.
-        """
+        """folder: of the lock files; None: one of this user on this machine. devices: where the kernel shows GPUs."""
         self._folder = folder
         self._devices = devices
         self._locks: list[int] = []
@@ -59,7 +56,6 @@ class GpuClaims:
         return replace(identity, device_problem=_explain_missing_gpu(len(visible), spec.slots_per_gpu))
 
     def close(self) -> None:
-        """Give the GPUs back."""
         for lock in self._locks:
             os.close(lock)
         self._locks = []
@@ -144,14 +140,9 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
 
 
 def find_gpu(address: str, environment: Mapping[str, str]) -> str:
-    """What CUDA calls a GPU that Spark calls `address`, in an environment that may show a part of the host's GPUs.
-
-    Spark's address is a number among the host's GPUs, or an id. Where a resource manager shows a container only its
-    own, numbers count these.
-
-    Raises:
-        InvalidInput: the environment does not show that GPU.
-    """
+    """What CUDA calls a GPU that Spark calls `address`, a number among the host's GPUs or an id. Where a resource
+    manager shows a container only its own, numbers count these; `InvalidInput`: the environment does not show that
+    GPU."""
     if VISIBLE not in environment:
         return address
     visible = list_visible_gpus(environment)
@@ -159,14 +150,8 @@ def find_gpu(address: str, environment: Mapping[str, str]) -> str:
 
 
 def find_gpu_number(address: str, visible: Sequence[str]) -> int:
-    """The number of a GPU as frameworks count those that they see.
-
-    Args:
-        address: Spark's; visible: names of GPUs as in CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        InvalidInput: as `find_gpu`.
-    """
+    """The number of a GPU as frameworks count those that they see. address: Spark's. visible: names of GPUs as in
+    CUDA_VISIBLE_DEVICES."""
     if address in visible:
         return visible.index(address)
     if address.isdecimal() and int(address) < len(visible):
@@ -184,27 +169,21 @@ def find_gpu_number(address: str, visible: Sequence[str]) -> int:
 
 def collect_gpu_facts(environment: Mapping[str, str], devices: Path = DEVICES) -> dict[str, str]:
     """How many GPUs this process can see, and the CUDA or ROCm that torch is built for ("" for none)."""
-    found = {"gpus": str(len(list_visible_gpus(environment, devices)))}
+    facts = {"gpus": str(len(list_visible_gpus(environment, devices)))}
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
-        try:
+        with suppress(OSError):
             text = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
-        except OSError:
-            return found
-        builds = re.findall(r"^(?:cuda|hip)\b.*= '([^']+)'", text, re.MULTILINE)
-        found["torch_cuda"] = "".join(builds[:1])
-    return found
+            builds = re.findall(r"^(?:cuda|hip)\b.*= '([^']+)'", text, re.MULTILINE)
+            facts["torch_cuda"] = "".join(builds[:1])
+    return facts
 
 
 def check_host_device(
     host: Mapping[str, object], device: str, needs: Sequence[str], assigned: bool
 ) -> str | None:
-    """Why a host cannot give its slots the device of a job, or None.
-
-    Args:
-        host: its facts. device: the setting. needs: frameworks that the job uses.
-        assigned: Spark gives GPUs to slots, and its word is taken.
-    """
+    """Why a host cannot give its slots the device of a job, or None. host: its facts. needs: frameworks that the job
+    uses. assigned: Spark gives GPUs to slots, and its word is taken."""
     if device != "cuda":
         return None
     name = host.get("host", "unknown")
@@ -221,11 +200,7 @@ def check_host_device(
 def require_gpus(
     config: ElasticConfig, workers: int, environment: Mapping[str, str], devices: Path = DEVICES
 ) -> None:
-    """Refuse a job whose workers all run on this machine, if it shows fewer GPUs than they need.
-
-    Raises:
-        InvalidInput: there are too few; one sentence says what to change.
-    """
+    """Refuse a job whose workers all run on this machine, if it shows fewer GPUs than they need."""
     gpus = len(list_visible_gpus(environment, devices))
     slots = gpus * config.slots_per_gpu
     if config.device != "cuda" or slots >= workers:

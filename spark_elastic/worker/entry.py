@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -34,11 +35,17 @@ from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
-from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
 from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
 from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
-from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
-from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
+from spark_elastic.worker.program import (
+    Program,
+    compute_fingerprint,
+    exit_forks,
+    exit_process,
+    format_traceback,
+    get_exit_code,
+)
+from spark_elastic.worker.stack_sampler import StackSampler
 
 PR_SET_PDEATHSIG = 1
 IMPORT_LATER = "import-later"  # an argument: early imports have killed a process, and are left to the program
@@ -71,11 +78,10 @@ class Activation:
 
     worker: WorkerId  # its id from now on
     left: Fence | None = None  # as in `WorkerIdentity`
-    position: Position | None = None  # as in `WorkerIdentity`
+    position: Position | None = None  # likewise
 
 
 def main(fds: ChildFds | None = None) -> int:
-    """Returns the exit code of the process."""
     channel = sys.stdin.buffer
     header = codec.from_line(Header, channel.readline())
     fds = fds or header.fds
@@ -96,17 +102,13 @@ def main(fds: ChildFds | None = None) -> int:
     spec = header.spec
     own = vars(codec.from_line(Activation, activation))
     me = WorkerIdentity.of_slot(header.identity, ports=spec.worker_port_range, **own)
-    threading.Thread(
-        target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
-    ).start()
+    pipe = (_detach_stdin(),)
+    threading.Thread(target=_exit_with_slot, args=pipe, name="spark-elastic-parent", daemon=True).start()
     if me.host_pid:
-        threading.Thread(
-            target=exit_with_process, args=(me.host_pid,), name="spark-elastic-host", daemon=True
-        ).start()
-    with RendezvousClient(
-        spec.address, spec.key, spec.attempt, clock, spec.driver_timeout, spec.certificate
-    ) as client:
-        driver = WaitRecordingClient(client, sampler)
+        host = (me.host_pid,)
+        threading.Thread(target=exit_with_process, args=host, name="spark-elastic-host", daemon=True).start()
+    contact = spec.address, spec.key, spec.attempt
+    with RendezvousClient(*contact, clock, spec.driver_timeout, spec.certificate) as driver:
         if program is None:
             driver.ask(WorkerRaised(me.worker, None, None, *failure))
             return 1
@@ -141,10 +143,8 @@ def end_forks_with_process() -> None:
 
 
 def stop_ignoring_interrupts() -> None:
-    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not.
-
-    The program may want to interrupt them. A handler, unlike SIG_IGN, does not survive an exec.
-    """
+    """If this process ignores Ctrl-C, which the driver handles, the program's own processes still do not: it may want
+    to interrupt them. A handler, unlike SIG_IGN, does not survive an exec."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
@@ -161,7 +161,7 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
                 context.commit_keeper = CommitKeeper(spec.commit_key, spec.attempt, spec.orphan_timeout)
             sys.modules.pop(FOLLOWERS["pyspark"], None)  # the fork server imported it without these files
             program: Program = cloudpickle.loads(payload)
-            os.environ.update(get_environment(program))  # before preloaded modules read it
+            os.environ.update(getattr(program, "environment", {}))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)
             import_followers()
             for module in header.spec.preload:
@@ -191,7 +191,7 @@ def _run_worker(
     clock = SystemClock()
     encrypted = spec.certificate is not None
     with Endpoint(spec.key, host=me.address, port_range=me.ports, encrypted=encrypted) as endpoint:
-        watch = DriverWatch(me.worker, driver, clock, spec.driver_timeout)
+        watch = DriverWatch(me.worker, driver, clock, spec.driver_timeout, sampler.driver_seen_at)
         reporter = MetricsReporter(me.worker, driver)
         groups = GroupConnector(endpoint, spec.collective_timeout, sampler)
         loop = WorkerLoop(me, program, driver, clock, watch, reporter, groups)
@@ -219,11 +219,9 @@ def find_tls_problem() -> str | None:
 
 
 def _detach_stdin() -> int:
-    """Returns a descriptor of the pipe from the slot; standard input is empty from now on.
-
-    A process that `multiprocessing` forks, such as a DataLoader's worker, first closes `sys.stdin`. It would wait for
-    ever for the lock of a thread that reads from there.
-    """
+    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. A process that
+    `multiprocessing` forks first closes `sys.stdin`, and would wait for ever for the lock of a thread that reads from
+    there."""
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -251,24 +249,19 @@ def exit_with_process(pid: int) -> None:
 
 def shut_down_connections() -> None:
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(OSError):  # it listens, has no peer, or was closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it listens, has no peer, or was closed meanwhile
-
-
-def _run(fds: ChildFds | None) -> int:
-    try:
-        return main(fds)
-    except BaseException as error:
-        return get_exit_code(error)
 
 
 def run(fds: ChildFds | None = None) -> NoReturn:
     """A training process's whole life. fds: replaces the header's descriptors in a forked process."""
-    exit_process(_run(fds))
+    try:
+        code = main(fds)
+    except BaseException as error:
+        code = get_exit_code(error)
+    exit_process(code)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import sys
 import threading
 import traceback
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,18 +94,13 @@ def _move_up(descriptor: int) -> int:
 
 @dataclass
 class _Imported:
-    """What came of the imports."""
-
     obstacle: str = ""  # why no process can be forked, "" if one can
-    # Sentences for the user, which the first process's slot passes on.
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for the user, which the first process's slot passes on
 
 
 def _import(slot: socket.socket, descriptor: int, left_out: list[str]) -> _Imported:
-    """Make the imports of a file, without the packages that are left out: each is `package=why`.
-
-    The garbage collector never visits their objects again, so the forked processes keep sharing that memory.
-    """
+    """Make the imports of a file, without the packages that are left out: each is `package=why`. The garbage collector
+    never visits their objects again, so the forked processes keep sharing that memory."""
     imports: list[str] = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     why = dict(package.split("=", 1) for package in left_out)
     imported = _Imported(_find_obstacle())
@@ -150,7 +146,6 @@ def _serve_until_forked(slot: socket.socket, imported: _Imported) -> list[int]:
 
 
 def _serve(slot: socket.socket, imported: _Imported) -> None:
-    """Answer requests until the slot's process is gone or the server is idle."""
     listening = slot.fileno()
     alive: set[int] = set()  # pidfds of the forked processes
     try:
@@ -177,14 +172,12 @@ def _serve(slot: socket.socket, imported: _Imported) -> None:
 
 
 def _receive(slot: socket.socket) -> _Request | None:
-    try:
+    with suppress(OSError):
         data, descriptors, _, _ = socket.recv_fds(slot, len(FORK), DESCRIPTORS)
-    except OSError:
-        return None
-    if not data:
-        return None
-    *descriptors, reply = descriptors
-    return _Request(tuple(descriptors), socket.socket(fileno=reply))
+        if data:
+            *descriptors, reply = descriptors
+            return _Request(tuple(descriptors), socket.socket(fileno=reply))
+    return None
 
 
 def _find_obstacle() -> str:
@@ -193,7 +186,9 @@ def _find_obstacle() -> str:
         return f"what it imported has opened {devices[0]}, which a fork cannot use"
     if _find_threads():
         # The threads of OpenBLAS end before a fork and are started again when needed.
-        _wait_for_discarded(_fork())
+        if (pid := _fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
     if threads := _find_threads():
         return f"a forked process would lack its thread {threads[0]!r}"
     return ""
@@ -201,25 +196,21 @@ def _find_obstacle() -> str:
 
 def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
     """The accelerators that this process uses. Importing a framework opens none; asking for their number may."""
-    found = []
+    names = []
     for descriptor in descriptors.iterdir():
-        try:
-            found.append(os.readlink(descriptor))
-        except OSError:
-            continue  # the listing's own
-    return sorted(name for name in found if name.startswith(DEVICES))
+        with suppress(OSError):  # the listing's own is closed
+            names.append(os.readlink(descriptor))
+    return sorted(name for name in names if name.startswith(DEVICES))
 
 
 def _find_threads() -> list[str]:
-    """The names of threads that a fork would lose."""
+    """Those that a fork would lose."""
     names = []
     for thread in os.listdir("/proc/self/task"):
-        try:
+        with suppress(OSError):  # it has ended
             name = Path(f"/proc/self/task/{thread}/comm").read_text(errors="replace").strip()
-        except OSError:
-            continue  # it has ended
-        if int(thread) != os.getpid() and name not in FORK_AWARE_THREADS:
-            names.append(name)
+            if int(thread) != os.getpid() and name not in FORK_AWARE_THREADS:
+                names.append(name)
     return names
 
 
@@ -229,20 +220,10 @@ def _fork() -> int:
         return os.fork()
 
 
-def _wait_for_discarded(pid: int) -> None:
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
 def _fork_for(request: _Request, notes: list[str]) -> int:
-    """Fork the process of a request. Returns its pidfd once the slot has adopted it; 0 if the slot does not want it.
-
-    An intermediate process forks it: when the intermediate process is killed, the slot's process inherits its child.
-
-    Raises:
-        _InForkedProcess: in the new process.
-    """
+    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0 if the
+    slot does not want it. An intermediate process forks it: when that is killed, the slot's process inherits its
+    child."""
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()
@@ -262,11 +243,16 @@ def _fork_for(request: _Request, notes: list[str]) -> int:
     try:
         pid = int(os.read(pid_read, 32) or 0)
         process = os.pidfd_open(pid) if pid else 0
-        adopted = pid != 0 and _await_adoption(request.reply, "\n".join([str(pid), *notes]))
+        adopted = False
+        if pid:
+            _answer(request.reply, "\n".join([str(pid), *notes]).encode())
+            with suppress(OSError):
+                adopted = request.reply.recv(16) == ADOPT
         os.kill(intermediate, signal.SIGKILL)
         os.waitpid(intermediate, 0)
         if adopted:
-            _let_begin(begin_write)
+            with suppress(OSError):  # it was killed already, as the slot will see
+                os.write(begin_write, b"\n")
             _answer(request.reply, STARTED)
             return process
         if process:
@@ -275,13 +261,6 @@ def _fork_for(request: _Request, notes: list[str]) -> int:
     finally:
         os.close(pid_read)
         os.close(begin_write)
-
-
-def _let_begin(process: int) -> None:
-    try:
-        os.write(process, b"\n")
-    except OSError:
-        pass  # it was killed already, as the slot will see
 
 
 def _fork_grandchild(server: int, pid_write: int) -> None:
@@ -299,23 +278,12 @@ def _fork_grandchild(server: int, pid_write: int) -> None:
             os._exit(1)  # the fork failed
 
 
-def _await_adoption(reply: socket.socket, answer: str) -> bool:
-    _answer(reply, answer.encode())
-    try:
-        return reply.recv(16) == ADOPT
-    except OSError:
-        return False
-
-
 def _answer(reply: socket.socket, message: bytes) -> None:
-    try:
+    with suppress(OSError):  # the slot has cancelled
         reply.send(message)
-    except OSError:
-        pass  # the slot has cancelled
 
 
 def _run_training_process(descriptors: list[int]) -> NoReturn:
-    """Become like a process that was spawned to run `entry`, then run it."""
     try:
         output = os.pread(1, os.fstat(1).st_size, 0)  # of the imports
         stdin, stdout, *fds = descriptors

@@ -1,4 +1,4 @@
-"""Starts training processes, forked from a fork server or spawned, behind one interface (`ChildProcess`).
+"""Starts training processes, forked from a fork server or spawned: a `ForkedProcess` has the same methods.
 
 A slot's process keeps one `ForkServer`; later jobs use it, too, if Spark reuses its Python worker. If no process comes
 out of the server, for whatever reason, one is spawned instead. The process's first lines say so to the user.
@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
-from typing import IO, Protocol
+from pathlib import Path
+from typing import IO
 
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import entry, fork_server
@@ -33,33 +34,27 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 @dataclass(frozen=True)
 class InheritedSettings:
-    """What processes inherit from their server. A server serves only slots with equal settings."""
+    """What processes inherit from their server. A server serves only slots with equal settings. They may hold secrets,
+    and are not shown."""
 
-    # Early imports of the program, made by the server; they may hold secrets, and are not shown.
-    imports: tuple[str, ...] = field(repr=False)
-    environment: Mapping[str, str] = field(repr=False)  # of the server; it may hold secrets, and is not shown
-    # Of the process: folder, umask, limits, signal mask, processors and so on.
-    others: tuple[object, ...] = ()
+    imports: tuple[str, ...] = field(repr=False)  # early ones of the program, made by the server
+    environment: Mapping[str, str] = field(repr=False)  # of the server
+    others: tuple[object, ...] = ()  # folder, umask, limits, signal mask, processors and so on
 
     @classmethod
     def capture(cls, imports: tuple[str, ...], environment: Mapping[str, str]) -> InheritedSettings:
         """With what a process that this one starts now would inherit."""
-        names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-        limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
+        kinds = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+        limits = tuple(map(resource.getrlimit, kinds))
         mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         processors = frozenset(os.sched_getaffinity(0))
-        others = sys.executable, os.getcwd(), _read_umask(), limits, mask, processors, os.nice(0)
+        status = Path("/proc/self/status").read_text(errors="replace").splitlines()
+        umask = [line for line in status if line.startswith("Umask:")]
+        others = sys.executable, os.getcwd(), *umask, limits, mask, processors, os.nice(0)
         return cls(imports, environment, others)
 
 
-def _read_umask() -> str:
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next((line for line in file if line.startswith("Umask:")), "")
-
-
 class ForkServer:
-    """The running server."""
-
     def __init__(
         self, settings: InheritedSettings, process: subprocess.Popen[bytes], requests: socket.socket
     ) -> None:
@@ -92,16 +87,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
-    def request(self, streams: tuple[int, int], fds: ChildFds, reply: int) -> None:
-        """Request a process. streams: its standard input and output. reply: the server's end of a socket.
-
-        Raises:
-            OSError: the server is gone.
-        """
-        socket.send_fds(self._requests, [FORK], [*streams, *astuple(fds), reply])
+    def request(self, descriptors: tuple[int, ...]) -> None:
+        """Request a process, with its standard input and output, its `ChildFds`, and the server's end of a socket."""
+        socket.send_fds(self._requests, [FORK], descriptors)
 
     def close(self) -> None:
         self._process.kill()
@@ -117,7 +107,6 @@ class ForkServerCache:
 
     @property
     def pid(self) -> int | None:
-        """None where no server runs."""
         return None if self._server is None else self._server.pid
 
     def get(self, settings: InheritedSettings) -> ForkServer | None:
@@ -144,36 +133,9 @@ class ForkServerCache:
 fork_server_cache = ForkServerCache()
 
 
-class ChildProcess(Protocol):
-    """A training process, forked or spawned: the part of `subprocess.Popen` that a slot uses."""
-
-    @property
-    def pid(self) -> int | None:
-        """None until the process exists."""
-        ...
-
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-
-    def wait(self) -> int:
-        """The exit code, negative for a signal. Only one thread may call this."""
-        ...
-
-    def send_signal(self, number: int, /) -> None:
-        """Does nothing once the process has ended."""
-        ...
-
-    def kill(self) -> None:
-        """Also a process that does not exist yet: it is then never started."""
-        ...
-
-
 def start_process(
     fds: ChildFds, imports: tuple[str, ...] | None, environment: Mapping[str, str]
-) -> ChildProcess:
+) -> ForkedProcess | subprocess.Popen[bytes]:
     """Start a process that runs `entry`. Main thread only.
 
     fds: the process's; `fds.status` is closed in this process once the new one has it. imports: of the fork server;
@@ -220,16 +182,14 @@ class AdoptedProcess:
 
 
 class ForkedProcess:
-    """`ChildProcess` from a fork server, or a spawned process if the server fails.
+    """A process from a fork server, or a spawned one if the server fails, with the methods of `subprocess.Popen`.
 
-    The server may still be importing, so the process comes into existence inside `wait`, which has its own thread.
+    The server may still be importing, so the process comes into existence inside `wait`, which has its own thread. One
+    that is killed before it exists is never started; after its end, signals do nothing.
     """
 
     def __init__(
-        self,
-        server: ForkServer,
-        fds: ChildFds,
-        spawn: Callable[..., subprocess.Popen[bytes]],
+        self, server: ForkServer, fds: ChildFds, spawn: Callable[..., subprocess.Popen[bytes]]
     ) -> None:
         """spawn: starts a process with this standard input and output, and further arguments."""
         self._server = server
@@ -241,11 +201,8 @@ class ForkedProcess:
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._streams, self.stdin, self.stdout = _open_pipes()
         self._status = fds.status
-        with theirs:
-            try:
-                server.request(self._streams, fds, theirs.fileno())
-            except OSError:
-                pass  # the server is gone; `wait` will read end of file as its reply
+        with theirs, suppress(OSError):  # the server is gone; `wait` will read end of file as its reply
+            server.request((*self._streams, *astuple(fds), theirs.fileno()))
 
     @property
     def pid(self) -> int | None:
@@ -272,7 +229,8 @@ class ForkedProcess:
                 self._process.send_signal(number)
             elif number == signal.SIGKILL and not self._killed:
                 self._killed = True
-                _shut_down(self._reply)
+                with suppress(OSError):  # the other end is closed
+                    self._reply.shutdown(socket.SHUT_RDWR)
 
     def _begin(self) -> AdoptedProcess | subprocess.Popen[bytes] | None:
         """Adopt or spawn the process; None: it was killed before it existed."""
@@ -301,7 +259,8 @@ class ForkedProcess:
             return None
         pid = int(answer)
         with _adopt_orphans():
-            _send(self._reply, ADOPT)
+            with suppress(OSError):  # the server is gone; then nothing is received
+                self._reply.send(ADOPT)
             started = _receive(self._reply) == STARTED
         process = AdoptedProcess(pid)
         try:
@@ -344,21 +303,6 @@ def _open_pipes() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
 
 
 def _receive(reply: socket.socket) -> bytes:
-    try:
+    with suppress(OSError):
         return reply.recv(1 << 16)
-    except OSError:
-        return b""
-
-
-def _send(reply: socket.socket, message: bytes) -> None:
-    try:
-        reply.send(message)
-    except OSError:
-        pass  # the server is gone; the next `_receive` returns nothing
-
-
-def _shut_down(reply: socket.socket) -> None:
-    try:
-        reply.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the other end is closed
+    return b""

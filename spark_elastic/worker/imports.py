@@ -18,7 +18,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,34 +44,19 @@ AS_HOROVOD = f"{PACKAGE}.as_horovod"  # in workers where it is in the process th
 INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
-class _FollowingLoader(Loader):
-    """The loader of a framework, which imports the follower at the end."""
-
-    def __init__(self, loader: Loader, follower: str) -> None:
-        self._loader = loader
-        self._follower = follower
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None:
-            spec.loader = self._loader  # what looks for the module's resources finds its own loader
-            module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _follow(module, self._follower)
-
-
 class _FollowingFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in FOLLOWERS:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
+        spec = PathFinder.find_spec(name, path, target) if name in FOLLOWERS else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _FollowingLoader(spec.loader, FOLLOWERS[name])
+            execute = spec.loader.exec_module
+
+            def execute_and_follow(module: ModuleType) -> None:
+                execute(module)
+                _follow(module, FOLLOWERS[name])
+
+            spec.loader.exec_module = execute_and_follow  # type: ignore[method-assign]
         return spec
 
 
@@ -91,10 +76,8 @@ def _follow(module: ModuleType, follower: str) -> None:
 
 
 def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ...]:
-    """What a process imports before it runs this program: with the program's variables, and first what was asked for.
-
-    preload: modules that were asked for by name.
-    """
+    """What a process imports before it runs this program: with the program's variables, and first what was asked for by
+    name."""
     variables = [f"{name}={value}" for name, value in getattr(program, "environment", {}).items()]
     aliases = [f"{AS_HOROVOD}?"] if AS_HOROVOD in sys.modules else []
     return tuple(dict.fromkeys([*variables, *aliases, *preload, *getattr(program, "imports", ())]))
@@ -113,12 +96,8 @@ def import_early(
     is_done: Callable[[str, str], bool] = lambda *tried: False,
 ) -> None:
     """Import what a program imports, if it is installed: code of the user runs when its program runs, with its rank.
-
-    Failures are left to the program. Afterwards the environment, that of this process, is as before.
-
-    Args:
-        is_done: called with each module that was tried and why that failed ("": it did not); True: import no more.
-    """
+    Failures are left to the program. Afterwards the environment, that of this process, is as before. is_done: called
+    with each module that was tried and why that failed ("": it did not); True: import no more."""
     before = dict(environment)
     changed: list[str] = []
     try:
@@ -139,11 +118,9 @@ def import_early(
 
 
 def _set_variable(text: str, environment: MutableMapping[str, str]) -> str:
-    name, _, value = text.partition("=")
-    if name.endswith("?"):
-        name = name.removesuffix("?")
-        environment.setdefault(name, value)
-    else:
+    variable, _, value = text.partition("=")
+    name = variable.removesuffix("?")
+    if name == variable or name not in environment:
         environment[name] = value
     return name
 
@@ -151,8 +128,8 @@ def _set_variable(text: str, environment: MutableMapping[str, str]) -> str:
 def _try_import(text: str) -> str:
     module, _, name = text.partition(":")
     try:
-        found = importlib.import_module(module)
-        if name and not hasattr(found, name) and hasattr(found, "__path__"):
+        imported = importlib.import_module(module)
+        if name and not hasattr(imported, name) and hasattr(imported, "__path__"):
             with suppress(ModuleNotFoundError):  # no module either: the program's own error says so
                 importlib.import_module(f"{module}.{name}")
     except BaseException as error:  # whatever a module raises, `SystemExit` included
@@ -162,7 +139,7 @@ def _try_import(text: str) -> str:
 
 def is_installed(text: str) -> bool:
     """Whether a module is no file of the user: it came with Python or was installed. text: of an early import."""
-    root = _find_root(text)
+    root = text.partition(":")[0].partition(".")[0]
     if root == PACKAGE or root in sys.stdlib_module_names:
         return True
     try:
@@ -176,7 +153,3 @@ def is_installed_spec(spec: ModuleSpec) -> bool:
     """Whether a package that is no part of Python was installed."""
     places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
     return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places)
-
-
-def _find_root(text: str) -> str:
-    return text.partition(":")[0].partition(".")[0]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, MismatchError, RequestTimeout, connect
@@ -27,19 +28,7 @@ from spark_elastic.errors import (
 )
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
-from spark_elastic.protocol.messages import (
-    CheckpointStoreFull,
-    CheckpointWritten,
-    DriverRequest,
-    NextWorld,
-    RequestNextWorld,
-    WorkerDone,
-    WorkerRaised,
-    WorkerStraggles,
-    WorldFormed,
-)
+from spark_elastic.protocol import messages, worker_machine
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
@@ -59,9 +48,6 @@ from spark_elastic.rendezvous.messages import (
     WatchWorker,
 )
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
-from spark_elastic.worker.exits import exit_forks
-from spark_elastic.worker.notification import notification_manager
-from spark_elastic.worker.outside import has_loop_begun, make_world_alone
 from spark_elastic.worker.program import (
     CHANGE,
     Completed,
@@ -70,8 +56,10 @@ from spark_elastic.worker.program import (
     WorkerHandle,
     check_result_size,
     compute_fingerprint,
+    exit_forks,
     format_traceback,
 )
+from spark_elastic.worker.session import has_loop_begun, make_world_alone, notification_manager
 
 EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself once it was told to stop
 RETRY_EVERY = 0.2  # seconds between tries to reach a silent driver; the last ones come closer together
@@ -97,26 +85,21 @@ class GroupConnector:
 
     @property
     def address(self) -> str:
-        """At which peers reach this process, in all worlds."""
         return self._endpoint.address
 
     def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
-        """The group of that world, with its collectives recorded as waits.
-
-        Args:
-            addresses: of all members; none: the driver is asked for each that a collective needs.
-        """
+        """The group of that world, with its collectives recorded as waits. addresses: of all members; none: the driver
+        is asked for each that a collective needs."""
 
         def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
             deadline = driver.now() + self._timeout
-            found: tuple[str, ...] = ("",)
-            with suppress(
-                StaleGeneration, DriverUnreachable, ConnectionClosed
-            ):  # the world is over, or this worker
-                while not all(found) and driver.now() < deadline:
-                    found = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
-            return found if all(found) else ()
+            known: tuple[str, ...] = ("",)
+            # The world is over, or this worker.
+            with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):
+                while not all(known) and driver.now() < deadline:
+                    known = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
+            return known if all(known) else ()
 
         group = connect(
             self._endpoint,
@@ -175,9 +158,7 @@ class WorkerLoop:
             self._report_position,
             reporter.report,
             self._next_world,
-            report_straggler=lambda reason: driver.ask(
-                WorkerStraggles(identity.worker, self._fence(), reason)
-            ),
+            report_straggler=self._report_straggler,
             report_checkpoint=self._report_checkpoint,
             go_alone=self._go_alone,
             join_others=self._join_others,
@@ -193,11 +174,7 @@ class WorkerLoop:
         )
 
     def run(self) -> int:
-        """Run until the machine says exit. Returns the process's exit code.
-
-        Raises:
-            BeginAgain: the program cannot run in the next world in this process.
-        """
+        """Run until the machine says exit; returns the exit code. Raises `BeginAgain`."""
         try:
             command = self._begin()
             while not isinstance(command, do.Exit):
@@ -244,19 +221,21 @@ class WorkerLoop:
         return self._world, context.group
 
     def _end_alone(self) -> None:
-        """Close the world of one, if there is one."""
         if self._alone is not None:
             (alone, _), self._alone = self._alone, None
             alone.require_group().close()
             alone.group_context.close()
 
+    def _report_straggler(self, reason: str) -> None:
+        self._driver.ask(messages.WorkerStraggles(self._identity.worker, self._fence(), reason))
+
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
         worker = self._identity.worker
         if written is not None:
-            self._driver.ask(CheckpointWritten(worker, written))
+            self._driver.ask(messages.CheckpointWritten(worker, written))
             return
         self._unwritten_checkpoints += 1
-        self._driver.ask(CheckpointStoreFull(worker, self._unwritten_checkpoints))
+        self._driver.ask(messages.CheckpointStoreFull(worker, self._unwritten_checkpoints))
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
         """Post the event and execute the commands that follow, up to one for the program or the process's exit."""
@@ -314,47 +293,32 @@ class WorkerLoop:
 
     def _execute(self, command: do.WorkerCommand) -> on.WorkerEvent | None:
         match command:
-            case do.AskForWorld():
-                return self._ask_for_world(command)
+            case do.Ask(_, message):
+                return self._ask(message)
+            case do.Report(_, message):
+                sys.stderr.write(message.traceback)  # the driver may tolerate the failure and not show it
+                self._driver.ask(message)
             case do.Form():
                 return self._form(command.world)
             case do.AbortGroup():
                 self._abort_group(command)
             case do.CloseGroup():
                 self._close_group()
-            case do.ReportFailure():
-                sys.stderr.write(command.traceback)  # the driver may tolerate the failure and not show it
-                failure = command.fence, command.position, command.fingerprint, command.traceback
-                self._driver.ask(WorkerRaised(self._identity.worker, *failure))
-            case do.ReportDone(_, fence, position, result):
-                self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-                done = WorkerDone(self._identity.worker, fence, position, result, self._get_address())
-                return self._poll(done)
             case do.Sync() | do.Run() | do.Exit():
                 pass  # not for `_execute`
         return None
 
-    def _ask_for_world(self, command: do.AskForWorld) -> on.WorkerEvent:
-        set_context(self._context_between_worlds)
-        request = RequestNextWorld(
-            self._identity.worker,
-            command.fence,
-            command.position,
-            reason=command.reason,
-            planned=command.planned,
-            suspected_ranks=command.suspects,
-            address=self._get_address(),
-        )
-        return self._poll(request)
-
-    def _get_address(self) -> str:
-        return "" if self._has_to_begin_again else self._groups.address
-
-    def _poll(self, request: DriverRequest[NextWorld]) -> on.WorkerEvent:
+    def _ask(self, message: messages.RequestNextWorld | messages.WorkerDone) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
-        answer = self._driver.ask(request, MAX_POLL_SECONDS)
-        while answer.is_undecided:
-            answer = self._driver.ask(request, MAX_POLL_SECONDS)
+        if isinstance(message, messages.RequestNextWorld):
+            set_context(self._context_between_worlds)
+        else:
+            self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
+        message = replace(message, address="" if self._has_to_begin_again else self._groups.address)
+        with self._groups.wait_recorder.record_wait():
+            answer = self._driver.ask(message, MAX_POLL_SECONDS)
+            while answer.is_undecided:
+                answer = self._driver.ask(message, MAX_POLL_SECONDS)
         now = self._clock.now()
         if answer.world is not None:
             if self._has_to_begin_again:
@@ -371,7 +335,7 @@ class WorkerLoop:
         if aborted:
             group.abort("the driver ended this generation while it was formed")
         try:
-            self._driver.ask(WorldFormed(self._identity.worker, world.fence))
+            self._driver.ask(messages.WorldFormed(self._identity.worker, world.fence))
         except StaleGeneration as error:
             return self._group_broke(world.fence, error)
         self._group_context = GroupContext()
@@ -382,7 +346,6 @@ class WorkerLoop:
         return on.GroupFormed(self._clock.now(), world.fence)
 
     def _run_program(self, command: do.Sync | do.Run) -> on.WorkerEvent:
-        """Let the program sync or run in this world; exceptions become events."""
         group = self._group if self._alone is None else self._alone[0].group
         assert group is not None
         try:
@@ -451,16 +414,22 @@ class WorkerLoop:
 
 class DriverWatch:
     """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop.
+    It never touches the program. R12 (driver silence): it ends the worker after `driver_timeout`."""
 
-    It never touches the program. When the driver was silent for `driver_timeout`, it ends the worker:
-    R12 (driver silence).
-    """
-
-    def __init__(self, worker: WorkerId, driver: DriverClient, clock: Clock, driver_timeout: float) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        driver: DriverClient,
+        clock: Clock,
+        driver_timeout: float,
+        slot_answered_at: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """slot_answered_at: when the driver last answered the worker's slot."""
         self._worker = worker
         self._driver = driver
         self._clock = clock
         self._driver_timeout = driver_timeout
+        self._slot_answered_at = slot_answered_at
         self._version = INITIAL_VERSION
         self._closing = threading.Event()
 
@@ -471,9 +440,8 @@ class DriverWatch:
 
     def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
-        threading.Thread(
-            target=self._watch, args=(handle_event,), name="spark-elastic-watch", daemon=True
-        ).start()
+        watching = partial(self._watch, handle_event)
+        threading.Thread(target=watching, name="spark-elastic-watch", daemon=True).start()
 
     def close(self) -> None:
         self._closing.set()
@@ -482,10 +450,10 @@ class DriverWatch:
         began = self._clock.now()
         ended_fence: Fence | None = None  # of the newest world that the driver has ended
         while not self._closing.is_set():
-            last_seen = max(began, self._driver.last_answered_at())
+            last_seen = max(began, self._driver.last_answered_at(), self._slot_answered_at())
             left = last_seen + self._driver_timeout - self._clock.now()
             if left <= 0.0:
-                silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
+                silent = on.DriverSilent(self._clock.now(), self._driver_timeout - left)
                 self._exit(handle_event(silent), "the driver is silent")
             try:
                 # Asks by what it received last, not by the world that the worker is in. So it does not miss the end of
@@ -501,9 +469,9 @@ class DriverWatch:
                 notification_manager.handle_hosts_updated(self._clock.wall(), watched.version.update)
             if watched.ended_fence is not None and watched.ended_fence != ended_fence:
                 ended_fence = watched.ended_fence
-                handle_event(AbortReceived(now, ended_fence, watched.end_reason))
+                handle_event(on.AbortReceived(now, ended_fence, watched.end_reason))
             if watched.stop is not None:
-                self._exit(handle_event(StopReceived(now, watched.stop)), watched.stop)
+                self._exit(handle_event(on.StopReceived(now, watched.stop)), watched.stop)
                 return
 
     def _exit(self, code: int | None, reason: str) -> None:

@@ -1,21 +1,29 @@
-"""What a worker runs: a program that can be interrupted and continued in another world, its results and its errors."""
+"""What a worker runs: a program that can be interrupted and continued in another world; its pickles, results and
+errors, and how its process ends.
+
+A process that user code forks (`os.fork`) has its parent's sockets, shared memory and identity, but is no worker: it
+ends where the user's code ends, and a group refuses it (`elastic_collectives`). Any thread.
+"""
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from types import CodeType, TracebackType
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import cloudpickle
 
@@ -36,6 +44,8 @@ CALLERS = (
 # Bytes of a pickled result, which travels in one message as text that is a third longer.
 RESULT_AT_MOST = 5 << 20
 ENVELOPE = 4096  # bytes that the rest of that message needs at most
+UNNAMED_FILE = "<dynamic-code>"  # of cloudpickle
+AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 
 
 @dataclass(frozen=True)
@@ -128,17 +138,37 @@ class Program(Protocol):
         ...
 
 
-def get_environment(program: object) -> Mapping[str, str]:
-    """The variables that the program wants to be set."""
-    environment: Mapping[str, str] = getattr(program, "environment", {})
-    return environment
+# ---- pickles
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    build, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return build, tuple(code.co_filename if arg == UNNAMED_FILE else arg for arg in args)
+
+
+class WorkerPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """A `pickle.Pickler` for what workers load, in which code keeps the name of its file.
+
+    cloudpickle 3.1.3 replaces that name by "<dynamic-code>". Tracebacks of a user's function, the stack of a stalled
+    worker and the place of a crash would then show line numbers without a file.
+    """
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _reduce_code})
+
+
+def pickle_for_workers(value: object) -> bytes:
+    """What `cloudpickle.loads` takes on a worker."""
+    buffer = io.BytesIO()
+    WorkerPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+# ---- errors
 
 
 def compute_fingerprint(error: BaseException) -> str:
-    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts.
-
-    What a process draws by chance and messages contain, addresses of objects and names of temporary files, is left out.
-    """
+    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts, so
+    without addresses of objects and names of temporary files."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
     message = re.sub(r"\b0x[0-9a-fA-F]+|\btmp\w{8}\b", "", _format_message(error))
@@ -148,9 +178,7 @@ def compute_fingerprint(error: BaseException) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry.
-
-    Without frames where none is the user's and the error's sentence says all: what is wrong is no line of a program.
-    """
+    Without frames where none is the user's and the error's sentence says all: what is wrong is no line of a program."""
     trace = _skip_callers(error.__traceback__)
     if trace is None and not isinstance(error, ElasticError | FloatingPointError):
         trace = error.__traceback__
@@ -186,14 +214,12 @@ def _cut(text: str, most: int) -> str:
     return f"{text[:half]} ({len(text) - 2 * half} characters are left out here) {text[-half:]}"
 
 
+# ---- results
+
+
 def encode_result(value: object, rank: int) -> str:
-    """A function's return value as JSON text. rank: of the worker, for the error message.
-
-    Any object that cloudpickle can pickle. Only text from messages that prove the job's key is decoded again.
-
-    Raises:
-        InvalidInput: the value cannot be pickled, or is too large.
-    """
+    """A function's return value, any that cloudpickle can pickle, as JSON text. Only text from messages that prove the
+    job's key is decoded again. rank: of the worker, for the error message."""
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:  # objects may raise anything while they are pickled
@@ -210,10 +236,7 @@ def encode_result(value: object, rank: int) -> str:
 
 
 def check_result_size(text: str) -> None:
-    """
-    Raises:
-        InvalidInput: a program's result, as JSON text, is too large for a message.
-    """
+    """Refuse a program's result, as JSON text, that is too large for a message."""
     size = len(codec.dumps({"result": text}))
     if size > MAX_BODY_BYTES - ENVELOPE:
         raise InvalidInput(
@@ -223,11 +246,7 @@ def check_result_size(text: str) -> None:
 
 
 def decode_result(text: str, rank: int) -> Any:
-    """The value; None for `null`, which stands for a worker that ended without a result.
-
-    Raises:
-        InvalidInput: the value cannot be unpickled here.
-    """
+    """The value; None for `null`, which stands for a worker that ended without a result."""
     encoded = json.loads(text)
     if encoded is None:
         return None
@@ -238,3 +257,61 @@ def decode_result(text: str, rank: int) -> Any:
             f"what the function returned on rank {rank} was pickled there and cannot be read here "
             f"({type(error).__name__}: {error}): return plain data."
         ) from error
+
+
+# ---- the end of a process
+
+
+def get_exit_code(error: BaseException) -> int:
+    """The exit code that the interpreter would choose, after printing what the interpreter would print."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended. code: as subprocess gives it."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`. Threads of user code or of a
+    framework do not keep a finished worker alive."""
+    late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(BaseException):  # the interpreter has printed it
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed or unread: no reason for another exit code
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def exit_forks() -> Iterator[None]:
+    """Processes that the block's code forks (`os.fork`) end with the block, as they would with a script."""
+    own = os.getpid()
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = get_exit_code(error)
+    if os.getpid() != own:
+        exit_process(code)
+
+
+@contextlib.contextmanager
+def accept_exit_zero() -> Iterator[None]:
+    """`sys.exit()` and `sys.exit(0)` end the block, as they end a script with success; other codes raise."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

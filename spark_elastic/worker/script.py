@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import WorldView
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import set_accelerate_device
-from spark_elastic.worker.exits import accept_exit_zero, exit_forks
+from spark_elastic.worker.program import accept_exit_zero, exit_forks
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)
@@ -39,17 +39,12 @@ class Script:
 
     @classmethod
     def read(cls, path: str, *arguments: str) -> Script:
-        """
-        Raises:
-            InvalidInput: there is no such file.
-        """
         whole = os.path.abspath(path)
         try:
             return cls(whole, Path(whole).read_bytes(), arguments)
         except OSError as error:
-            raise InvalidInput(
-                f"the script {path!r} cannot be read ({error}): give the path of a Python file."
-            ) from error
+            sentence = f"the script {path!r} cannot be read ({error}): give the path of a Python file."
+            raise InvalidInput(sentence) from error
 
     @property
     def folder(self) -> str:
@@ -58,7 +53,6 @@ class Script:
 
     @property
     def package(self) -> str:
-        """A script has no relative imports."""
         return ""
 
     def __call__(self) -> None:
@@ -94,19 +88,14 @@ class Module:
 
     @classmethod
     def find(cls, name: str, *arguments: str) -> Module:
-        """
-        Raises:
-            InvalidInput: there is no such module.
-        """
         folder = os.getcwd()
         with _search_first(folder):
             spec = _find_spec(name)
             if spec is not None and spec.submodule_search_locations is not None:
                 spec = _find_spec(f"{name}.__main__")
         if spec is None or not spec.has_location or spec.origin is None:
-            raise InvalidInput(
-                f"there is no module {name!r} to run, neither in {folder} nor among what is installed."
-            )
+            places = f"neither in {folder} nor among what is installed"
+            raise InvalidInput(f"there is no module {name!r} to run, {places}.")
         return cls(name, folder, Path(spec.origin).read_bytes(), arguments)
 
     @property
@@ -120,7 +109,6 @@ class Module:
         return self.name if is_package else self.name.rpartition(".")[0]
 
     def __call__(self) -> None:
-        """Run the module, as `Script` does."""
         with _as_program(self.name, self.arguments, self.folder):
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
 
@@ -153,8 +141,6 @@ def _search_first(folder: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DistEnv:
-    """What a program reads of its place in a world."""
-
     variables: dict[str, str]  # by name, of `os.environ`
     others_in_loop: bool  # whether another member is inside of its elastic loop
 
@@ -173,17 +159,13 @@ def exchange_dist_env(
     *,
     in_loop: bool = False,
 ) -> DistEnv:
-    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes.
-
-    Collective, in each new world, before anything else. The master is rank 0; the port was free there.
+    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes. Collective, in
+    each new world, before anything else. The master is rank 0; the port was free there.
 
     Args:
         address: of this worker.
         ports: first and last port that the worker may listen on; None: any.
         in_loop: this worker is inside of its elastic loop.
-
-    Raises:
-        CollectiveError: the group broke.
     """
     mine = f"{address} {find_free_port(address, ports or PORTS)}" if group.rank == 0 else " "
     told = [part.decode().split(" ") for part in group.allgather_bytes(f"{in_loop:d} {mine}".encode())]
@@ -194,21 +176,17 @@ def exchange_dist_env(
     variables = {
         "MASTER_ADDR": master,
         "MASTER_PORT": port,
-        "RANK": str(me.rank),
-        "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": "0" if has_own_gpu else str(me.local_rank),
         "LOCAL_WORLD_SIZE": "1" if has_own_gpu else str(me.local_size),
         "GROUP_RANK": str(me.rank if has_own_gpu else me.cross_rank),
         "TORCHELASTIC_RUN_ID": "spark_elastic",  # by which Lightning takes RANK and WORLD_SIZE as they are
-        "HOROVOD_RANK": str(me.rank),
-        "HOROVOD_SIZE": str(world.size),
-        "HOROVOD_LOCAL_RANK": str(me.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(me.local_size),
-        "HOROVOD_CROSS_RANK": str(me.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(me.cross_size),
         "HOROVOD_HOSTNAME": me.host,
         "HOROVOD_ELASTIC": "1",
     }
+    variables["RANK"] = variables["HOROVOD_RANK"] = str(me.rank)
+    variables["WORLD_SIZE"] = variables["HOROVOD_SIZE"] = str(world.size)
+    for name in ("local_rank", "local_size", "cross_rank", "cross_size"):
+        variables[f"HOROVOD_{name.upper()}"] = str(getattr(me, name))
     return DistEnv(variables, any(inside == "1" for inside, *_ in told))
 
 

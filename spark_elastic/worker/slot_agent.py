@@ -11,23 +11,16 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
+from threading import Thread
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
 from spark_elastic.config import find_interface_address
 from spark_elastic.errors import DriverUnreachable, ElasticError
-from spark_elastic.protocol.messages import (
-    JOB_OVER,
-    SPARK_STOPPED,
-    TAKEN_OVER,
-    DriverRequest,
-    Heartbeat,
-    RegisterSlot,
-    WorkerExited,
-    WorkerStarted,
-)
+from spark_elastic.protocol import messages
 from spark_elastic.protocol.types import (
     MAX_HEARTBEAT_INTERVAL,
     NOT_RUNNING,
@@ -49,8 +42,8 @@ from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
 from spark_elastic.worker.entry import Activation
-from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import fork_server_cache
+from spark_elastic.worker.program import describe_exit
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
 SPARE_RETRY = 10.0  # seconds until a spare that could not be started is tried again
@@ -116,11 +109,11 @@ class SlotAgent:
         self._registered_at = clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
-        self._line_sender = threading.Thread(target=self._send_lines, name="spark-elastic-logs", daemon=True)
-        self._threads = [
-            threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
-            for name, target in (("watch", self._watch), ("heartbeat", self._send_heartbeats))
-        ]
+        targets = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
+        self._threads = {
+            name: Thread(target=call, name=f"spark-elastic-{name}", daemon=True)
+            for name, call in targets.items()
+        }
 
     def run(self) -> str:
         """Serve until released; returns why the slot ended.
@@ -133,19 +126,15 @@ class SlotAgent:
             address = find_interface_address(self._spec.network_interface)
             self._identity = replace(self._identity, address=address)
         me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
-        node = str(self._facts.get("host", ""))
+        found = str(self._facts.get("host", "")), me.device_problem, self._facts, self._find_kept()
         try:
-            answer = self._client.ask(
-                RegisterSlot(
-                    me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts, self._find_kept()
-                )
-            )
+            answer = self._client.ask(messages.RegisterSlot(me.slot, me.host, me.slot.launch, *found))
         except BaseException:
             self._gpu_claims.close()  # Spark uses this process again, for another slot
             raise
         self._heartbeat_every = answer.heartbeat_interval
         self._registered_at = self._clock.now()
-        for thread in (self._line_sender, *self._threads):
+        for thread in self._threads.values():
             thread.start()
         try:
             if me.device_problem:
@@ -167,7 +156,12 @@ class SlotAgent:
 
     def _start_child(self) -> Child:
         return Child.start(
-            self._spec, self._identity, self._payload, self._on_line, self._on_warm, self._on_exit
+            self._spec,
+            self._identity,
+            self._payload,
+            self._on_line,
+            lambda child: self._events.put(lambda: self._handle_warm(child)),
+            lambda child, code: self._events.put(lambda: self._handle_exit(child, code)),
         )
 
     def _promote(self, activation: Activation | None = None) -> None:
@@ -178,7 +172,7 @@ class SlotAgent:
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
         child.worker = activation.worker
-        self._ask(WorkerStarted(self._identity.slot, child.worker, self._find_kept()))
+        self._ask(messages.WorkerStarted(self._identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
@@ -189,16 +183,13 @@ class SlotAgent:
         elif child is self._active:
             assert child.worker is not None
             try:
-                out_of_memory = self._oom_kills.is_oom_kill(code)
+                killed = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
-                reason = _describe_exit(code, out_of_memory)
+                reason = "out of memory: killed by the kernel" if killed else describe_exit(code)
                 successor = child.read_successor()
                 if successor is None:
-                    self._ask(
-                        WorkerExited(
-                            self._identity.slot, child.worker, code, reason, out_of_memory, crashed_at
-                        )
-                    )
+                    end = code, reason, killed, crashed_at
+                    self._ask(messages.WorkerExited(self._identity.slot, child.worker, *end))
                 self._promote(successor)
             finally:
                 child.close()
@@ -232,14 +223,12 @@ class SlotAgent:
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
-        """Start a spare if `child` is still the slot's worker."""
         if child is self._active and self._spare is None:
             try:
                 self._spare = self._start_child()
             except Exception as error:  # as when descriptors run out; the worker trains on without a spare
-                self._on_line(
-                    child, f"{SLOT_LINE_PREFIX}no spare was started: {type(error).__name__}: {error}"
-                )
+                why = f"{type(error).__name__}: {error}"
+                self._on_line(child, f"{SLOT_LINE_PREFIX}no spare was started: {why}")
                 self._call_later(SPARE_RETRY, lambda: self._prepare_spare(child))
         return None
 
@@ -279,22 +268,20 @@ class SlotAgent:
         # R23 (kept commits): a slot that is given back in mid-job may be where the newest state is, and the next driver
         # goes on with what is left by a job that has lost its run or Spark.
         why = self._released
-        if (
-            self._kept is not None
-            and why.startswith(JOB_OVER)
-            and not (TAKEN_OVER in why or SPARK_STOPPED in why)
-        ):
+        others = messages.TAKEN_OVER, messages.SPARK_STOPPED
+        is_done = why.startswith(messages.JOB_OVER) and not any(other in why for other in others)
+        if self._kept is not None and is_done:
             self._kept.drop(self._spec.attempt)
         self._gpu_claims.close()
         self._lines_complete.set()
-        self._line_sender.join(LAST_LINES_WAIT)
+        self._threads["logs"].join(LAST_LINES_WAIT)
         self._client.close()
-        for thread in (self._line_sender, *self._threads):
+        for thread in self._threads.values():
             thread.join(THREAD_END_WAIT)
 
     # ---- any thread
 
-    def _ask(self, request: DriverRequest[R], hold: float = 0.0) -> R:
+    def _ask(self, request: messages.DriverRequest[R], hold: float = 0.0) -> R:
         """Ask until the slot ends since the driver is silent."""
         return self._client.ask(request, hold, max(0.0, self._seconds_left()))
 
@@ -308,12 +295,6 @@ class SlotAgent:
 
     def _on_line(self, child: Child, line: str) -> None:
         self._lines.put((child.worker, line))
-
-    def _on_warm(self, child: Child) -> None:
-        self._events.put(lambda: self._handle_warm(child))
-
-    def _on_exit(self, child: Child, code: int) -> None:
-        self._events.put(lambda: self._handle_exit(child, code))
 
     def _watch(self) -> None:
         """Poll for commands. The slot ends when the driver was silent for `driver_timeout`: R12 (driver silence)."""
@@ -342,7 +323,7 @@ class SlotAgent:
                 if not self._await_heartbeat():
                     return
                 child = self._active
-                heartbeat = Heartbeat(self._identity.slot) if child is None else self._create_heartbeat(child)
+                heartbeat = self._create_heartbeat(child)
                 patience = HEARTBEAT_PATIENCE * self._heartbeat_every
                 self._heartbeat_every = self._client.ask(heartbeat, patience=patience).heartbeat_interval
                 if child is not None:
@@ -364,22 +345,26 @@ class SlotAgent:
             if self._closing.wait(min(left, look_every)):
                 return False
             left -= look_every
-            child = self._active
-            if child is not None and (
-                child.state() == STOPPED
-                or (not self._told_wait and child.read_wait(self._clock.now()) >= TELL_WAIT)
-            ):
+            if self._active is not None and self._has_news(self._active):
                 break
         return True
 
-    def _create_heartbeat(self, child: Child) -> Heartbeat:
+    def _has_news(self, child: Child) -> bool:
+        if child.state() == STOPPED:
+            return True
+        return not self._told_wait and child.read_wait(self._clock.now()) >= TELL_WAIT
+
+    def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
+        slot = self._identity.slot
+        if child is None:
+            return messages.Heartbeat(slot)
         state = child.state()
         stopped = state in NOT_RUNNING
         sample = child.read_sample(self._clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
         self._told_wait = sample.is_waiting and sample.seconds >= TELL_WAIT
-        return Heartbeat(self._identity.slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
+        return messages.Heartbeat(slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
 
     def _send_lines(self) -> None:
         while not self._lines_complete.wait(SEND_LINES_EVERY):
@@ -389,13 +374,10 @@ class SlotAgent:
     def _send_waiting_lines(self) -> None:
         while batch := self._take_lines():
             for worker, lines in batch.items():
-                try:
+                with suppress(Exception):  # losing lines, which are for people, must not hurt training
                     self._ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
-                except Exception:
-                    continue  # losing lines, which are for people, must not hurt training
 
     def _take_lines(self) -> dict[WorkerId | None, list[str]]:
-        """Waiting lines by worker, as many as one message holds."""
         batch: dict[WorkerId | None, list[str]] = {}
         count = characters = 0
         while count < LINES_AT_ONCE and characters < CHARACTERS_AT_ONCE and not self._lines.empty():
@@ -403,9 +385,3 @@ class SlotAgent:
             batch.setdefault(worker, []).append(line)
             count, characters = count + 1, characters + len(line)
         return batch
-
-
-def _describe_exit(code: int, out_of_memory: bool) -> str:
-    if out_of_memory:
-        return "out of memory: killed by the kernel"
-    return describe_exit(code)

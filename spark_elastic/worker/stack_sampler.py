@@ -22,23 +22,20 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from elastic_collectives import Group
 from spark_elastic.clock import Clock
-from spark_elastic.protocol.messages import DriverRequest, RequestNextWorld, WorkerDone
-from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.context import WaitRecorder
-
-R = TypeVar("R")
 
 SAMPLE_EVERY = 0.5  # seconds
 STALE_AFTER = 1.0  # seconds after which a sample is stale if no other followed
 FRAMES_AT_MOST = 10  # innermost frames that a sample shows
 READ_AT_MOST = 1 << 16  # bytes
+NOT_COLLECTIVE = {"rank", "size", "fence", "abort", "close", "subgroup", "set_timeout", "watch"}  # of a group
 # Asks a child whose sample is stale for its stack. Its default is to be ignored: user code may reset all handlers.
 DUMP_SIGNAL = signal.SIGURG
 
@@ -119,7 +116,8 @@ class StackSampler(WaitRecorder):
         self._set(-self._clock.now())
 
     def driver_seen_at(self) -> float:
-        """When the driver last answered the slot, on this machine's monotonic clock; 0: never."""
+        """When the driver last answered the slot's heartbeats, which no long poll delays, on this machine's monotonic
+        clock; 0: never. They count as signs of life of the driver too: R12 (driver silence)."""
         seen_at: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
         return seen_at
 
@@ -166,35 +164,8 @@ def _format_frame(path: str, line: str, function: str) -> str:
     return f"{function} ({'/'.join(path.split('/')[-2:])}:{line})"
 
 
-class WaitRecordingClient:
-    """A driver client that records requests which wait for other workers as waits.
-
-    The slot's heartbeats, which no long poll delays, count as signs of life of the driver too: R12 (driver silence).
-    """
-
-    _WAITING = RequestNextWorld, WorkerDone
-
-    def __init__(self, client: DriverClient, sampler: StackSampler) -> None:
-        self._client = client
-        self._sampler = sampler
-
-    def ask(self, request: DriverRequest[R], hold: float = 0.0, within: float | None = None) -> R:
-        with self._sampler.record_wait() if isinstance(request, self._WAITING) else nullcontext():
-            return self._client.ask(request, hold, within)
-
-    def now(self) -> float:
-        return self._client.now()
-
-    def last_answered_at(self) -> float:
-        return max(self._client.last_answered_at(), self._sampler.driver_seen_at())
-
-
 class _WatchedGroup:
     """A group whose collectives are recorded as waits."""
-
-    _NOT_COLLECTIVE = frozenset(
-        {"rank", "size", "fence", "abort", "close", "subgroup", "set_timeout", "watch"}
-    )
 
     def __init__(self, group: Group, sampler: StackSampler) -> None:
         self._group = group
@@ -202,23 +173,23 @@ class _WatchedGroup:
 
     def __getattr__(self, name: str) -> Any:
         """Looked up once per attribute: a group's attributes never change, and each step reads its rank and size."""
-        found = getattr(self._group, name)
-        if callable(found) and name not in self._NOT_COLLECTIVE:
-            found = self._collective(found)
-        setattr(self, name, found)
-        return found
+        attribute = getattr(self._group, name)
+        if callable(attribute) and name not in NOT_COLLECTIVE:
+            attribute = self._record(attribute)
+        setattr(self, name, attribute)
+        return attribute
 
-    def _collective(self, found: Callable[..., Any]) -> Callable[..., Any]:
+    def _record(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         sampler = self._sampler
 
-        def collective(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             sampler.begin_waiting()
             try:
-                return found(*arguments, **named)
+                return collective(*arguments, **named)
             finally:
                 sampler.end_waiting()
 
-        return collective
+        return call
 
     def __enter__(self) -> _WatchedGroup:
         return self
@@ -284,10 +255,8 @@ class StackReader:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """True once for each sample that was stale at two readings in a row.
-
-        At the first of them the child may just have been continued and about to take a sample.
-        """
+        """True once for each sample that was stale at two readings in a row: at the first of them the child may just
+        have been continued and about to take a sample."""
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False
@@ -306,14 +275,12 @@ class StackReader:
 
 
 def parse_newest_stack(text: str) -> str:
-    """The main thread's newest stack in one line; "" if there is none.
-
-    text: a line with the newest sample, then the stacks that `faulthandler` has written since upon signals.
-    """
+    """The main thread's newest stack in one line; "" if there is none. text: a line with the newest sample, then the
+    stacks that `faulthandler` has written since upon signals."""
     sample, _, dumps = text.partition("\n")
     for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
         lines = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be incomplete
-        found = [match.groups() for line in lines if (match := _NATIVE_FRAME.match(line))]
-        if found:
-            return " < ".join(_format_frame(*place) for place in found[:FRAMES_AT_MOST])
+        places = [match.groups() for line in lines if (match := _NATIVE_FRAME.match(line))]
+        if places:
+            return " < ".join(_format_frame(*place) for place in places[:FRAMES_AT_MOST])
     return sample

@@ -7,10 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -26,7 +23,7 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
-from tests.component.worker.moments import HeldProgram
+from tests.component.worker.moments import ActListener, HeldProgram
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -40,24 +37,6 @@ with open(sys.argv[1], "rb") as file:
     coordinator = cloudpickle.load(file)
 coordinator.run_driver("127.0.0.1") if sys.argv[2] == "0" else coordinator.wait_standby()
 """
-
-
-class FaultListener(JobListener):
-    """at: a step, at which `inject_fault` is called once, in a thread. lost: called in each world but the first."""
-
-    def __init__(self, at: int, inject_fault: Any, lost: Callable[[], None] = lambda: None) -> None:
-        self.at, self.inject_fault, self.lost = at, inject_fault, lost
-        self.sizes: list[int] = []
-
-    def on_progress(self, metrics: Any) -> None:
-        if metrics["step"] >= self.at and self.inject_fault is not None:
-            threading.Thread(target=self.inject_fault, name="inject_fault").start()
-            self.inject_fault = None
-
-    def on_world(self, size: int, reason: str) -> None:
-        self.sizes.append(size)
-        if len(self.sizes) > 1:
-            self.lost()
 
 
 class Task:
@@ -98,13 +77,11 @@ class Task:
         return client.follow(self.carry, ElasticConfig())
 
 
-def test_a_job_with_a_coordinator_survives_the_loss_of_a_slot(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_with_a_coordinator_survives_a_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "spark_elastic")
     program = HeldProgram(steps=30, seconds=0.03)
     cluster = ProcessLauncher(program, SystemClock(), room=3)
-    watcher = FaultListener(10, lambda: cluster.kill(max(cluster.slots())), program.release)
+    watcher = ActListener(10, lambda: cluster.kill(max(cluster.slots())), program.release)
     result = Task(tmp_path).follow(cluster, watcher)
     assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected_sum()}
     assert [world.size for world in result.worlds] == watcher.sizes
@@ -135,7 +112,7 @@ def test_a_copy_of_the_coordinators_task_waits_for_the_first_to_end(tmp_path: Pa
         waited.append(copies[0].poll() is None)
         program.release()
 
-    result = task.follow(cluster, FaultListener(2, speculate))
+    result = task.follow(cluster, ActListener(2, speculate))
     assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected_sum()}
     assert waited == [True]
     assert copies[0].wait(30) == 0
@@ -146,4 +123,4 @@ def test_a_killed_coordinator_is_named_in_the_error(tmp_path: Path) -> None:
     cluster = ProcessLauncher(CountingProgram(steps=2000, seconds=0.02), SystemClock(), room=2)
     task = Task(tmp_path)
     with pytest.raises(CoordinatorLost, match="which ran in a task, was lost: exit -9"):
-        task.follow(cluster, FaultListener(5, task.kill))
+        task.follow(cluster, ActListener(5, task.kill))

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 with atheris.instrument_imports(include=["spark_elastic"]):
     from spark_elastic.protocol.messages import Heartbeat
     from spark_elastic.rendezvous.messages import REQUESTS
-    from tests.component.rendezvous.driver_side import PATIENCE, Driver, start_driver_with_pages
+    from tests.component.rendezvous.driver_side import PATIENCE, Driver, make_status_app, start_driver
     from tests.component.rendezvous.generated_requests import (
         Asks,
         ask_without_key,
@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     errors = Errors()
     logging.getLogger().addHandler(errors)
-    driver = start_driver_with_pages()
+    driver = start_driver(status_app=make_status_app())
     honest, targets = driver.client(), endpoints(driver)
 
     def one(data: bytes) -> None:

@@ -56,9 +56,8 @@ class OrderedFaultCallback(Callback):
             except FileNotFoundError:
                 continue  # a process that was stopped wakes up with the rank that another has by now
             kind = json.loads(taken.read_text())
-            ClusterFaults(
-                [InjectedFault(kind, step=0, seconds=6.0)], f"{self._folder}/struck-{order.stem}"
-            ).inject(0, 0, 1)
+            fault = InjectedFault(kind, step=0, seconds=6.0)
+            ClusterFaults([fault], f"{self._folder}/struck-{order.stem}").inject(0, 0, 1)
 
 
 class Attacker(threading.Thread):
@@ -89,20 +88,15 @@ class Attacker(threading.Thread):
 
     def _sample(self) -> dict[str, float]:
         driver = psutil.Process()
-        found = {
-            "seconds": round(time.monotonic() - self._began, 1),
-            "driver MB": driver.memory_info().rss / 2**20,
-            "driver descriptors": driver.num_fds(),
-            "driver threads": driver.num_threads(),
-        }
-        children = [
-            _figures(child)
-            for executor in self._cluster.executor_pids()
-            for child in self._cluster.training_children(executor)
-        ]
+        found = {"seconds": round(time.monotonic() - self._began, 1)}
+        executors = map(self._cluster.training_children, self._cluster.executor_pids())
+        children = map(_figures, itertools.chain(*executors))
         alive = [child for child in children if child is not None]
-        for column, name in enumerate(("MB", "descriptors", "threads")):
-            found[f"worker {name}, most"] = max((child[column] for child in alive), default=0.0)
+        for name, own, *others in zip(
+            ("MB", "descriptors", "threads"), _figures(driver) or (), *alive, strict=True
+        ):
+            found[f"driver {name}"] = own
+            found[f"worker {name}, most"] = max(others, default=0.0)
         return found | {"worker processes": len(alive)}
 
 
@@ -198,10 +192,8 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
         attacker.over.set()
         attacker.join()
     missing = set(STATES) - check_journal(Path(folder, "store", "journal"))
-    return judge(fits, attacker, calm.summary.report.goodput) | {
-        "rules": "held",
-        "not reached": sorted(missing),
-    }
+    verdict = {"rules": "held", "not reached": sorted(missing)}
+    return judge(fits, attacker, calm.summary.report.goodput) | verdict
 
 
 def judge(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict[str, Any]:

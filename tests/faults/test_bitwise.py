@@ -70,11 +70,7 @@ def test_the_weights_are_those_of_one_undisturbed_worker(name: str, seed: int, t
     struck = [tmp_path / str(step) for step, _ in plan]
     holds: dict[int, int | str] = {step: str(file) for (step, _), file in zip(plan, struck, strict=True)}
     run = Run(
-        train,
-        arguments(name, holds),
-        room=workers,
-        num_workers=workers,
-        max_workers=min(SHARES, workers + 1),
+        train, arguments(name, holds), room=workers, num_workers=workers, max_workers=min(SHARES, workers + 1)
     )
     continuing: list[threading.Timer] = []
     for (step, kind), file in zip(plan, struck, strict=True):

@@ -14,11 +14,7 @@ from tests.spark.cluster import cluster_environment
 
 MISSING = find_obstacle()
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(200), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 PROBE = """
 import sys

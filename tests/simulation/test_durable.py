@@ -136,9 +136,7 @@ def test_p1_a_resume_one_step_too_far_is_caught() -> None:
     assert _is_caught(plan, worker_step=report_later_position, match="seed 1")
 
 
-def test_p7_an_undetected_damaged_checkpoint_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_p7_an_undetected_damage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_check", lambda data, digest, name: None)
     assert _is_caught(plan_durable(CORRUPTED, replace(ALL_KILLED, after=0.001)), match="damaged checkpoint")
 

@@ -39,6 +39,7 @@ def test_random_fault_plans_contain_every_kind_of_fault() -> None:
     assert sum(plan.checkpoint_every is not None for plan in plans) > PLANS / 4
     assert sum(plan.late_copies > 0 for plan in plans) > PLANS / 4
     assert {plan.driver_clock for plan in plans} == {0.5, 1.0, 2.0}
+    assert {plan.driver_jump[0] for plan in plans} == {0.0, 3600.0, -3600.0}
 
 
 def test_a_seed_gives_the_same_run_again() -> None:

@@ -177,13 +177,6 @@ def test_r16_the_first_world_waits_for_num_workers_for_a_limited_time() -> None:
     assert simulate(scene(hosts=4)).worlds[0].size == 4
 
 
-def test_too_few_workers_end_the_job_with_a_sentence() -> None:
-    report = simulate(scene(hosts=2, min_workers=3))
-    assert report.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
-    assert "2 workers came within 40 s and 3 are needed" in report.end.reason
-    assert "slot jobs that the cluster did not start: 3, 4" in report.end.reason
-
-
 def test_training_starts_again_and_says_so_after_the_loss_of_all_workers() -> None:
     report = simulate(scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
     assert report.end.outcome is JobOutcome.SUCCESS

@@ -97,6 +97,8 @@ class FaultPlan:
     # answer, or the network held a copy.
     late_copies: float = 0.0
     driver_clock: float = 1.0  # how quickly the driver's clock runs
+    # By how many seconds the driver's clock jumps, and when, in seconds of its own.
+    driver_jump: tuple[float, float] = (0.0, 0.0)
 
     def find_next_position(self, position: Position) -> Position:
         """The position one step on; the end is CLOSE of the last epoch."""
@@ -175,6 +177,7 @@ def random_plan(seed: int) -> FaultPlan:
         plan,
         late_copies=network.choice((0.0, 0.0, 0.1, 0.3)),
         driver_clock=network.choice((1.0, 1.0, 1.0, 0.5, 2.0)),
+        driver_jump=(network.choice((0.0, 0.0, 3600.0, -3600.0)), network.uniform(0.5, 6.0)),
     )
     durable = random.Random(f"durable {seed}")
     return _with_checkpoints(durable, plan) if durable.random() < DURABLE_SHARE else plan

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol.messages import WorldFormed
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
@@ -102,9 +103,6 @@ class SimGroup:
             self.arrived.pop(worker.name, None)
             self._unaware.pop(worker.name, None)
             self._notify_peers(worker)
-
-    def close_dead(self, worker: SimWorker) -> None:
-        self.close(worker)
 
     def list_waiting(self, for_seconds: float) -> list[str]:
         """Workers that wait in this group although they ran and were reachable for so long."""
@@ -208,7 +206,7 @@ class SimGroup:
     # ---- what a rank gets
 
     def _finish_forming(self, worker: SimWorker) -> None:
-        worker.slot.server.receive_formed(worker, self.world.fence)
+        worker.slot.server.receive(worker.slot, WorldFormed(worker.name, self.world.fence))
         worker.act_later(0.002, lambda: worker.handle(on.GroupFormed(self.sim.now, self.world.fence)))
 
     def _finish_sync(self, worker: SimWorker, weights: tuple[int, int], position: Position) -> None:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.messages import Heartbeat
+from spark_elastic.protocol.messages import (
+    CheckpointWritten,
+    Heartbeat,
+    RegisterSlot,
+    WorkerExited,
+    WorkerStarted,
+)
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     MAX_HEARTBEAT_INTERVAL,
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
 
-PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 REPEAT = 3.0  # seconds after which an unanswered question is asked again
 # Steps applied, and a hash of all of them in order: a step that is lost, doubled or out of order shows.
 Weights = tuple[int, int]
@@ -89,7 +94,8 @@ class SimCheckpointer:
 
     def _finish_write(self, fence: Fence, position: Position, weights: Weights) -> None:
         checkpoint = self._worker.sim.run.write(fence, position, weights)
-        self._worker.slot.server.receive_checkpoint(self._worker, checkpoint)
+        slot = self._worker.slot
+        slot.server.receive(slot, CheckpointWritten(self._worker.name, checkpoint))
         self._writing = False
         self._worker.sim.moment(Moment.WRITTEN)
         self._write()
@@ -126,7 +132,7 @@ class SimSlot:
         self.worker: SimWorker | None = None
         host.slots.append(self)
         host.living += 1
-        server.register(self)
+        server.receive(self, RegisterSlot(name, host.name, launch), 0.001)
         sim.schedule(0.005, self.start_worker)
         sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 
@@ -138,7 +144,7 @@ class SimSlot:
             return
         self.started += 1
         self.worker = SimWorker(self.sim, WorkerId.build(self.name, self.started), self)
-        self.server.receive_started(self, self.worker.name)
+        self.server.receive(self, WorkerStarted(self.name, self.worker.name))
 
     def tell_stop(self) -> None:
         """As slots of small jobs do, which look at their worker often."""
@@ -154,16 +160,14 @@ class SimSlot:
             since = None if worker is None else worker.waits_since
             waited = 0.0 if since is None else self.sim.now - since
             name = worker.name if worker is not None else ""
-            self.server.send_heartbeat(
-                Heartbeat(self.name, name, state, since is not None, waited), self.host
-            )
+            self.server.receive(self, Heartbeat(self.name, name, state, since is not None, waited))
             if again:
                 self.sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 
     def report_exit(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, and start another in its place."""
         if self.alive and worker is self.worker:
-            self.server.receive_exit(self, worker.name, code)
+            self.server.receive(self, WorkerExited(self.name, worker.name, code))
             self.sim.schedule(0.01, self.start_worker)
 
     def leave(self) -> None:
@@ -258,7 +262,7 @@ class SimWorker:
             return
         self.alive = False
         if self.group is not None:
-            self.group.close_dead(self)
+            self.group.close(self)
         self.slot.server.close_connection(self)
         if not quiet:
             self.sim.schedule(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.report_exit(self, code))
@@ -275,8 +279,10 @@ class SimWorker:
 
     def _carry_out(self, command: do.WorkerCommand) -> None:
         match command:
-            case do.AskForWorld():
-                self.ask(lambda: self.slot.server.joins(self, command))
+            case do.Ask(_, message):
+                self.ask(lambda: self.slot.server.receive_question(self, message))
+            case do.Report(_, message):
+                self.slot.server.receive(self.slot, message, 0.002)
             case do.Form():
                 self.question = None
                 if self.group is not None:
@@ -295,10 +301,6 @@ class SimWorker:
                 if self.group is not None:
                     self.group.close(self)
                     self.group = None
-            case do.ReportFailure():
-                self.slot.server.receive_failure(self, command)
-            case do.ReportDone():
-                self.ask(lambda: self.slot.server.receive_done(self, command))
             case do.Exit(_, code):
                 self.sim.schedule(0.003, lambda: self.die(code))
 
@@ -316,7 +318,7 @@ class SimWorker:
     def train(self) -> None:
         if self.group is None or not self.alive:
             return
-        fingerprint = self.raises or self.sim.find_exception(self)
+        fingerprint = self.raises or self.sim.faults.find_exception(self)
         if fingerprint:
             self.raises = ""
             self.act_later(

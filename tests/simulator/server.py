@@ -12,35 +12,29 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from spark_elastic.clock import RunningClock
 from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import (
-    CheckpointWritten,
     DriverMessage,
     Heartbeat,
-    RegisterSlot,
     RequestNextWorld,
     WorkerDone,
-    WorkerExited,
-    WorkerRaised,
-    WorkerStarted,
-    WorldFormed,
 )
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
-    Checkpoint,
     Fence,
     MembershipVersion,
     WorkerId,
     World,
 )
 from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
+from spark_elastic.testing import FakeClock
 from tests.simulator.fault_plan import Moment
-from tests.simulator.invariants import DriverInvariants, EventLog, Violation
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import DriverInvariants, EventLog, Violation, stamp_event
 from tests.specification import Specification
 
 if TYPE_CHECKING:
@@ -54,6 +48,19 @@ ABORT_TIMEOUT = 0.5  # seconds after an abort, by which no reachable worker wait
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
 
 
+class DriverClock(FakeClock):
+    """Of the driver's machine: it may run too quickly or too slowly, and jump."""
+
+    def __init__(self, sim: Simulation) -> None:
+        super().__init__()
+        self._sim = sim
+
+    def now(self) -> float:
+        now = self._sim.now * self._sim.plan.driver_clock
+        seconds, at = self._sim.plan.driver_jump
+        return now + seconds if now > at else now
+
+
 class SimServer:
     """The driver's process: it receives messages, runs the machine and carries out its commands."""
 
@@ -63,6 +70,7 @@ class SimServer:
         self.run = held
         self.invariants = DriverInvariants(sim.plan.find_next_position, event_log)
         self.event_log = event_log
+        self.clock = RunningClock(DriverClock(sim))
         self.dead = False  # its process ended: messages to it are lost
         self.end: do.End | None = None
         self.worlds: list[World] = []
@@ -94,7 +102,7 @@ class SimServer:
         """Give the event to the machine, or the message as received now."""
         if self.dead:
             return
-        event = stamp_event(played, self.sim.now * self.sim.plan.driver_clock)
+        event = stamp_event(played, self.clock.now())
         before = self.state
         self.state, commands = self.step(before, event)
         self.invariants.check(before, event, self.state, commands)
@@ -133,49 +141,21 @@ class SimServer:
     def _workers(self) -> list[SimWorker]:
         return [worker for worker in self.sim.workers() if worker.slot.server is self]
 
-    # ---- messages of slots
+    # ---- messages
 
-    def register(self, slot: SimSlot) -> None:
-        self._send(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.launch)), 0.001)
+    def receive(self, slot: SimSlot, message: DriverMessage, most: float = 0.01) -> None:
+        """The slot or its worker sends it. A lost heartbeat is not repeated."""
+        if not (isinstance(message, Heartbeat) and slot.host.cut):
+            self._send(slot.host, lambda: self.post(message), most)
 
-    def receive_started(self, slot: SimSlot, worker: str) -> None:
-        self._send(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
+    def receive_question(self, worker: SimWorker, asked: RequestNextWorld | WorkerDone) -> None:
+        if isinstance(asked, RequestNextWorld) and asked.suspected_ranks and asked.fence is not None:
+            members = self.find_world(asked.fence).members
+            asked = replace(asked, suspects=tuple(members[rank].worker for rank in asked.suspected_ranks))
+        self._send(worker.slot.host, lambda: self._receive_question(worker, asked))
 
-    def send_heartbeat(self, heartbeat: Heartbeat, host: SimHost) -> None:
-        if not host.cut:  # a lost heartbeat is not repeated
-            self._send(host, lambda: self.post(heartbeat))
-
-    def receive_exit(self, slot: SimSlot, worker: str, code: int) -> None:
-        self._send(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
-
-    # ---- messages of workers
-
-    def joins(self, worker: SimWorker, join: do.AskForWorld) -> None:
-        suspects = ()
-        if join.suspects and join.fence is not None:
-            members = self.find_world(join.fence).members
-            suspects = tuple(members[rank].worker for rank in join.suspects)
-        event = RequestNextWorld(worker.name, join.fence, join.position, suspects, join.reason, join.planned)
-        self._send(worker.slot.host, lambda: self._receive_question(worker, join.fence, event))
-
-    def receive_done(self, worker: SimWorker, report: do.ReportDone) -> None:
-        event = WorkerDone(worker.name, report.fence, report.position, report.result)
-        self._send(worker.slot.host, lambda: self._receive_question(worker, report.fence, event))
-
-    def receive_formed(self, worker: SimWorker, fence: Fence) -> None:
-        self._send(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
-
-    def receive_failure(self, worker: SimWorker, report: do.ReportFailure) -> None:
-        event = WorkerRaised(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
-        self._send(worker.slot.host, lambda: self.post(event), most=0.002)
-
-    def receive_checkpoint(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
-        event = CheckpointWritten(worker.name, checkpoint)
-        self._send(worker.slot.host, lambda: self.post(event))
-
-    def _receive_question(
-        self, worker: SimWorker, fence: Fence | None, message: RequestNextWorld | WorkerDone
-    ) -> None:
+    def _receive_question(self, worker: SimWorker, message: RequestNextWorld | WorkerDone) -> None:
+        fence = message.fence
         if self.dead:
             return
         if not self._loses_answers:

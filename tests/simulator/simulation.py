@@ -23,7 +23,7 @@ from spark_elastic.runs.checkpoint import CheckpointStore, format_checkpoint_nam
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 from tests.simulator.fault_injection import FaultInjection
-from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment
+from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Moment
 from tests.simulator.group import SimGroup
 from tests.simulator.hosts import INITIAL_WEIGHTS, SimHost, SimSlot, SimWorker
 from tests.simulator.invariants import CheckpointInvariants, EventLog, StepHistory, Violation
@@ -87,9 +87,9 @@ class SimRun:
     def damage_newest(self) -> None:
         """Damage the newest published checkpoint, if an older published one is whole."""
         listed = self._checkpoints.read_published()
-        if len(listed) > 1 and not self.checkpoint_invariants.is_damaged(listed[1].name):
+        if len(listed) > 1 and listed[1].name not in self.checkpoint_invariants.damaged:
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
-            self.checkpoint_invariants.record_damaged(listed[0].name)
+            self.checkpoint_invariants.damaged.add(listed[0].name)
 
     # ---- checkpoints
 
@@ -128,9 +128,7 @@ class Report:
 
 
 def simulate(
-    plan: FaultPlan,
-    driver_step: Step = driver_machine.step,
-    worker_step: WorkerStep = worker_machine.step,
+    plan: FaultPlan, driver_step: Step = driver_machine.step, worker_step: WorkerStep = worker_machine.step
 ) -> Report:
     """Run the plan to its end.
 
@@ -173,7 +171,7 @@ class Simulation:
         self._history = StepHistory()
         self.event_log = EventLog()
         self.run = SimRun(self, lambda held: SimServer(self, driver_step, held, self.event_log))
-        self._faults = FaultInjection(self)
+        self.faults = FaultInjection(self)
 
     @property
     def server(self) -> SimServer:
@@ -185,7 +183,7 @@ class Simulation:
         for _ in range(self.plan.hosts):
             self.add_host()
         self.run.open()
-        self._faults.schedule_faults()
+        self.faults.schedule_faults()
         self._run_until(lambda: self.server.end is not None, DEADLINE, "the job did not end")
         seconds = self.now
         self._check_result()
@@ -196,7 +194,7 @@ class Simulation:
             self.server.end,
             tuple(world for server in self.run.servers for world in server.worlds),
             seconds,
-            tuple(self._faults.injected),
+            tuple(self.faults.injected),
             self.event_log.text(),
         )
 
@@ -210,7 +208,7 @@ class Simulation:
         return typical * self.rng.uniform(0.5, 1.5)
 
     def moment(self, moment: Moment) -> None:
-        self._faults.notice(moment)
+        self.faults.notice(moment)
 
     def _run_until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
         while not done():
@@ -308,10 +306,6 @@ class Simulation:
 
     # ---- the program
 
-    def find_exception(self, worker: SimWorker) -> str:
-        """What user code raises on this worker's share of its step, "" for nothing."""
-        return self._faults.find_exception(worker)
-
     def record_applied(self, worker: SimWorker, world: World, position: Position) -> None:
         if position.phase is Phase.TRAIN:
             self._history.record_applied(world.fence, position, self._rows(world, position))
@@ -345,6 +339,3 @@ class Simulation:
             raise Violation(
                 f"the final weights are not those of the plan: {end.results}\n{self.event_log.text()}"
             )
-
-
-__all__ = ["FaultKind", "Report", "Simulation", "simulate"]

@@ -43,7 +43,7 @@ def test_the_example_of_the_readme_runs(
     phases = re.findall(
         r"writing the rows to|wrote 1,000 rows|starting [\d to]+ workers of", said.err + said.out
     )
-    assert [each.split()[0] for each in phases] == ["writing", "wrote", "starting"], said
+    assert [phase.split()[0] for phase in phases] == ["writing", "wrote", "starting"], said
     program, loop = blocks("README.md", "python")
     exec(compile(without_session(program), "<README.md>", "exec"), names)
     losses = [entry["loss"] for entry in names["model"].history]
@@ -52,10 +52,8 @@ def test_the_example_of_the_readme_runs(
     assert names["model"].transform(names["df"]).filter("prediction is null").count() == 0
     names["df"] = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")
     monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
-    exec(
-        compile(loop.replace("/path/that/all/hosts/see", str(tmp_path / "seen")), "<README.md>", "exec"),
-        names,
-    )
+    loop = loop.replace("/path/that/all/hosts/see", str(tmp_path / "seen"))
+    exec(compile(loop, "<README.md>", "exec"), names)
 
 
 @pytest.mark.faults  # of the long run
@@ -81,22 +79,12 @@ def test_each_program_of_a_how_to_runs(
 def test_the_cluster_from_nothing_loses_a_host_and_takes_in_another(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(*blocks("how-to/standalone.md", "python"))
     words = "\n".join([*blocks("how-to/standalone.md", "bash"), "kill $(jobs -p)", "wait"])
-    (tmp_path / "words.sh").write_text(
-        words.replace("7077", str(find_free_port("127.0.0.1", (20000, 30000))))
-    )
-    run = subprocess.run(
-        ["bash", "words.sh"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            **cluster_environment(),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=360,
-    )
+    port = find_free_port("127.0.0.1", (20000, 30000))
+    (tmp_path / "words.sh").write_text(words.replace("7077", str(port)))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **cluster_environment(), "PATH": path}
+    how: Any = {"capture_output": True, "text": True, "timeout": 360, "env": environment}
+    run = subprocess.run(["bash", "words.sh"], check=False, cwd=tmp_path, **how)
     log = (tmp_path / "job.log").read_text()
     worlds = [int(size) for size in re.findall(r"world of (\d+)", log)]
     assert worlds[:3] == [2, 1, 2], f"{run.stdout}{run.stderr}{log[-3000:]}"
@@ -145,13 +133,8 @@ def submit(
     """The end of an example that spark-submit runs on the cluster."""
     command = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", cluster.url]
     settings = ["--conf", "spark.executor.memory=512m", "--conf", "spark.driver.memory=512m"]
-    run = subprocess.run(
-        [*command, *settings, str(ROOT / "examples" / program), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    command += [*settings, str(ROOT / "examples" / program), *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == status, run.stderr[-3000:]
     return run
 

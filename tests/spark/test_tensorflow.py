@@ -76,15 +76,9 @@ def test_the_documented_script_loses_an_executor(
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     stream = ActAtStep(kill_executor, "batch 10: loss")
-    results = spark_elastic.run(
-        script,
-        (str(ROOT / "examples" / "tf_elastic.py"), str(gate)),
-        spark=spark,
-        num_proc=3,
-        min_np=1,
-        stdout=stream,
-        env={"TF_CPP_MIN_LOG_LEVEL": "2"},
-    )
+    arguments = str(ROOT / "examples" / "tf_elastic.py"), str(gate)
+    how: dict[str, Any] = {"num_proc": 3, "min_np": 1, "env": {"TF_CPP_MIN_LOG_LEVEL": "2"}}
+    results = spark_elastic.run(script, arguments, spark=spark, stdout=stream, **how)
     stream.thread.join()
     told = stream.getvalue()
     assert told.count("world of ") >= 2, told
@@ -108,16 +102,9 @@ def test_folds_of_a_pipeline_choose_the_better_rate(spark: SparkSession, tmp_pat
     """Three slots and workers in pairs, fits in parallel: at most one trains at a time."""
     x = np.random.default_rng(5).normal(size=(60, 2))
     df = spark.createDataFrame([(float(a), float(b), int(a > b)) for a, b in x], "a double, b double, y long")
-    estimator = ElasticKerasEstimator(
-        model=model(),
-        feature_cols="x",
-        label_cols="y",
-        batch_size=10,
-        epochs=2,
-        num_workers=2,
-        store=str(tmp_path),
-        verbose=0,
-    )
+    how: dict[str, Any] = {"batch_size": 10, "epochs": 2, "num_workers": 2, "verbose": 0}
+    columns = {"feature_cols": "x", "label_cols": "y"}
+    estimator = ElasticKerasEstimator(model=model(), **columns, store=str(tmp_path), **how)
     tuned = CrossValidator(
         estimator=Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="x"), estimator]),
         estimatorParamMaps=ParamGridBuilder().addGrid(estimator.learning_rate, [0.0, 1.0]).build(),

@@ -21,9 +21,8 @@ from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import is_own_address
-from spark_elastic.worker import pickling
-from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.imports import list_early_imports
+from spark_elastic.worker.program import describe_exit, pickle_for_workers
 
 
 class HostSlots:
@@ -100,7 +99,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         """interpreter: path of the Python that slots run with."""
         super().__init__(clock)
         self._program = program
-        self._payload = pickling.dumps(program)
+        self._payload = pickle_for_workers(program)
         self._pool = pool
         self._preload = preload
         self.interpreter = interpreter

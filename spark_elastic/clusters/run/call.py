@@ -23,7 +23,7 @@ from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, supports_live_line
 from spark_elastic.monitoring.listener import close_within_deadline
-from spark_elastic.monitoring.log_forwarding import log_to_listener
+from spark_elastic.monitoring.logs import log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore

@@ -19,8 +19,8 @@ from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.devices import require_gpus
+from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun
 from spark_elastic.worker.script import Script
-from spark_elastic.worker.torchrun import ResultStore, StoredResult, Torchrun
 
 
 class TorchDistributor:

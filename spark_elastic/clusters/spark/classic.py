@@ -44,10 +44,10 @@ from spark_elastic.driver.job import LaunchResult
 from spark_elastic.driver.ports import Discovery, Post, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.log_forwarding import announce_phase
+from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.events import DrainRequested, HostAppeared, HostLost
 from spark_elastic.protocol.types import SlotSpec
-from spark_elastic.worker import pickling
+from spark_elastic.worker.program import pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -88,7 +88,7 @@ class ClassicPlatform(SparkPlatform):
     @contextmanager
     def _ship(self, program: object) -> Iterator[Payload]:
         self._ship_package()
-        shipped = broadcast(self._sc, pickling.dumps(program), "the program")
+        shipped = broadcast(self._sc, pickle_for_workers(program), "the program")
         try:
             yield shipped
         finally:

@@ -41,7 +41,7 @@ from spark_elastic.driver.job import FIRST_ATTEMPT, LaunchResult
 from spark_elastic.driver.ports import Discovery, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError, StoreError
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.log_forwarding import announce_phase
+from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.runs.store_channel import ChannelEnd

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker import pickling
-from spark_elastic.worker.pickling import WorkerPickler
+from spark_elastic.worker.program import WorkerPickler, pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -106,13 +105,13 @@ def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | Artifac
 def make_program_payload(spark: SparkSession, program: object) -> InlinePayload | SplitPayload:
     """A payload with a pickled program. The secrets that stay out of files are the values of the program's environment
     and its stores with their options."""
-    content = pickling.dumps(program)
+    content = pickle_for_workers(program)
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)
     bulk = io.BytesIO()
     pickler = _SecretPickler(bulk, getattr(program, "environment", None))
     pickler.dump(program)
-    return SplitPayload(make_payload(spark, bulk.getvalue()), pickling.dumps(pickler.secrets))
+    return SplitPayload(make_payload(spark, bulk.getvalue()), pickle_for_workers(pickler.secrets))
 
 
 class _SecretPickler(WorkerPickler):

@@ -28,8 +28,8 @@ from spark_elastic.errors import ElasticError, InvalidInput, PreflightError, Sto
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
+from spark_elastic.worker.child import LOAD_SECONDS, find_load_error, find_load_error_in_fork
 from spark_elastic.worker.devices import check_host_device
-from spark_elastic.worker.load_check import LOAD_SECONDS, find_load_error, find_load_error_in_fork
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.ranks import rank, size
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, rank, size
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.horovod.keras.values import broadcast_variables
 from spark_elastic.horovod.ops.operations import allreduce_arrays
@@ -28,10 +27,8 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """Broadcasts model and optimizer of `root_rank` after the first batch of a fit.
-
-    local_variables: variables that are not broadcast. device: not used.
-    """
+    """Broadcasts model and optimizer of `root_rank` after the first batch of a fit. local_variables: variables that are
+    not broadcast. device: not used."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -68,13 +65,11 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         names = sorted(logs or ())
         if names:
             # Some metrics have a number for each class or threshold.
-            values = [
-                np.array(keras.ops.convert_to_numpy(logs[name]), np.float64, order="C") for name in names
-            ]
+            own = [keras.ops.convert_to_numpy(logs[name]) for name in names]
+            values = [np.array(value, np.float64, order="C") for value in own]
             allreduce_arrays(values, "metrics", ReduceOptions(Average, process_set=self._process_set))
-            logs.update(
-                {n: value if value.ndim else float(value) for n, value in zip(names, values, strict=True)}
-            )
+            numbers = [value if value.ndim else float(value) for value in values]
+            logs.update(zip(names, numbers, strict=True))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -90,15 +85,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         filepath: str | None = None,
     ) -> None:
         default = "best.weights.h5" if save_weights_only else "best.keras"
-        super().__init__(
-            filepath or default,
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
+        super().__init__(filepath or default, monitor, verbose, True, save_weights_only, mode, save_freq)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if rank() == 0:
@@ -209,12 +196,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(
-            initial_lr,
-            self._warm,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
+            initial_lr, self._warm, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
         )
         self._warmup = warmup_epochs
         self._verbose = verbose

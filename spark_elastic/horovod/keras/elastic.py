@@ -13,17 +13,15 @@ def train(state):
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
-from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.elastic_loop import run
 from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
-from spark_elastic.handwritten.session import get_session
 from spark_elastic.horovod.keras.callbacks import DONE_BEFORE
 from spark_elastic.protocol.types import HostUpdateResult
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
 __all__ = [
     "CommitStateCallback",
@@ -38,21 +36,12 @@ __all__ = [
     "run",
 ]
 
-R = TypeVar("R")
-
 END_OF_EPOCH = "the epoch is over"  # as `stop_training`: truthy, and no other callback sets it
 
 
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns."""
-    return elastic(func, get_session)
-
-
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """Commits every `batches_per_commit` batches and at the end of epochs.
-
-    It commits when the next batch or epoch begins: after all callbacks have updated the state, in whatever order.
-    """
+    """Commits every `batches_per_commit` batches and at the end of epochs. It commits when the next batch or epoch
+    begins: after all callbacks have updated the state, in whatever order."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
@@ -92,11 +81,9 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # unt
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets `state.batch` to the batches done in the epoch, over all fits that it took; 0 between epochs.
-
-    If a fit resumes within an epoch, the epoch ends after `steps_per_epoch` batches, those of earlier fits included.
-    steps_per_epoch: None takes that of fit.
-    """
+    """Sets `state.batch` to the batches done in the epoch, over all fits that it took; 0 between epochs. If a fit
+    resumes within an epoch, the epoch ends after `steps_per_epoch` batches, those of earlier fits included.
+    steps_per_epoch: None takes that of fit."""
 
     def __init__(self, state: Any, steps_per_epoch: int | None = None) -> None:
         super().__init__()

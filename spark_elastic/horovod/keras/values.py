@@ -11,12 +11,7 @@ import numpy.typing as npt
 
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.horovod.ops.operations import (
-    allgather_arrays,
-    allreduce_arrays,
-    broadcast_arrays,
-    reducescatter_arrays,
-)
+from spark_elastic.horovod.ops import operations
 from spark_elastic.runs.handlers import to_array
 
 
@@ -29,33 +24,30 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: Any = None,
 ) -> npt.NDArray[Any]:
-    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors.
-
-    Args:
-        compression: not used; values travel as they are.
-    """
+    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors. compression:
+    not used; values travel as they are."""
     mine = _copy(value)
     scale = prescale_factor, postscale_factor
-    allreduce_arrays([mine], name, ReduceOptions.from_args(average, op, scale, global_process_set))
+    operations.allreduce_arrays([mine], name, ReduceOptions.from_args(average, op, scale, global_process_set))
     return mine
 
 
 def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
     """Concatenate all ranks' values along dimension 0, in which they may differ."""
     mine = _copy(value)
-    return allgather_arrays([np.atleast_1d(mine)], name)[0]
+    return operations.allgather_arrays([np.atleast_1d(mine)], name)[0]
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
     """Return the value of rank `root_rank`."""
     mine = _copy(value)
-    broadcast_arrays([mine], root_rank, name)
+    operations.broadcast_arrays([mine], root_rank, name)
     return mine
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
     """Return this rank's part of the reduced value, cut along dimension 0."""
-    return reducescatter_arrays([_copy(value)], name, ReduceOptions(op))[0]
+    return operations.reducescatter_arrays([_copy(value)], name, ReduceOptions(op))[0]
 
 
 def broadcast_variables(
@@ -64,7 +56,7 @@ def broadcast_variables(
     """Overwrite variables with those of `root_rank`."""
     values = [np.array(to_array(variable), order="C") for variable in variables]
     if values:
-        broadcast_arrays(values, root_rank, "variables", process_set)
+        operations.broadcast_arrays(values, root_rank, "variables", process_set)
     for variable, array in zip(variables, values, strict=True):
         variable.assign(array)
 

@@ -22,28 +22,18 @@ _EXCHANGE = "_spark_elastic"  # the attribute of an optimizer that holds its exc
 
 
 def validate_backward_passes(count: int) -> int:
-    """Return `backward_passes_per_step` as it is.
-
-    Raises:
-        InvalidInput: it is below 1.
-    """
+    """Return `backward_passes_per_step` as it is; it must be 1 or more."""
     if count < 1:
         raise InvalidInput(f"backward_passes_per_step must be at least 1; got {count}.")
     return count
 
 
 class GradientAccumulator(Generic[T]):
-    """Sums the gradients of `backward_passes_per_step` backward passes.
-
-    A new world starts a new step: it drops what the former world left unfinished.
-    """
+    """Sums the gradients of `backward_passes_per_step` backward passes. A new world starts a new step: it drops what
+    the former world left unfinished."""
 
     def __init__(self, passes: int, average: bool, copy: Callable[[Sequence[T]], list[T]]) -> None:
-        """
-        Args:
-            average: divide the sums by the number of passes.
-            copy: makes arrays or tensors that the accumulator may write to.
-        """
+        """average: divide the sums by the number of passes. copy: makes tensors that the accumulator may write to."""
         self.passes = validate_backward_passes(passes)
         self._average = average
         self._copy = copy
@@ -96,10 +86,7 @@ class OptimizerExchange(ABC, Generic[T]):
     kind: type[WrappedOptimizer]  # of the optimizer that exchanges so
 
     def __init__(self, options: GradientOptions, passes: int, average: bool) -> None:
-        """
-        Args:
-            average: divide the sums of several backward passes by their number.
-        """
+        """average: divide the sums of several backward passes by their number."""
         self.options = options
         self.accumulator: GradientAccumulator[T] = GradientAccumulator(passes, average, self.copy)
         self.local: list[Any] = []  # variables whose gradients are not exchanged
@@ -133,11 +120,8 @@ class WrappedOptimizer:
         vars(self)[_EXCHANGE].local.append(var)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Exchange the gradients and apply them.
-
-        Raises:
-            CollectiveError: the exchange broke; no variable was changed. In a graph of TensorFlow: see `elastic.run`.
-        """
+        """Exchange the gradients and apply them. Raises CollectiveError if the exchange broke; no variable was changed.
+        In a graph of TensorFlow: see `elastic.run`."""
         own: Any = super()
         this: Any = self
         exchange: OptimizerExchange[Any] = vars(self)[_EXCHANGE]
@@ -168,33 +152,22 @@ def wrap_optimizer(
     optimizer: Plain, make_exchange: Callable[[], OptimizerExchange[Any]], utils: Any
 ) -> Plain:
     """Return `optimizer` with the class `kind` of the exchange before its own; Keras saves it as the plain optimizer.
-
-    The result is the optimizer itself: variables, learning rate and schedules are the same objects.
-
-    Args:
-        make_exchange: makes what an optimizer of that class has of its own.
-        utils: the module `utils` of Keras.
-
-    Raises:
-        InvalidInput: it is no optimizer of Keras 3, or wrapped already.
-    """
+    The result is the optimizer itself: variables, learning rate and schedules are the same objects. make_exchange:
+    makes what an optimizer of that class has of its own. utils: the module of Keras."""
+    own = type(optimizer)
+    needed = ("apply", "apply_gradients", "build")
     if isinstance(optimizer, WrappedOptimizer) or not all(
-        callable(getattr(optimizer, method, None)) for method in ("apply", "apply_gradients", "build")
+        callable(getattr(own, name, None)) for name in needed
     ):
-        raise InvalidInput(
-            f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
-        )
-    own, exchange = type(optimizer), make_exchange()
+        raise InvalidInput(f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {own.__name__}.")
+    exchange = make_exchange()
     # The class keeps the name of the plain one, so that a saved optimizer is loaded as the plain one.
-    distributed = type(
-        own.__name__,
-        (exchange.kind, own),
-        {"__module__": own.__module__, "_make_exchange": staticmethod(make_exchange)},
-    )
+    members = {"__module__": own.__module__, "_make_exchange": staticmethod(make_exchange)}
+    distributed = type(own.__name__, (exchange.kind, own), members)
     package, _, name = utils.get_registered_name(own).rpartition(">")
     if package:
-        for each in (distributed, own):  # the name stands for the class that was registered last
-            utils.register_keras_serializable(package, name)(each)
+        for kind in (distributed, own):  # the name stands for the class that was registered last
+            utils.register_keras_serializable(package, name)(kind)
     result: Any = object.__new__(distributed)
     object.__setattr__(result, "__dict__", optimizer.__dict__)  # bypasses the __setattr__ of Keras
     vars(result)[_EXCHANGE] = exchange  # Keras does not track this attribute

@@ -12,26 +12,22 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from elastic_collectives import CollectiveError, MismatchError, RequestTimeout
 
-ALLREDUCE = "allreduce"
-ALLGATHER = "allgather"
-BROADCAST = "broadcast"
-ALLTOALL = "alltoall"
-REDUCESCATTER = "reducescatter"
-BARRIER = "barrier"
-JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part in these
+Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
+JOINABLE = ("allreduce", "barrier")  # a rank that has joined can take part in these
 
 
 @dataclass(frozen=True)
 class OperationRequest:
     """One operation on one or more arrays: everything in which the ranks must agree."""
 
-    kind: str  # ALLREDUCE or another one of the names above
+    kind: Kind
     name: str | None = None  # None: the next of this rank's unnamed operations of this kind
     dtypes: tuple[str, ...] = ()  # of each array: numpy's names, and bfloat16
-    # Of each array; -1 is a first dimension that may differ between ranks.
+    # Of each array; -1: a first dimension that may differ between ranks.
     shapes: tuple[tuple[int, ...], ...] = ()
     op: str = ""  # of a reduction: the engine's name
     scale: tuple[float, float] = (1.0, 1.0)  # factors before and after a reduction
@@ -44,9 +40,8 @@ class OperationRequest:
     @classmethod
     def from_json(cls, text: bytes) -> OperationRequest:
         kind, name, dtypes, shapes, op, scale, compression, root = json.loads(text)
-        return cls(
-            kind, name, tuple(dtypes), tuple(map(tuple, shapes)), op, (scale[0], scale[1]), compression, root
-        )
+        shapes = tuple(map(tuple, shapes))
+        return cls(kind, name, tuple(dtypes), shapes, op, (scale[0], scale[1]), compression, root)
 
 
 def find_mismatch(label: str, requests: Mapping[int, OperationRequest]) -> tuple[tuple[int, ...], str] | None:
@@ -90,10 +85,8 @@ class Message:
 
 
 class RequestCache:
-    """Encodes requests that were sent before as two bytes, as Horovod's response cache does.
-
-    All ranks decode all messages, so that they number the same requests alike, and clear their caches together.
-    """
+    """Encodes requests that were sent before as two bytes, as Horovod's response cache does. All ranks decode all
+    messages, so that they number the same requests alike, and clear their caches together."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
@@ -142,11 +135,8 @@ class RequestCache:
             else:
                 body = text[at : at + length]
                 at += length
-                yield (
-                    Message(OperationRequest.from_json(body))
-                    if number == _NEW
-                    else Message(expired=body.decode())
-                )
+                is_new = number == _NEW
+                yield Message(OperationRequest.from_json(body)) if is_new else Message(expired=body.decode())
 
 
 def _encode_text(number: int, text: bytes) -> bytes:
@@ -168,7 +158,7 @@ class RoundResult:
 
     responses: tuple[Response, ...]  # in the order in which to carry them out
     announced: tuple[str, ...]  # labels of the requests that this rank announced in the round, in their order
-    # Once all ranks have joined: the one that joined last; the join is over then.
+    # Once all ranks have joined, which ends the join: the one that joined last.
     last_joined: int | None = None
 
 
@@ -208,21 +198,16 @@ class Negotiation:
         return self._cache.encode(messages)
 
     def process(self, texts: Sequence[bytes], deadlocked: bool = False) -> RoundResult:
-        """Process one round.
-
-        Args:
-            texts: what each rank sent, in rank order.
-            deadlocked: all ranks have been waiting for long, so that pending operations fail unless one is ready.
-        """
+        """Process one round. texts: what each rank sent, in rank order. deadlocked: all ranks have been waiting for
+        long, so that pending operations fail unless one is ready."""
         announced: list[str] = []
         for rank, messages in enumerate(self._cache.decode(texts)):
             for message in messages:
                 label = self._apply(rank, message)
                 if label is not None and rank == self._rank:
                     announced.append(label)
-        responses = [
-            self._make_response(label) for label, entry in self._pending.items() if self._is_ready(entry)
-        ]
+        ready = [label for label, e in self._pending.items() if e.expired or not self._find_missing_ranks(e)]
+        responses = [self._make_response(label) for label in ready]
         if deadlocked and not responses:
             responses = self._make_deadlock_responses()
         for response in responses:
@@ -237,22 +222,18 @@ class Negotiation:
         elif message.request is None:
             self._joined[rank] = message.joined
         else:
-            label = message.request.name or self._make_label(rank, message.request.kind)
+            label = message.request.name or self._label_unnamed(rank, message.request.kind)
             self._pending.setdefault(label, _PendingOperation()).requests[rank] = message.request
             return label
         return None
 
-    def _make_label(self, rank: int, kind: str) -> str:
+    def _label_unnamed(self, rank: int, kind: str) -> str:
         self._unnamed_counts[rank][kind] += 1
         return f"{kind}.noname.{self._unnamed_counts[rank][kind]}"
 
     def _find_missing_ranks(self, entry: _PendingOperation) -> tuple[int, ...]:
-        return tuple(
-            rank for rank in range(self._size) if rank not in entry.requests and rank not in self._joined
-        )
-
-    def _is_ready(self, entry: _PendingOperation) -> bool:
-        return entry.expired or not self._find_missing_ranks(entry)
+        there = entry.requests.keys() | self._joined.keys()
+        return tuple(rank for rank in range(self._size) if rank not in there)
 
     def _make_response(self, label: str) -> Response:
         entry = self._pending[label]

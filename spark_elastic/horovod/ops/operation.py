@@ -8,106 +8,68 @@ them.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from elastic_collectives import CollectiveError, Group
-from elastic_collectives.arithmetic import narrow
-from elastic_collectives.group import Array
-from elastic_collectives.operands import as_array, as_reduction, as_rows, validate_root, validate_splits
-from spark_elastic.clock import Clock
+from elastic_collectives import CollectiveError, Group, operands
+from elastic_collectives.operands import Array, as_array, as_rows, narrow
 from spark_elastic.errors import InvalidInput
-from spark_elastic.horovod.ops.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    OperationRequest,
-)
+from spark_elastic.horovod.ops.negotiation import OperationRequest
+
+if TYPE_CHECKING:
+    from spark_elastic.horovod.ops.operation_queue import OperationQueue
 
 POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
 
 
-@dataclass(frozen=True)
-class CompletionSignal:
-    """What the handles of one queue share to wait for their completion."""
-
-    clock: Clock  # tells when operations were requested, and for how long they wait
-    # Entered around a wait for other processes.
-    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    # Notified whenever an operation completes or a round ends; its lock guards the state of the queue.
-    condition: threading.Condition = field(default_factory=threading.Condition)
-
-
 class Operation:
-    """The handle of an operation.
-
-    `outputs` once it is done: for allreduce and broadcast the arrays themselves, changed in place; for allgather and
-    reducescatter a new array for each; for alltoall the rows received, and how many came from each rank.
-    """
+    """The handle of an operation. `outputs` once it is done: for allreduce and broadcast the arrays themselves, changed
+    in place; for allgather and reducescatter a new array for each; for alltoall the rows received, and how many came
+    from each rank."""
 
     def __init__(
         self,
         request: OperationRequest,
         arrays: Sequence[Array],
-        signal: CompletionSignal,
-        run_until_done: Callable[[Operation], None],
+        queue: OperationQueue,
         splits: list[int] | None = None,
     ) -> None:
-        """
-        Args:
-            run_until_done: runs rounds until the operation is done; called by a thread that waits for it.
-            splits: of an alltoall: rows for each rank.
-        """
+        """splits: of an alltoall: rows for each rank."""
         self.request = request
         self.arrays = tuple(arrays)
         self.splits = splits
         self.label = request.name or f"unnamed {request.kind}"  # the negotiation gives unnamed ones another
-        self.requested_at = signal.clock.now()
+        self.requested_at = queue.clock.now()
         self.announced_at = self.requested_at  # when the round began in which the other ranks learned of it
         self.outputs: tuple[Array, ...] = ()
-        self._signal = signal
-        self._run_until_done = run_until_done
+        self.done = False  # `wait` returns or raises at once
+        self._queue = queue
         self._wait_began_at: float | None = None  # the first call of `wait` or `poll`
         self._polled_at: float | None = None  # the last call of `poll`
         self._has_blocked_thread = False
-        self._done = False
         self._error: Exception | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether `wait` returns or raises at once."""
-        return self._done
-
     def wait(self) -> tuple[Array, ...]:
-        """Run rounds until the operation is done. The deadlines of the queue bound the wait.
-
-        Raises:
-            CollectiveError: the operation failed, or the group broke.
-            Exception: this rank itself could not carry it out.
-        """
-        if not self._done:
+        """Run rounds until the operation is done. The deadlines of the queue bound the wait. Raises CollectiveError if
+        the operation failed, or the group broke. Raises Exception if this rank itself could not carry it out."""
+        if not self.done:
             self._has_blocked_thread = True
-            self._wait_began_at = self._wait_began_at or self._signal.clock.now()
-            with self._signal.waiting():
-                self._run_until_done(self)
+            self._wait_began_at = self._wait_began_at or self._queue.clock.now()
+            with self._queue.record_wait():
+                self._queue.run_until_done(self)
         if self._error is not None:
             reraise(self._error)
         return self.outputs
 
     def poll(self) -> bool:
         """Whether it is done. A caller that polls repeatedly counts as waiting: see `count_seconds_waited`."""
-        if not self._done:
-            self._polled_at = self._signal.clock.now()
+        if not self.done:
+            self._polled_at = self._queue.clock.now()
             self._wait_began_at = self._wait_began_at or self._polled_at
-        return self._done
+        return self.done
 
     def count_seconds_waited(self, now: float) -> float:
         """Return the seconds since the first wait or poll; 0 if there was none."""
@@ -115,16 +77,15 @@ class Operation:
 
     def has_waiter(self, now: float) -> bool:
         """Whether a thread is blocked on it, or has polled it within the last POLLED_AGAIN seconds."""
-        return self._has_blocked_thread or (
-            self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
-        )
+        polls = self._polled_at is not None and now - self._polled_at < POLLED_AGAIN
+        return self._has_blocked_thread or polls
 
     def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
         """Set the outputs or the error, unless it is done already. Called by the queue."""
-        with self._signal.condition:
-            if not self._done:
-                self.outputs, self._error, self._done = outputs, error, True
-                self._signal.condition.notify_all()
+        with self._queue.condition:
+            if not self.done:
+                self.outputs, self._error, self.done = outputs, error, True
+                self._queue.condition.notify_all()
 
 
 def reraise(error: Exception) -> NoReturn:
@@ -165,51 +126,43 @@ def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
 
 
 def _count_bytes(request: OperationRequest) -> int:
+    kinds = zip(request.dtypes, request.shapes, strict=True)
     return sum(
-        _count_item_bytes(name) * math.prod(shape)
-        for name, shape in zip(request.dtypes, request.shapes, strict=True)
+        (2 if name == "bfloat16" else np.dtype(name).itemsize) * math.prod(shape) for name, shape in kinds
     )
 
 
 def _fusion_key(request: OperationRequest) -> object | None:
-    if request.kind != ALLREDUCE or request.op == "adasum" or len(set(request.dtypes)) != 1:
+    if request.kind != "allreduce" or request.op == "adasum" or len(set(request.dtypes)) != 1:
         return None
     return request.dtypes[0], request.op, request.scale, request.compression
 
 
 def validate(operation: Operation, size: int) -> None:
-    """Check an operation before this rank announces it.
-
-    Raises:
-        InvalidInput: its arrays or arguments are invalid.
-    """
+    """Raise InvalidInput if an operation's arrays or arguments are invalid, before this rank announces it."""
     request = operation.request
     try:
         for array, name in zip(operation.arrays, request.dtypes, strict=True):
-            if request.kind in (ALLREDUCE, REDUCESCATTER):
-                view = as_array(array, writable=request.kind == ALLREDUCE)
-                as_reduction(view, request.op, name, None, request.scale, request.compression)
-            if request.kind in (REDUCESCATTER, ALLGATHER, ALLTOALL):
+            if request.kind in ("allreduce", "reducescatter"):
+                view = as_array(array, writable=request.kind == "allreduce")
+                operands.as_reduction(view, request.op, name, None, request.scale, request.compression)
+            if request.kind in ("reducescatter", "allgather", "alltoall"):
                 as_rows(array)
-        if request.kind == ALLTOALL:
-            validate_splits(len(operation.arrays[0]), operation.splits, size)
-        validate_root(request.root, size)
+        if request.kind == "alltoall":
+            operands.validate_splits(len(operation.arrays[0]), operation.splits, size)
+        operands.validate_root(request.root, size)
     except ValueError as error:
         raise InvalidInput(f"{operation.label!r}: {error}") from error
 
 
 def execute(group: Group, batch: Sequence[Task]) -> None:
-    """Carry out a batch and complete its operations.
-
-    Raises:
-        CollectiveError: the group broke; none of them is completed.
-    """
+    """Carry out a batch and complete its operations; none of them if the group breaks."""
     request = batch[0].request
-    if request.kind == ALLREDUCE:
+    if request.kind == "allreduce":
         _execute_allreduces(group, batch)
         return
     operation = batch[0].operation
-    if request.kind == BARRIER:
+    if request.kind == "barrier":
         group.barrier()
         outputs: tuple[Array, ...] = ()
     else:
@@ -221,16 +174,16 @@ def execute(group: Group, batch: Sequence[Task]) -> None:
 
 def _execute_single(group: Group, operation: Operation) -> tuple[Array, ...]:
     request = operation.request
-    if request.kind == BROADCAST:
+    if request.kind == "broadcast":
         for array in operation.arrays:
             group.broadcast(array, request.root)
         return operation.arrays
-    if request.kind == ALLGATHER:
+    if request.kind == "allgather":
         return tuple(np.concatenate(group.allgatherv(array)) for array in operation.arrays)
-    if request.kind == ALLTOALL:
+    if request.kind == "alltoall":
         rows, counts = group.alltoall(operation.arrays[0], operation.splits)
         return rows, np.array(counts, np.int64)
-    assert request.kind == REDUCESCATTER
+    assert request.kind == "reducescatter"
     return tuple(
         group.reducescatter(array, request.op, name, None, request.scale, request.compression)
         for array, name in zip(operation.arrays, request.dtypes, strict=True)
@@ -258,10 +211,9 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 
 def make_neutral_arrays(request: OperationRequest) -> tuple[Array, ...]:
     """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
+    op, factor = request.op, request.scale[0]
     return tuple(
-        narrow(
-            np.full(shape, _find_neutral_element(request.op, name, request.scale[0]), _numpy_name(name)), name
-        )
+        narrow(np.full(shape, _find_neutral_element(op, name, factor), _numpy_name(name)), name)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
@@ -276,16 +228,12 @@ def _find_neutral_element(op: str, name: str, factor: float) -> float:
     largest = (op == "min") == (factor > 0)
     if kind.kind == "f":
         return np.inf if largest else -np.inf
-    limits = np.iinfo(kind) if kind.kind in "iu" else None
-    if limits is None:  # bool: min is "and", max is "or"
+    if kind.kind not in "iu":  # bool: min is "and", max is "or"
         return largest
+    limits = np.iinfo(kind)
     return int(limits.max if largest else limits.min)
 
 
 def _numpy_name(name: str) -> str:
-    """Return the dtype in which numpy computes `name`, since it has no bfloat16."""
+    """The dtype in which numpy computes `name`: it has no bfloat16."""
     return "float32" if name in ("bfloat16", "float16") else name
-
-
-def _count_item_bytes(name: str) -> int:
-    return 2 if name == "bfloat16" else np.dtype(name).itemsize

@@ -8,18 +8,20 @@ thread that waits for an operation runs the rounds itself, otherwise the thread 
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
+from spark_elastic.clock import Clock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.stall import OperationStallCheck
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.horovod.ops.negotiation import (
     Message,
@@ -28,15 +30,7 @@ from spark_elastic.horovod.ops.negotiation import (
     Response,
     RoundResult,
 )
-from spark_elastic.horovod.ops.operation import (
-    CompletionSignal,
-    Operation,
-    Task,
-    execute,
-    fuse_tasks,
-    reraise,
-    validate,
-)
+from spark_elastic.horovod.ops.operation import Operation, Task, execute, fuse_tasks, reraise, validate
 
 HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
 _HEADING = struct.Struct("<I?")  # they begin with: the message's length, whether the rank seems deadlocked
@@ -48,6 +42,8 @@ IDLE = 0.5  # seconds between rounds while no rank has a request
 BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is ready
 JOIN = OperationRequest("join")
 
+log = logging.getLogger(__name__)
+
 
 class OperationQueue:
     """The negotiated operations of one group, from the first one on."""
@@ -55,27 +51,24 @@ class OperationQueue:
     def __init__(
         self,
         group: Group,
-        signal: CompletionSignal,
+        clock: Clock,
         limits: OperationConfig,
         name: str = "",
-        timeline: Timeline | None = None,
+        record_wait: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """
-        Args:
-            name: of the process set, for messages; "" for the whole world.
-            timeline: where to write what this rank carries out.
-        """
+        """name: of the process set, for messages; "" for the whole world. record_wait: entered around waits."""
         self.group = group
-        self.timeline = timeline
-        self._signal = signal
-        self._clock = signal.clock
+        self.clock = clock
+        self.record_wait = record_wait
+        self.timeline: Timeline | None = None  # where to write what this rank carries out
+        self.condition = threading.Condition()  # notified whenever an operation completes or a round ends
         self._limits = limits
         self._wait_at_most = group.timeout if limits.wait_at_most is None else limits.wait_at_most
         self._stall_check = OperationStallCheck(name, limits.warn_after, group.members)
         self._negotiation = Negotiation(group.rank, group.size)
         self._thread: threading.Thread | None = None
         self._wake_thread = threading.Event()  # there is work for the thread of the queue
-        self._condition = signal.condition  # its lock guards the following
+        # The lock of `condition` guards the following.
         self._new: list[Operation] = []  # requested, and not announced yet
         self._announcing: list[Operation] = []  # announced in the present round
         self._announced: dict[str, Operation] = {}  # announced and not ready yet, by label
@@ -87,8 +80,8 @@ class OperationQueue:
         self._idle = False  # this rank has no request in the present round, or in the next one
         # A thread is in a round. Only that thread changes the following.
         self._in_round = False
-        self._last_round_at = signal.clock.now()
-        self._progress_at = signal.clock.now()  # when this rank last had a new request or a decision
+        self._last_round_at = clock.now()
+        self._progress_at = clock.now()  # when this rank last had a new request or a decision
         self._back_off = BACK_OFF[0]
 
     def submit(
@@ -106,12 +99,11 @@ class OperationQueue:
 
         Raises:
             InvalidInput: the arguments are invalid, or an operation of that name is in progress.
-            CollectiveError: the group broke.
-            Exception: what broke the queue on this rank.
+            Exception: what broke the queue on this rank, such as a CollectiveError.
         """
-        operation = Operation(request, arrays, self._signal, self._run_until_done, splits)
+        operation = Operation(request, arrays, self, splits)
         validate(operation, self.group.size)
-        with self._condition:
+        with self.condition:
             self._check_usable()
             former = self._by_name.get(request.name or "")
             if former is not None and not former.done:
@@ -127,16 +119,10 @@ class OperationQueue:
         return operation
 
     def join(self, steps: int = 0) -> Operation:
-        """Take part in allreduces and barriers without contributing, until all ranks have joined.
-
-        Args:
-            steps: optimizer steps that this rank has taken in this world; they tell which rank joined last.
-
-        Returns:
-            A handle whose output is the rank that joined last.
-        """
-        operation = Operation(JOIN, (), self._signal, self._run_until_done)
-        with self._condition:
+        """Take part in allreduces and barriers without contributing, until all ranks have joined. The handle's output
+        is the rank that joined last. steps: of the optimizer in this world, by which ranks tell who was last."""
+        operation = Operation(JOIN, (), self)
+        with self.condition:
             self._check_usable()
             if self._join is not None:
                 raise InvalidInput("this rank has joined: wait for that handle.")
@@ -192,7 +178,7 @@ class OperationQueue:
     def _can_skip_round(self, woken: bool) -> bool:
         """Whether the thread of the queue leaves out a round. Threads that wait for operations run rounds themselves:
         taking turns with them would cost more than a round."""
-        needed = self._has_work() if woken else self._clock.now() - self._last_round_at > IDLE / 2
+        needed = self._has_work() if woken else self.clock.now() - self._last_round_at > IDLE / 2
         return self._waiting_threads > 0 or not needed
 
     def _collect_more_requests(self) -> None:
@@ -200,19 +186,19 @@ class OperationQueue:
             before = len(self._new)
             if not before:
                 return
-            self._clock.sleep(COLLECT_WAIT)
+            self.clock.sleep(COLLECT_WAIT)
             if len(self._new) <= before:
                 return
 
-    def _run_until_done(self, operation: Operation) -> None:
+    def run_until_done(self, operation: Operation) -> None:
         """Run rounds until the operation is done. Called by a thread that waits for it."""
-        with self._condition:
+        with self.condition:
             self._waiting_threads += 1
         try:
             while not operation.done:
                 self._run_round_unless(lambda: operation.done)
         finally:
-            with self._condition:
+            with self.condition:
                 self._waiting_threads -= 1
             if self._has_work():  # the thread of the queue does the rest
                 self._wake_thread.set()
@@ -222,17 +208,17 @@ class OperationQueue:
 
     def _run_round_unless(self, is_over: Callable[[], bool]) -> None:
         """Run one round as soon as no other thread is in one, unless `is_over()` holds by then."""
-        with self._condition:
-            self._condition.wait_for(lambda: is_over() or not self._in_round)
+        with self.condition:
+            self.condition.wait_for(lambda: is_over() or not self._in_round)
             if is_over():
                 return
             self._in_round = True
         try:
             self._run_round_or_break()
         finally:
-            with self._condition:
+            with self.condition:
                 self._in_round = False
-                self._condition.notify_all()
+                self.condition.notify_all()
 
     # ---- one round
 
@@ -254,7 +240,7 @@ class OperationQueue:
 
     def _break(self, error: Exception) -> None:
         """Fail all operations, and all later calls."""
-        with self._condition:
+        with self.condition:
             self._error = error
             operations = [*self._new, *self._announcing, *self._announced.values()]
             if self._join is not None:
@@ -264,12 +250,12 @@ class OperationQueue:
 
     def _collect_messages(self) -> list[Message]:
         """Wait until a round is worthwhile. Returns what this rank sends in it."""
-        with self._condition:
+        with self.condition:
             if (self._announced or self._join) and self._negotiation.all_ranks_wait:
-                self._condition.wait_for(lambda: self._new or self._error, self._back_off)
+                self.condition.wait_for(lambda: self._new or self._error, self._back_off)
             new, self._new = self._new, []
             self._set_idle(idle=not (new or self._announced or self._join))
-        now = self._clock.now()
+        now = self.clock.now()
         if new:
             self._progress_at = now
         messages = [
@@ -285,23 +271,23 @@ class OperationQueue:
         return messages
 
     def _run_round(self, messages: list[Message]) -> None:
-        begin = self._clock.now()
+        begin = self.clock.now()
         texts, deadlocked = self._exchange(self._negotiation.encode(messages))
-        self._last_round_at = self._clock.now()
+        self._last_round_at = self.clock.now()
         result = self._negotiation.process(texts, deadlocked)
         for label, operation in zip(result.announced, self._announcing, strict=True):
             operation.label, operation.announced_at = label, begin
             self._announced[label] = operation
         self._announcing = []
         if result.responses or result.last_joined is not None:
-            self._progress_at, self._back_off = self._clock.now(), BACK_OFF[0]
+            self._progress_at, self._back_off = self.clock.now(), BACK_OFF[0]
         elif self._negotiation.all_ranks_wait:
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
         if self.timeline is not None:
             self.timeline.mark_round(begin)
         self._execute_responses(result)
         if self.group.rank == 0:
-            self._stall_check.check(self._negotiation.pending, self._clock.now())
+            self._stall_check.check(self._negotiation.pending, self.clock.now())
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
         """Exchange the messages of a round. Returns those of all ranks, and whether all ranks seem deadlocked."""
@@ -318,12 +304,12 @@ class OperationQueue:
 
     def _seems_deadlocked(self) -> bool:
         """Whether this rank waits, without progress for `stuck_after` seconds."""
-        now = self._clock.now()
+        now = self.clock.now()
         waits = self._join is not None or any(o.has_waiter(now) for o in self._announced.values())
         return waits and not self._new and now - self._progress_at > self._limits.stuck_after
 
     def _execute_responses(self, result: RoundResult) -> None:
-        with self._condition:
+        with self.condition:
             for response in result.responses:
                 self._by_name.pop(response.label, None)
         tasks = []
@@ -333,13 +319,13 @@ class OperationQueue:
             else:
                 self._fail_operation(response)
         for batch in fuse_tasks(tasks, self._limits.fusion_threshold):
-            begin = self._clock.now()
+            begin = self.clock.now()
             execute(self.group, batch)
             for task in batch:
                 self._announced.pop(task.label, None)
                 if self.timeline is not None and task.operation is not None:
                     ours = task.operation
-                    times = (ours.requested_at, ours.announced_at, begin, self._clock.now())
+                    times = (ours.requested_at, ours.announced_at, begin, self.clock.now())
                     self.timeline.write_operation(ours.label, ours.request.kind, times)
         if result.last_joined is not None and self._join is not None:
             joined, self._join = self._join, None
@@ -349,3 +335,32 @@ class OperationQueue:
         operation = self._announced.pop(response.label, None)
         if operation is not None:
             operation.complete(error=response.error and response.error.to_world_ranks(self.group.members))
+
+
+class OperationStallCheck:
+    """Horovod's stall check of operations that some ranks have requested and others have not. One thread; time is a
+    value."""
+
+    def __init__(self, process_set: str, warn_after: float, members: Sequence[int]) -> None:
+        """process_set: its name in messages; "" for the whole world. warn_after: seconds until the first warning of an
+        operation, and between two of them. members: rank in the world of each rank of the process set."""
+        self._where = f" of {process_set}" if process_set else ""
+        self._warn_after = warn_after
+        self._members = members
+        self._pending_since: dict[str, float] = {}  # by label
+        self._warned_at: dict[str, float] = {}  # by label
+
+    def check(self, pending: Mapping[str, tuple[int, ...]], now: float) -> None:
+        """Log what has been pending for too long: by label, the ranks that have not requested it."""
+        for label in self._pending_since.keys() - pending.keys():
+            del self._pending_since[label]
+            self._warned_at.pop(label, None)
+        for label, missing in pending.items():
+            since = self._pending_since.setdefault(label, now)
+            if now - self._warned_at.get(label, since) >= self._warn_after:
+                self._warned_at[label] = now
+                ranks = ", ".join(str(self._members[rank]) for rank in missing)
+                log.warning(
+                    "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not request it.",
+                    *(label, self._where, now - since, ranks),
+                )

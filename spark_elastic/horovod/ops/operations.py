@@ -16,32 +16,23 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from elastic_collectives import Group
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import (
     ProcessSet,
+    check_alone,
     choose_channel,
     find_root_index,
     global_process_set,
     is_added,
     world,
 )
-from spark_elastic.gradients.ranks import check_alone
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
-from spark_elastic.horovod.ops.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BARRIER,
-    BROADCAST,
-    REDUCESCATTER,
-    OperationRequest,
-)
-from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
+from spark_elastic.horovod.ops.negotiation import Kind, OperationRequest
+from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
@@ -49,42 +40,20 @@ from spark_elastic.worker.context import get_context, get_group_context
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 AVERAGE = ReduceOptions(Average)
-RAGGED = (ALLGATHER, ALLTOALL)  # the first dimension of their arrays may differ between ranks
+RAGGED = ("allgather", "alltoall")  # the first dimension of their arrays may differ between ranks
 
 
-class OperationQueues:
-    """The operation queues of one world, one for each process set. Names of operations belong to the set."""
+class _Queues(dict[tuple[int, ...], OperationQueue]):
+    """The operation queues of one world, by the declared ranks of their process sets, to which names belong."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._limits = operations_from_env()
-        self._lock = threading.Lock()
-        self._queues: dict[tuple[int, ...], OperationQueue] = {}  # by the declared ranks of the set
-
-    def get(self, process_set: ProcessSet) -> OperationQueue:
-        """Return the queue of a set that this rank is in."""
-        ranks = process_set.declared_ranks
-        with self._lock:
-            if ranks not in self._queues:
-                group = self._group
-                if group.size > 1:
-                    # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
-                    group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
-                name = "" if process_set is global_process_set else repr(process_set)
-                worker = get_context()
-                wait = nullcontext if worker is None else worker.wait_recorder.record_wait
-                signal = CompletionSignal(SystemClock(), wait)
-                self._queues[ranks] = OperationQueue(group, signal, self._limits, name)
-            return self._queues[ranks]
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.limits = operations_from_env()
 
 
 def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
-    """Return the queue to which operations of that set are submitted in the current world.
-
-    Raises:
-        InvalidInput: it is no set, was not added, or does not have this rank.
-        CollectiveError: the worker is between two worlds.
-    """
+    """Return the queue to which operations of that set are submitted in the current world; it must be an added set of
+    this rank."""
     if not isinstance(process_set, ProcessSet):
         raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
     if not is_added(process_set):
@@ -93,19 +62,28 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
     group = world()
     if group.rank not in process_set.ranks:
         raise InvalidInput(f"rank {group.rank} is not in {process_set}: let its members alone call this.")
-    queues = get_group_context().get_or_create(OperationQueues, lambda: OperationQueues(group))
-    queue = queues.get(process_set)
+    queues, ranks = get_group_context().get_or_create(_Queues), process_set.declared_ranks
+    with queues.lock:
+        if ranks not in queues:
+            if group.size > 1:
+                # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
+                group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
+            name = "" if process_set is global_process_set else repr(process_set)
+            worker = get_context()
+            wait = nullcontext if worker is None else worker.wait_recorder.record_wait
+            queues[ranks] = OperationQueue(group, SystemClock(), queues.limits, name, wait)
+        queue = queues[ranks]
     queue.timeline = get_timeline()
     return queue
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks of the set have called it."""
-    get_queue(process_set).submit(OperationRequest(BARRIER), awaited=True).wait()
+    get_queue(process_set).submit(OperationRequest("barrier"), awaited=True).wait()
 
 
 def submit(
-    kind: str,
+    kind: Kind,
     name: str | None,
     arrays: Sequence[Array],
     process_set: ProcessSet,
@@ -115,15 +93,9 @@ def submit(
     awaited: bool = True,
     **fields: Any,
 ) -> Operation:
-    """Request an operation on contiguous arrays, which belong to it until it is done.
-
-    Args:
-        name: the user's; names of different kinds are apart.
-        splits: of an alltoall; None: equal parts.
-        dtypes: None: those of the arrays.
-        awaited: the caller waits for it at once.
-        fields: further ones of the `OperationRequest`.
-    """
+    """Request an operation on contiguous arrays, which belong to it until it is done. name: the user's; names of
+    different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: those of the arrays. awaited:
+    the caller waits for it at once. fields: further ones of the `OperationRequest`."""
     request = OperationRequest(
         kind,
         None if name is None else f"{kind}.{name}",
@@ -144,7 +116,7 @@ def allreduce_arrays(
 ) -> None:
     """Allreduce arrays in place, as one operation. wire: how the engine compresses them."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
-    submit(ALLREDUCE, name, arrays, options.process_set, **how).wait()
+    submit("allreduce", name, arrays, options.process_set, **how).wait()
 
 
 def broadcast_arrays(
@@ -154,14 +126,14 @@ def broadcast_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
-    submit(BROADCAST, name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
+    submit("broadcast", name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
 
 
 def allgather_arrays(
     arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
-    rows = submit(ALLGATHER, name, arrays, process_set).wait()
+    rows = submit("allgather", name, arrays, process_set).wait()
     return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
@@ -170,7 +142,7 @@ def reducescatter_arrays(
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
-    rows = submit(REDUCESCATTER, name, arrays, options.process_set, **how).wait()
+    rows = submit("reducescatter", name, arrays, options.process_set, **how).wait()
     return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
@@ -184,15 +156,10 @@ def compress_tensors(
     compressed = [options.compression.compress(tensor) for tensor in tensors]
 
     def decompress(results: Sequence[T]) -> list[T]:
-        return [
-            options.compression.decompress(result, ctx)
-            for result, (_, ctx) in zip(results, compressed, strict=True)
-        ]
+        kind, pairs = options.compression, zip(results, compressed, strict=True)
+        return [kind.decompress(result, ctx) for result, (_, ctx) in pairs]
 
     return None, [tensor for tensor, _ in compressed], decompress
-
-
-# Objects travel pickled. They come from authenticated peers only, which have proved that they hold the key of the job.
 
 
 def broadcast_object(
@@ -226,4 +193,5 @@ def _to_bytes(obj: object) -> Bytes:
 
 
 def _from_bytes(data: Array) -> Any:
+    """An object of an authenticated peer, which has proved that it holds the job's key."""
     return pickle.loads(data.tobytes())

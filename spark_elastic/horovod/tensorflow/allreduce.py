@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
+from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays, compress_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
-from spark_elastic.horovod.tensorflow.compression import Compression
 
 
 @no_autograph
@@ -37,13 +37,10 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     ignore_name_scope: bool = False,
 ) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable.
-
     IndexedSlices are summed or averaged by gathering them, and stay IndexedSlices. device_dense, device_sparse,
-    ignore_name_scope: not used.
-    """
-    options = ReduceOptions.from_args(
-        average, op, (prescale_factor, postscale_factor), process_set, compression
-    )
+    ignore_name_scope: not used."""
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     if isinstance(tensor, tf.IndexedSlices):
         return allreduce_slices(tensor, name, options)
     return allreduce_tensors([tensor], name, options)[0]
@@ -64,9 +61,8 @@ def grouped_allreduce(  # noqa: PLR0913
     name: str | None = None,
 ) -> list[Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
-    options = ReduceOptions.from_args(
-        average, op, (prescale_factor, postscale_factor), process_set, compression
-    )
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
@@ -99,9 +95,7 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptio
         allreduce_arrays(results, name, options, wire)
         return results
 
-    return decompress(
-        call(body, exchanged, [t.dtype for t in exchanged], [tensor.shape for tensor in tensors])
-    )
+    return decompress(call(body, exchanged, [t.dtype for t in exchanged], [t.shape for t in tensors]))
 
 
 def are_float32(tensors: Sequence[Tensor]) -> bool:
@@ -123,29 +117,26 @@ def allreduce_slices(
         raise NotImplementedError(
             f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."
         )
-    given = [slices.values, slices.indices]
+    parts = [slices.values, slices.indices]
 
     def body(arrays: list[Array]) -> list[Array]:
         if allow_single and is_single_process(options.process_set):
             return _sum_equal_indices(arrays[0], arrays[1])
-        values, indices = allgather_arrays(
-            arrays, None if name is None else f"slices.{name}", options.process_set
-        )
+        label = None if name is None else f"slices.{name}"
+        values, indices = allgather_arrays(arrays, label, options.process_set)
         factor = options.scale[0] * options.scale[1]
         divisor = options.process_set.size() if options.op is Average else 1
         return _sum_equal_indices(values, indices, factor, divisor)
 
-    shapes = [[None, *tensor.shape[1:]] for tensor in given]
-    values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)
+    shapes = [[None, *tensor.shape[1:]] for tensor in parts]
+    values, indices = call(body, parts, [tensor.dtype for tensor in parts], shapes)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _sum_equal_indices(values: Array, indices: Array, factor: float = 1.0, divisor: int = 1) -> list[Array]:
     """Return (values times `factor` by `divisor`, indices) with each index once, the values of equal indices summed.
-    Integers are truncated towards zero, as those of tensors are.
-
-    Keras squares each listed value: with an index listed twice, Adam would depend on how ranks share the rows.
-    """
+    Integers are truncated towards zero, as those of tensors are. Keras squares each listed value: with an index listed
+    twice, Adam would depend on how ranks share the rows."""
     rows, positions = np.unique(indices, return_inverse=True)
     integers = {"i": np.int64, "u": np.uint64}.get(values.dtype.kind)
     wide: Any = integers or (np.float32 if values.dtype.itemsize < 4 else values.dtype)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.flat_allreduce import FlatBuffer, allocate_aligned
 from spark_elastic.worker.context import get_group_context, get_process_context
@@ -49,10 +49,8 @@ def view_of(tensor: Tensor) -> Array:
 
 
 class _Lease:
-    """The owner of a piece of memory: freed with the last array that is cut from it.
-
-    It is no array itself, since views of numpy skip the arrays between them and the owner of the memory.
-    """
+    """The owner of a piece of memory: freed with the last array that is cut from it. It is no array itself, since views
+    of numpy skip the arrays between them and the owner of the memory."""
 
     def __init__(self, whole: Bytes) -> None:
         self.__array_interface__ = whole.__array_interface__
@@ -90,13 +88,6 @@ def copy_arrays(arrays: Sequence[Array]) -> FlatBuffer:
 @dataclass
 class _Remembered:
     error: BaseException | None = None  # since the newest graph began; None: there was none
-
-
-def remember(error: BaseException) -> None:
-    """Remember the first error of a world, which is the cause of the others."""
-    remembered = _get_remembered()
-    if remembered.error is None:
-        remembered.error = error
 
 
 def _get_remembered() -> _Remembered:
@@ -164,19 +155,15 @@ def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: S
     for tensor in tensors:
         _check_dtype(tensor.dtype)
     if tf.executing_eagerly():
-        results = body([view_of(tensor) for tensor in tensors])
-        return [
-            tf.convert_to_tensor(for_tensor(array, dtype))
-            for array, dtype in zip(results, dtypes, strict=True)
-        ]
+        arrays = map(for_tensor, body([view_of(tensor) for tensor in tensors]), dtypes)
+        return [tf.convert_to_tensor(array) for array in arrays]
     graph = tf.compat.v1.get_default_graph()
     if GraphOrParentsInXlaContext(graph):
         raise InvalidInput(
             "XLA cannot compile an exchange between workers: pass jit_compile=False to model.compile() or tf.function."
         )
-    results = append_to_graph(
-        lambda: tf.numpy_function(_remember_errors(body, dtypes), list(tensors), list(dtypes))
-    )
+    run = _remember_errors(body, dtypes)
+    results = append_to_graph(lambda: tf.numpy_function(run, list(tensors), list(dtypes)))
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return list(results)
@@ -187,8 +174,9 @@ def _remember_errors(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Ar
         try:
             results = body(list(arrays))
         except BaseException as error:
-            remember(error)
+            remembered = _get_remembered()
+            remembered.error = remembered.error or error  # the first one is the cause of the others
             raise
-        return [for_tensor(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
+        return list(map(for_tensor, results, dtypes))
 
     return no_autograph(run)

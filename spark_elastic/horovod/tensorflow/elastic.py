@@ -9,16 +9,15 @@ train(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, epoch=0))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.elastic_loop import run
 from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
-from spark_elastic.handwritten.session import get_session
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.runs.handlers import REGISTRY, Registry, VariablesHandler
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
 __all__ = [
     "HostUpdateResult",
@@ -31,26 +30,14 @@ __all__ = [
     "run",
 ]
 
-R = TypeVar("R")
-
-
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns.
-
-    A collective that breaks inside a tf.function, `model.fit` included, ends the world as any other does.
-    """
-    return elastic(func, get_session)
-
 
 class _Variables(list[Any]):
     """The type by which a `TensorFlowState` recognises its variables."""
 
 
 class TensorFlowState(ObjectState):
-    """Variables and plain values by name, all in one snapshot.
-
-    variables: of TensorFlow or Keras, in the same order on all workers. session: only None.
-    """
+    """Variables and plain values by name, all in one snapshot. variables: of TensorFlow or Keras, in the same order on
+    all workers. session: only None."""
 
     registry: Registry = ((_Variables, VariablesHandler), *REGISTRY)
 

@@ -1,7 +1,8 @@
-"""Allgather, broadcast and join under Horovod's names; names, order and errors are as in `allreduce`.
+"""Operations that gather, broadcast and scatter, join, and `size_op` and its kin, under Horovod's names.
 
-Gradients belong to the average of all ranks' losses, as in the last releases of Horovod.
-"""
+Names, order and errors are as in `allreduce`. Gradients are as in the last releases of Horovod: those of an allgather
+or broadcast belong to the average of all ranks' losses, those of an alltoall to their sum, those of a reducescatter to
+that sum times the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
-from spark_elastic.gradients.reduction import Average, ReduceOptions
+from spark_elastic.gradients import process_sets
+from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
-from spark_elastic.horovod.ops.operations import get_queue
+from spark_elastic.horovod.ops.compression import Compression
+from spark_elastic.horovod.ops.operations import compress_tensors, get_queue, reducescatter_arrays, submit
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
-from spark_elastic.horovod.tensorflow.topology_ops import rank_in
 from spark_elastic.runs.handlers import unwrap_variable
 
 T = TypeVar("T")
@@ -85,7 +87,7 @@ def broadcast(
     def differentiable(value: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
             average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
-            is_root = tf.equal(rank_in(process_set), find_root_index(process_set, root_rank))
+            is_root = tf.equal(rank_in(process_set), process_sets.find_root_index(process_set, root_rank))
             return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([value], root_rank, name, process_set)[0], gradient
@@ -129,7 +131,7 @@ def _overwrite(
     inner = [unwrap_variable(variable) for variable in variables]
     if not inner:
         return []
-    values = broadcast_all([tf.convert_to_tensor(each) for each in inner], root_rank, name, process_set)
+    values = broadcast_all(list(map(tf.convert_to_tensor, inner)), root_rank, name, process_set)
     return [variable.assign(value) for variable, value in zip(inner, values, strict=True)]
 
 
@@ -162,10 +164,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: T,
-    session: object = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: T, session: object = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
     """Return the objects of all ranks, in rank order. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -219,3 +218,155 @@ def join() -> Tensor:
         return [np.array(int(get_queue().join().wait()[0][0]), np.int32)]
 
     return call(body, [], [tf.int32], [[]])[0]
+
+
+@no_autograph
+def alltoall(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
+
+    Differentiable.
+
+    Args:
+        splits: rows for each rank; the result is then (tensor, rows received from each rank). None: equal parts.
+    """
+    given = tf.convert_to_tensor(tensor)
+    if given.shape.rank == 0:
+        raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(rows: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
+        received, counts = _alltoall(rows, splits, name, process_set)
+
+        def gradient(upstream: Tensor, _: Tensor) -> Tensor:
+            # After tf.gather, for example, it is IndexedSlices.
+            return _alltoall(tf.convert_to_tensor(upstream), counts, None, process_set)[0]
+
+        return (received, counts), gradient
+
+    received, counts = differentiable(given)
+    return received if splits is None else (received, counts)
+
+
+def _alltoall(tensor: Tensor, splits: Any, name: str | None, ranks: ProcessSet) -> tuple[Tensor, Tensor]:
+    sent = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int32)]
+
+    def body(arrays: list[Array]) -> list[Array]:
+        rows, *parts = arrays
+        splits = [int(n) for n in parts[0]] if parts else None
+        received, counts = submit("alltoall", name, [rows], ranks, splits).wait()
+        return [received, counts.astype(np.int32)]
+
+    shapes = [[None, *tensor.shape[1:]], [None]]
+    received, counts = call(body, [tensor, *sent], [tensor.dtype, tf.int32], shapes)
+    return received, counts
+
+
+@no_autograph
+def reducescatter(  # noqa: PLR0913 - name and arguments are Horovod's
+    tensor: Tensor,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
+    rows cannot be divided evenly. Differentiable for Average and Sum. device_dense, ignore_name_scope: not used."""
+    scale = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], "", compression, op, process_set, *scale, name)[0]
+
+
+@no_autograph
+def grouped_reducescatter(  # noqa: PLR0913
+    tensors: Sequence[Tensor],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[Tensor]:
+    """Reducescatter several tensors as one operation. Differentiable for Average and Sum. device_dense: not used."""
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
+        def gradient(*upstream: Tensor) -> list[Tensor]:
+            return _gather_gradients(upstream, options)
+
+        return _reducescatter(given, name, options), gradient
+
+    return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
+
+
+def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> list[Tensor]:
+    factor = options.reducescatter_gradient_factor(lambda: tf.cast(size_op(options.process_set), tf.float64))
+    wholes = grouped_allgather(upstream, process_set=options.process_set)
+    return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
+
+
+def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    _, exchanged, decompress = compress_tensors(tensors, options, all_float32=False)
+
+    def body(arrays: list[Array]) -> Sequence[Array]:
+        return reducescatter_arrays(arrays, name, options)
+
+    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in exchanged]
+    return decompress(call(body, exchanged, [tensor.dtype for tensor in exchanged], shapes))
+
+
+@no_autograph
+def size_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Tensor:
+    """Return the number of ranks in the set. All functions here return scalar int32 tensors."""
+    return _evaluate(_as_set(process_set_id).size)
+
+
+@no_autograph
+def rank_op(name: str | None = None) -> Tensor:
+    """Return the rank of this process in the world."""
+    return _evaluate(process_sets.rank)
+
+
+def rank_in(process_set: ProcessSet) -> Tensor:
+    """Return the rank of this process in the set."""
+    return _evaluate(process_set.rank)
+
+
+@no_autograph
+def local_size_op(name: str | None = None) -> Tensor:
+    """Return the number of workers on this host."""
+    return _evaluate(process_sets.local_size)
+
+
+@no_autograph
+def local_rank_op(name: str | None = None) -> Tensor:
+    """Return the rank of this process among the workers on this host."""
+    return _evaluate(process_sets.local_rank)
+
+
+@no_autograph
+def process_set_included_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Tensor:
+    """Return 1 if this process is in the set, else 0."""
+    return _evaluate(_as_set(process_set_id).included)
+
+
+def _evaluate(get: Callable[[], int]) -> Tensor:
+    def body(arrays: list[Array]) -> list[Array]:
+        return [np.array(int(get()), np.int32)]
+
+    return call(body, [], [tf.int32], [[]])[0]
+
+
+def _as_set(process_set: ProcessSet | int) -> ProcessSet:
+    return process_set if isinstance(process_set, ProcessSet) else process_sets.get_process_set(process_set)

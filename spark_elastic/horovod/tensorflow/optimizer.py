@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from elastic_collectives.group import Array
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
+from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientAccumulator,
     GradientOptions,
@@ -36,8 +37,7 @@ from spark_elastic.horovod.tensorflow.arrays import (
     no_autograph,
     view_of,
 )
-from spark_elastic.horovod.tensorflow.compression import Compression
-from spark_elastic.horovod.tensorflow.topology_ops import size_op
+from spark_elastic.horovod.tensorflow.gathering import size_op
 from spark_elastic.runs.handlers import list_trainable_weights, unwrap_variable
 
 Plain = TypeVar("Plain")
@@ -46,11 +46,8 @@ Plain = TypeVar("Plain")
 def exchange_gradients(
     gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions, local: Sequence[Any]
 ) -> list[Tensor]:
-    """Return the gradients of all ranks, in the order of `sources`, the variables.
-
-    Args:
-        local: variables whose gradients are not exchanged.
-    """
+    """Return the gradients of all ranks, in the order of `sources`, the variables. local: variables whose gradients are
+    not exchanged."""
     results = list(gradients)
     if options.sparse_as_dense or options.reduce.op is Adasum:
         results = [_to_dense(gradient) for gradient in results]
@@ -79,8 +76,7 @@ def _to_dense(gradient: Tensor) -> Tensor:
 def _make_groups(
     indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions
 ) -> list[list[int]]:
-    """Return the indices of gradients that travel together: of one dtype, later layers first, whose gradients are
-    computed first."""
+    """The indices of gradients that travel together: of one dtype, later layers first, as they are computed."""
     group_of: dict[Any, int] = {}  # by key of the variable
     if isinstance(options.groups, int):
         count = max(options.groups, 1)
@@ -209,16 +205,14 @@ class TensorFlowExchange(OptimizerExchange[Array]):
 def _accumulate_in_graph(
     accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add one backward pass. Returns (whether the step is complete, the sums; before, without meaning)."""
+    """Add one backward pass. Returns (whether the step is complete, the sums if it is)."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     tensors = [gradients[i] for i in present]
 
     def body(arrays: list[Array]) -> list[Array]:
         totals = accumulator.add(arrays)
-        return [
-            np.array(totals is not None),
-            *(arrays if totals is None else (t for t in totals if t is not None)),
-        ]
+        sums = arrays if totals is None else [total for total in totals if total is not None]
+        return [np.array(totals is not None), *sums]
 
     results = call(body, tensors, [tf.bool, *(t.dtype for t in tensors)], [[], *(t.shape for t in tensors)])
     sums = list(gradients)
@@ -296,11 +290,8 @@ class _DistributedTape:
         use_generic_names: bool = False,
         **how: Any,
     ) -> Any:
-        """As the tape's own method, averaged or summed over all ranks. use_generic_names: not used.
-
-        Raises:
-            CollectiveError: the exchange, or an operation inside the recorded computation, broke.
-        """
+        """As the tape's own method, averaged or summed over all ranks. use_generic_names: not used. Raises
+        CollectiveError if the exchange, or an operation inside the recorded computation, broke."""
         own = super().gradient(target, sources, output_gradients, **how)  # type: ignore[misc]
         # IndexedSlices are one gradient, not three tensors.
         flat = tf.nest.flatten(own, expand_composites=False)

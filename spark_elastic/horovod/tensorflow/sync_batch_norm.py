@@ -19,10 +19,8 @@ from spark_elastic.horovod.tensorflow.arrays import Tensor
 
 @tf.keras.utils.register_keras_serializable("spark_elastic")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc] # untyped
-    """As tf.keras.layers.BatchNormalization, with the statistics of the whole batch while it trains.
-
-    All ranks must take part in each forward and backward pass. process_set: the ranks that share statistics.
-    """
+    """As tf.keras.layers.BatchNormalization, with the statistics of the whole batch while it trains. All ranks must
+    take part in each forward and backward pass. process_set: the ranks that share statistics."""
 
     exchanges_statistics = True
 

@@ -2,29 +2,106 @@
 
 Names identify operations: ranks may request them in different orders. Unnamed operations are matched by the order in
 which each rank requests its unnamed ones. An average of integers is truncated towards zero; 16-bit floats are
-accumulated as float32; a bool's sum is "or". All raise `CollectiveError` if ranks disagree or the world broke.
-"""
+accumulated as float32; a bool's sum is "or". All raise `CollectiveError` if ranks disagree or the world broke. Any
+thread may use handles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.compiled_callers import disable_compile
-from spark_elastic.gradients.host_memory import copy_back, copy_to_host, to_host
+from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.host_memory import array_of, copy_back, copy_to_host, get_dtype_name, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import ReduceOp, ReduceOptions
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE
+from spark_elastic.horovod.ops import operations
+from spark_elastic.horovod.ops.compression import Compression
+from spark_elastic.horovod.ops.negotiation import Kind
+from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operations import compress_tensors
-from spark_elastic.horovod.torch.compression import Compression
-from spark_elastic.horovod.torch.handles import Handle, differentiable, submit
+
+
+def submit(
+    kind: Kind,
+    name: str | None,
+    tensors: Sequence[Tensor],
+    process_set: ProcessSet,
+    awaited: bool = False,
+    **how: Any,
+) -> Operation:
+    """`operations.submit` of contiguous tensors on the CPU, which belong to the operation until it is done."""
+    dtypes = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
+    arrays = [array_of(tensor) for tensor in tensors]
+    return operations.submit(kind, name, arrays, process_set, dtypes=dtypes, awaited=awaited, **how)
+
+
+class Handle:
+    """An operation in progress. `synchronize` waits for it, and so does calling the handle."""
+
+    def __init__(self, operation: Operation, finish: Callable[[tuple[Array, ...]], Any]) -> None:
+        """finish: makes the result from the outputs of the operation."""
+        self.operation = operation
+        self._finish = finish
+        self._result: Any = None
+        self._finished = False
+
+    def poll(self) -> bool:
+        return self.operation.poll()
+
+    @disable_compile
+    def __call__(self) -> Any:
+        outputs = self.operation.wait()
+        if not self._finished:
+            self._result, self._finished = self._finish(outputs), True
+        return self._result
+
+    def first(self) -> Handle:
+        """Return the handle of the first tensor of this operation, which gives a list."""
+        return Handle(self.operation, lambda _: self()[0])
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize` returns, or raises, at once."""
+    return handle.poll()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for the result: what the function without `_async` returns.
+
+    Raises:
+        CollectiveError: the ranks requested different operations, a rank was late, or the world broke.
+    """
+    return handle()
+
+
+Gradient: TypeAlias = Callable[..., Sequence[Tensor]]
+
+
+@disable_compile
+def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `run` makes of the tensors. gradient: makes their gradients from those of the results,
+    differentiably itself."""
+    return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, gradient: Gradient, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradient = gradient
+        return tuple(run(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.gradient(*upstream)
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -32,16 +109,15 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
-    options = ReduceOptions.from_args(
-        average, op, (prescale_factor, postscale_factor), process_set, compression
-    )
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     return _allreduce([tensor], name, options)[0]
 
 
 def allreduce_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -55,21 +131,21 @@ def allreduce_async(
 
 
 def allreduce_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """`allreduce` into `tensor`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start([tensor], name, options, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def allreduce_async_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -83,7 +159,7 @@ def allreduce_async_(
 
 
 def grouped_allreduce(  # noqa: PLR0913
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -91,16 +167,15 @@ def grouped_allreduce(  # noqa: PLR0913
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
-    options = ReduceOptions.from_args(
-        average, op, (prescale_factor, postscale_factor), process_set, compression
-    )
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     return _allreduce(tensors, name, options)
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -114,21 +189,21 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """`grouped_allreduce` into `tensors`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, options, in_place=True, awaited=True)()  # type: ignore[no-any-return]
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -143,11 +218,7 @@ def grouped_allreduce_async_(
 
 @disable_compile
 def start(
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    options: ReduceOptions,
-    in_place: bool,
-    awaited: bool = False,
+    tensors: Sequence[Tensor], name: str | None, options: ReduceOptions, in_place: bool, awaited: bool = False
 ) -> Handle:
     """Request an allreduce; its handle returns a list of tensors. awaited: the caller waits for it at once."""
     if not tensors:
@@ -156,9 +227,9 @@ def start(
     all_float32 = all(tensor.dtype == torch.float32 for tensor in working)
     wire, exchanged, decompress = compress_tensors(working, options, all_float32)
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
-    operation = submit(ALLREDUCE, name, exchanged, options.process_set, awaited=awaited, **how)
+    operation = submit("allreduce", name, exchanged, options.process_set, awaited=awaited, **how)
 
-    def finish(_: object) -> list[torch.Tensor]:
+    def finish(_: object) -> list[Tensor]:
         results = decompress(exchanged)
         if in_place:
             return [copy_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
@@ -167,11 +238,8 @@ def start(
     return Handle(operation, finish)
 
 
-def _allreduce(
-    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions
-) -> list[torch.Tensor]:
-    return differentiable(
-        lambda given: start(given, name, options, in_place=False, awaited=True)(),
-        lambda *upstream: _allreduce(upstream, None, options),
-        tensors,
-    )
+def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    def run(operands: Sequence[Tensor]) -> list[Tensor]:
+        return start(operands, name, options, in_place=False, awaited=True)()  # type: ignore[no-any-return]
+
+    return differentiable(run, lambda *upstream: _allreduce(upstream, None, options), tensors)

@@ -1,8 +1,8 @@
-"""Allgather, broadcast, join and the sparse allreduce under Horovod's names.
+"""Operations that gather, broadcast and scatter, and join, under Horovod's names.
 
-Names, order and errors are as in `allreduce`. Gradients belong to the average of all ranks' losses, as in the last
-releases of Horovod.
-"""
+Names, order and errors are as in `allreduce`. Gradients are as in the last releases of Horovod: those of an allgather
+or broadcast belong to the average of all ranks' losses, those of an alltoall to their sum, those of a reducescatter to
+that sum times the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,76 +10,72 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.host_memory import copy_back, copy_to_host, tensor_of, to_host
 from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
-from spark_elastic.gradients.reduction import Average, ReduceOp, Sum
-from spark_elastic.horovod.ops.negotiation import ALLGATHER, BROADCAST
-from spark_elastic.horovod.ops.operations import broadcast_object, get_queue
-from spark_elastic.horovod.torch.allreduce import allreduce, grouped_allreduce
+from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
+from spark_elastic.horovod.ops.compression import Compression
+from spark_elastic.horovod.ops.operations import broadcast_object, compress_tensors, get_queue
+from spark_elastic.horovod.torch.allreduce import Handle, allreduce, differentiable, grouped_allreduce, submit
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
-from spark_elastic.horovod.torch.handles import Handle, differentiable, submit
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-def gather_rows(tensor: torch.Tensor, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+def gather_rows(tensor: Tensor, process_set: ProcessSet = global_process_set) -> Tensor:
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
-
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
     gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
-    that averages gradients has that of the mean of these losses, each times its loader's `loss_weight`.
-    """
+    that averages gradients has that of the mean of these losses, each times its loader's `loss_weight`."""
     return _gather_grouped([tensor], None, process_set, Sum)[0]
 
 
 def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`allgather` without waiting; not differentiable."""
     return grouped_allgather_async([tensor], name, process_set).first()
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     return _gather_grouped(tensors, name, process_set, Average)
 
 
 def _gather_grouped(
-    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
+) -> list[Tensor]:
     """op: of the ranks' gradients."""
     shapes: list[torch.Size] = []
 
-    def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        results: list[torch.Tensor] = _gather(given, name, process_set, awaited=True)()
+    def run(given: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = _gather(given, name, process_set, awaited=True)()
         shapes.extend(tensor.shape for tensor in given)
         return results
 
-    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+    def gradient(*upstream: Tensor) -> list[Tensor]:
         rows = [shape[0] if shape else 1 for shape in shapes]
         lengths = allgather(torch.tensor([rows]), process_set=process_set)
         firsts = lengths[: process_set.rank()].sum(0).tolist()
         reduced = grouped_allreduce(upstream, op=op, process_set=process_set)
-        return [
-            whole[first : first + count].reshape(shape)
-            for whole, first, count, shape in zip(reduced, firsts, rows, shapes, strict=True)
-        ]
+        parts = zip(reduced, firsts, rows, shapes, strict=True)
+        return [whole[first : first + count].reshape(shape) for whole, first, count, shape in parts]
 
     return differentiable(run, gradient, tensors)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
@@ -87,29 +83,23 @@ def grouped_allgather_async(
 
 @disable_compile
 def _gather(
-    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
 ) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     # Not copied: the tensors belong to the operation until its handle is done.
     hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
-    operation = submit(ALLGATHER, name, rows, process_set, awaited=awaited)
-    return Handle(
-        operation,
-        lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
-    )
+    operation = submit("allgather", name, rows, process_set, awaited=awaited)
+    return Handle(operation, lambda outputs: list(map(tensor_of, outputs, tensors)))
 
 
 def broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
-    def gradient(upstream: torch.Tensor) -> list[torch.Tensor]:
+    def gradient(upstream: Tensor) -> list[Tensor]:
         average = allreduce(upstream, op=Average, process_set=process_set)
         # All ranks stay in the graph of a second derivative, whose allreduce needs all of them.
         unused = torch.tensor(process_set.ranks[process_set.rank()] != root_rank, device=average.device)
@@ -121,10 +111,7 @@ def broadcast(
 
 
 def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast` without waiting; not differentiable."""
     copy = copy_to_host(tensor)
@@ -133,20 +120,14 @@ def broadcast_async(
 
 
 def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """`broadcast` into `tensor`."""
     return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
     return broadcast_all([tensor], root_rank, name, process_set).first()
@@ -154,7 +135,7 @@ def broadcast_async_(
 
 @disable_compile
 def broadcast_all(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
@@ -163,14 +144,12 @@ def broadcast_all(
     """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
     root = find_root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
-    operation = submit(BROADCAST, name, working, process_set, awaited=awaited, root=root)
-    return Handle(
-        operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
-    )
+    operation = submit("broadcast", name, working, process_set, awaited=awaited, root=root)
+    return Handle(operation, lambda _: list(map(copy_back, tensors, working)))
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None] | torch.Tensor], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, Tensor | None] | Tensor], root_rank: int
 ) -> None:
     """Overwrite parameters with those of `root_rank`.
 
@@ -186,7 +165,7 @@ def broadcast_parameters(
     tensors = []
     for number, entry in enumerate(entries):
         name, tensor = entry if isinstance(entry, tuple) else (number, entry)
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Tensor):
             tensors.append(tensor.data)
         elif tensor is not None:
             raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
@@ -229,7 +208,7 @@ def join(device: int = -1) -> int:
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
@@ -241,10 +220,140 @@ def sparse_allreduce_async(
     parts = [whole.indices().t().contiguous(), whole.values()]
     handle = grouped_allgather_async(parts, None if name is None else f"sparse.{name}", process_set)
 
-    def finish(_: object) -> torch.Tensor:
+    def finish(_: object) -> Tensor:
         indices, values = handle()
         if op is Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.t(), values, whole.shape, check_invariants=False).coalesce()
 
     return Handle(handle.operation, finish)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
+
+    Differentiable.
+
+    Args:
+        splits: rows for each rank; the result is then (tensor, rows received from each rank). None: equal parts.
+    """
+    came: list[Tensor] = []  # rows received from each rank
+
+    def run(operands: Sequence[Tensor]) -> list[Tensor]:
+        received, counts = _alltoall(operands[0], splits, name, process_set)()
+        came.append(counts)
+        return [received]
+
+    received = differentiable(run, lambda back: [alltoall(back, came[0], None, process_set)[0]], [tensor])[0]
+    return received if splits is None else (received, came[0])
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`alltoall` without waiting; not differentiable."""
+    handle = _alltoall(tensor, splits, name, process_set)
+    return Handle(handle.operation, lambda outputs: handle()[0] if splits is None else handle())
+
+
+@disable_compile
+def _alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+) -> Handle:
+    working = to_host(tensor)
+    if working.dim() == 0:
+        raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
+    sent = None if splits is None else [int(rows) for rows in splits]
+    operation = submit("alltoall", name, [working], process_set, splits=sent)
+
+    def finish(outputs: Any) -> tuple[Tensor, Tensor]:
+        return tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)
+
+    return Handle(operation, finish)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
+    rows cannot be divided evenly. Differentiable for Average and Sum."""
+    scale = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """`reducescatter` without waiting; not differentiable."""
+    scale = prescale_factor, postscale_factor
+    return grouped_reducescatter_async([tensor], name, op, process_set, *scale).first()
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
+    scale = prescale_factor, postscale_factor
+    options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
+    return _reducescatter(tensors, name, options)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """`grouped_reducescatter` without waiting; not differentiable."""
+    scale = prescale_factor, postscale_factor
+    return _start(tensors, name, ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set))
+
+
+@disable_compile
+def _start(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> Handle:
+    hosts = [to_host(tensor) for tensor in tensors]
+    _, exchanged, decompress = compress_tensors(hosts, options, all_float32=False)
+    how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
+    operation = submit("reducescatter", name, exchanged, options.process_set, **how)
+
+    def finish(outputs: Any) -> list[Tensor]:
+        parts = [tensor_of(array, like) for array, like in zip(outputs, exchanged, strict=True)]
+        return [part.to(t.device) for part, t in zip(decompress(parts), tensors, strict=True)]
+
+    return Handle(operation, finish)
+
+
+def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    def gradient(*upstream: Tensor) -> list[Tensor]:
+        factor = options.reducescatter_gradient_factor(options.process_set.size)
+        wholes = grouped_allgather(upstream, process_set=options.process_set)
+        return [whole * factor for whole in wholes]
+
+    return differentiable(lambda given: _start(given, name, options)(), gradient, tensors)

@@ -1,33 +1,33 @@
 """The gradients of a hand-written loop, synchronized step by step over the groups of the current worker.
 
 Every step takes the group anew, since groups change between worlds. A process that is no worker trains alone, and so
-does one that is not in the process set. The training thread owns everything here.
-"""
+does one that is not in the process set. The training thread owns everything here."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.buckets import hash_layout
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
-from spark_elastic.gradients.hooks import make_weak_method
+from spark_elastic.gradients.hooks import disable_compile, make_weak_method
+from spark_elastic.gradients.host_memory import array_of, get_dtype_name
+from spark_elastic.gradients.layout import build_specs, find_trainable
 from spark_elastic.gradients.process_sets import ProcessSet, choose_channel, global_process_set
-from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.gradients.reduction import ExchangeOptions
+from spark_elastic.gradients.step_summary import Flags, StepDecision, StepSummary, exchange_summaries
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.session import get_collective_thread, get_group
-
-Flags = npt.NDArray[np.bool_]
 
 
 class OptimizerSync(ABC):
@@ -47,20 +47,14 @@ class OptimizerSync(ABC):
         self._counted = group, 1 + (self._counted[1] if self._counted[0] is group else 0)
 
     def steps(self) -> int:
-        """Return the exchanges of this rank's own gradients in the current world; 0 if it trains alone.
-
-        Raises:
-            InvalidInput: this rank has gradients that were not exchanged.
-        """
+        """Return the exchanges of this rank's own gradients in the current world; 0 if it trains alone. Raises
+        InvalidInput if this rank has gradients that were not exchanged."""
         group = get_training_group(self._process_set)
         return self._counted[1] if group is not None and self._counted[0] is group else 0
 
     def run_without_data(self) -> bool:
-        """Take part in an exchange after this rank has joined. Returns False once no rank has data any more.
-
-        Raises:
-            CollectiveError: the exchange broke.
-        """
+        """Take part in an exchange after this rank has joined. Returns False once no rank has data any more. Raises
+        CollectiveError if the exchange broke."""
         group = get_training_group(self._process_set)
         if group is None or group.size == 1:
             return False
@@ -83,13 +77,9 @@ class GradientSync(OptimizerSync):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._passes = passes
+        before = make_weak_method(self._check_in_share if options.shares else self._open)
         self.exchange = GradientExchange(
-            named,
-            options,
-            make_weak_method(self._check_in_share if options.shares else self._open),
-            get_collective_thread,
-            get_timeline,
-            _is_only_optimizer,
+            named, options, before, get_collective_thread, get_timeline, _is_only_optimizer
         )
         self._has_shares = options.shares > 0
         self.is_synchronized = False  # the present gradients are those of all ranks
@@ -185,17 +175,13 @@ class GradientSync(OptimizerSync):
         self.is_synchronized = True
 
     def _check_order(self) -> None:
-        """Check that no other optimizer is between the first and the last of its buckets.
-
-        An optimizer that was the only one during its backward has launched its complete buckets, which need not be the
-        same on all ranks: another exchange in between would meet different collectives."""
+        """Check that no other optimizer is between the first and the last of its buckets. An optimizer that was the
+        only one during its backward has launched its complete buckets, which need not be the same on all ranks: another
+        exchange in between would meet different collectives."""
         for other in get_optimizers_in_use():
-            if (
-                other is not self
-                and isinstance(other, GradientSync)
-                and other.exchange.mode.has_launched_buckets
-                and not other.is_stale()
-            ):
+            if other is self or not isinstance(other, GradientSync):
+                continue
+            if other.exchange.mode.has_launched_buckets and not other.is_stale():
                 raise InvalidInput(
                     "another DistributedOptimizer's gradients are on their way: call its step() first, or make all "
                     "optimizers before the first backward()."
@@ -220,11 +206,9 @@ class GradientSync(OptimizerSync):
             self.exchange.clear()
 
     def _exchange_summary(self, group: Group, present: Flags, rows: int) -> StepDecision:
-        exchange = self.exchange
-        decision = exchange_summary(
-            group, exchange.mode.layout.hash, present, exchange.mode.found_sparse, rows
-        )
-        exchange.adopt_sparse_parameters(decision.found_sparse)
+        mode = self.exchange.mode
+        decision = exchange_summary(group, mode.layout.hash, present, mode.found_sparse, rows)
+        self.exchange.adopt_sparse_parameters(decision.found_sparse)
         return decision
 
 
@@ -237,24 +221,19 @@ class _Subgroups(dict[tuple[int, ...], Group]):
 
 
 def get_optimizers_in_use() -> WeakSet[OptimizerSync]:
-    """Return the synchronization of each optimizer that this process uses."""
     return get_process_context().get_or_create(_OptimizersInUse)
 
 
 def _is_only_optimizer() -> bool:
     """Whether one optimizer is in use, so that its buckets may be launched during backward. With several, the ranks may
-    differ in which optimizer completes a bucket first, but not in the order of their steps.
-
-    Two optimizers over the halves of a net of 25 M parameters took 0 to 15 % more time for a step on two processes."""
+    differ in which optimizer completes a bucket first, but not in the order of their steps. Two optimizers over the
+    halves of a net of 25 M parameters took 0 to 15 % more time for a step on two processes."""
     return len(get_optimizers_in_use()) == 1
 
 
 def get_training_group(process_set: ProcessSet) -> Group | None:
-    """Return the group that trains together now; None: this process trains alone.
-
-    Raises:
-        CollectiveError: the worker is between two worlds.
-    """
+    """Return the group that trains together now; None: this process trains alone. Raises CollectiveError if the worker
+    is between two worlds."""
     worker = get_context()
     if worker is None or process_set is global_process_set:
         return None if worker is None else worker.require_group()
@@ -281,10 +260,7 @@ def exchange_summary(
     group: Group, layout: int, present: Flags, found_sparse: Flags, rows: int = 1
 ) -> StepDecision:
     """Exchange the summary of a step, by which the ranks also agree on planned changes of the world (R6, step summary).
-
-    Args:
-        rows: 0 on a rank that has joined.
-    """
+    rows: 0 on a rank that has joined."""
     worker = get_context()
     handle = None if worker is None else worker.handle
     version = INITIAL_VERSION if handle is None else handle.membership_version()
@@ -293,3 +269,72 @@ def exchange_summary(
     if worker is not None and worker.group is group:  # a process set cannot agree for the whole world
         worker.group_context.record_agreed_version(decision.version)
     return decision
+
+
+class AdasumSync(OptimizerSync):
+    """Combines the steps of all ranks. Each parameter's change is combined with those of the other ranks by the angle
+    between them (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021). The optimizer's
+    state is each rank's own."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
+        trainable = find_trainable(named)
+        self._parameters = list(trainable.values())
+        self._frozen = [(name, parameter) for name, parameter in named if name not in trainable]
+        self._layout = hash_layout(build_specs(list(trainable), self._parameters), ())
+        super().__init__(process_set)
+
+    def _exchange_nothing(self, group: Group) -> StepDecision:
+        """Zeros leave the combined step of the others as it is; this rank does not apply it."""
+        with torch.no_grad():
+            for parameter in self._parameters:
+                _allreduce_adasum(group, torch.zeros_like(parameter))
+            return self._exchange_summary(group, rows=0)
+
+    def combine_step(self, apply: Callable[[], Any]) -> Any:
+        """Call `apply`, which changes the parameters, and replace the change by that of all ranks.
+
+        Raises:
+            CollectiveError: the exchange broke; the parameters are as before, the optimizer's state is one step ahead.
+            InvalidInput: a parameter was frozen when training began, and is not now; nothing has changed.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InvalidInput(
+                    f"parameter {name!r} was frozen when training began, and op=Adasum combines the others only: let "
+                    "it require a gradient from the start."
+                )
+        group = get_training_group(self._process_set)
+        before = [parameter.detach().clone() for parameter in self._parameters]
+        value = apply()
+        if group is None:
+            return value
+        try:
+            with torch.no_grad(), translate_ranks_in_errors(group):
+                self._combine(group, before)
+        except CollectiveError:
+            with torch.no_grad():
+                for parameter, was in zip(self._parameters, before, strict=True):
+                    parameter.copy_(was)
+            raise
+        return value
+
+    @disable_compile
+    def _combine(self, group: Group, before: list[torch.Tensor]) -> None:
+        thread = get_collective_thread()
+        if thread is not None:
+            thread.drain()
+        for parameter, was in zip(self._parameters, before, strict=True):
+            change = _allreduce_adasum(group, parameter - was)
+            parameter.copy_(was + change.to(was.device))
+        self._exchange_summary(group, rows=1)
+        self.count_step(group)
+
+    def _exchange_summary(self, group: Group, rows: int) -> StepDecision:
+        everything = np.ones(len(self._parameters), np.bool_)
+        return exchange_summary(group, self._layout, everything, ~everything, rows)
+
+
+def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
+    host = change.cpu().contiguous()
+    group.allreduce(array_of(host), op="adasum", dtype=get_dtype_name(host.dtype))
+    return host

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.compiled_callers import disable_compile
+from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Sum
 from spark_elastic.horovod.torch.allreduce import allreduce

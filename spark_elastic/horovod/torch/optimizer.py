@@ -1,7 +1,6 @@
 """`DistributedOptimizer` for hand-written loops: any torch optimizer whose gradients are exchanged before each step.
 
-Bucketed exchanges overlap backward: see `gradients.gradient_sync`; for op=Adasum see `adasum`. The training
-thread owns everything here.
+Bucketed exchanges overlap backward: see `gradient_sync`, also for op=Adasum. The training thread owns everything here.
 """
 
 from __future__ import annotations
@@ -17,25 +16,16 @@ from typing import Any, TypeVar
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
-from spark_elastic.gradients.compiled_callers import disable_compile
-from spark_elastic.gradients.exchange_options import ExchangeOptions, options_from_env
-from spark_elastic.gradients.modes.host import make_change_error
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
-from spark_elastic.gradients.ranks import check_alone
-from spark_elastic.gradients.reduction import (
-    Adasum,
-    Average,
-    Compressor,
-    NoneCompressor,
-    ReduceOp,
-    ReduceOptions,
-)
-from spark_elastic.handwritten.applied_gradients import DistributedBase
+from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.modes import make_change_error
+from spark_elastic.gradients.process_sets import ProcessSet, check_alone, global_process_set
+from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.handwritten.torch_state import DistributedBase
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
-from spark_elastic.horovod.torch.adasum import AdasumSync
-from spark_elastic.horovod.torch.gradient_sync import GradientSync
+from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync
 from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic
 from spark_elastic.training.torch.module_state import multiply_rates
 from spark_elastic.worker.context import get_context
@@ -45,11 +35,8 @@ def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the optimizer's parameters with the user's names, in the order of `named`."""
-    mine = [
-        (f"{i}.{j}", parameter)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-    ]
+    groups = [group["params"] for group in optimizer.param_groups]
+    mine = [(f"{i}.{j}", parameter) for i, group in enumerate(groups) for j, parameter in enumerate(group)]
     if named is None:
         return mine
     pairs: list[Any] = list(named)
@@ -154,9 +141,9 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     check_alone("DistributedOptimizer", "use torch's DistributedDataParallel")
     reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     passes = validate_backward_passes(backward_passes_per_step)
-    given = None if named_parameters is None else list(named_parameters)
-    named = name_parameters(optimizer, given)
-    options = options_from_env(
+    by_user = None if named_parameters is None else list(named_parameters)
+    named = name_parameters(optimizer, by_user)
+    options = reduction.options_from_env(
         groups=_find_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,
@@ -165,11 +152,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         sparse="dense" if sparse_as_dense else "sparse",
     )
     if loader is not None and loader.virtual_shares:
-        if (
-            op is Adasum
-            or process_set is not global_process_set
-            or options != _strip_gradient_changes(options)
-        ):
+        plain = replace(options, predivide=1.0, wire=None, compressor=None)
+        if op is Adasum or process_set is not global_process_set or options != plain:
             raise InvalidInput(
                 "a loader with determinism='bitwise' adds gradients as they are, over all workers: leave op, "
                 "compression, gradient_predivide_factor and process_set out."
@@ -186,7 +170,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     if op is Adasum:
         distributed._adasum = AdasumSync(named, process_set)
     else:
-        distributed._sync, distributed._named = GradientSync(named, options, passes, process_set), given
+        distributed._sync, distributed._named = GradientSync(named, options, passes, process_set), by_user
         distributed._followed = len(optimizer.param_groups)
         if loader is not None:
             loader.attach_sync(distributed._sync)
@@ -200,11 +184,6 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     return wrapped
 
 
-def _strip_gradient_changes(options: ExchangeOptions) -> ExchangeOptions:
-    """Return the options without what changes gradients on their way."""
-    return replace(options, predivide=1.0, wire=None, compressor=None)
-
-
 @lru_cache(maxsize=1)
 def _warn_unscaled_rate() -> None:
     """Warn once per process."""
@@ -214,7 +193,7 @@ def _warn_unscaled_rate() -> None:
     )
 
 
-def _find_custom_compressor(kind: type[Compressor]) -> type[Compressor] | None:
+def _find_custom_compressor(kind: type[reduction.Compressor]) -> type[reduction.Compressor] | None:
     """Return the compressor if the engine does not know it, else None."""
     plain = (kind.compress, kind.decompress) == (NoneCompressor.compress, NoneCompressor.decompress)
     return None if plain or kind.wire is not None else kind

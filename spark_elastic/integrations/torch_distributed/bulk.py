@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from elastic_collectives import Group
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
-from spark_elastic.gradients.exchange_options import options_from_env
-from spark_elastic.gradients.host_memory import Reduction
+from spark_elastic.gradients.host_memory import TorchReduction
+from spark_elastic.gradients.reduction import options_from_env
 
 c10d: Any = dist.distributed_c10d
 OPTIONS: dict[str, Any] = {
@@ -26,35 +26,22 @@ OPTIONS: dict[str, Any] = {
     "_allgather_base": c10d.AllgatherOptions,
     "_reduce_scatter_base": c10d.ReduceScatterOptions,
 }
-DTYPES = frozenset(
-    (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int32, torch.int64),
-    )
-)
-REDUCTIONS = frozenset(("SUM", "AVG", "PRODUCT", "MIN", "MAX"))
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+DTYPES |= {torch.uint8, torch.int8, torch.int32, torch.int64}
+REDUCTIONS = {"SUM", "AVG", "PRODUCT", "MIN", "MAX"}
 
 
 class BulkCollectives:
     """The bulk plane of one process group. Used by the threads that call its collectives, one at a time."""
 
     def __init__(self, group: Group) -> None:
-        """
-        Args:
-            group: the process group's own group of the engine.
-        """
-        self._group = group
+        self._group = group  # the process group's own, of the engine
         self._options = options_from_env()
         self._planes: dict[torch.device, BulkPlane | None] = {}
 
     def find_plane(self, name: str, tensors: Sequence[torch.Tensor], options: Any) -> BulkPlane | None:
-        """Return the plane that could carry a collective, once the ranks agree on it; None: the engine carries it.
-
-        Args:
-            name: of the collective, as in `OPTIONS`.
-            tensors: results and operands.
-            options: as torch gives them, or a reduction.
-        """
+        """The plane that could carry a collective, once the ranks agree on it; None: the engine carries it. name: as in
+        `OPTIONS`. tensors: results and operands. options: as torch gives them, or a reduction."""
         device = tensors[0].device
         if device not in self._planes:
             self._planes[device] = get_or_start_bulk_plane(self._group, device, self._options)
@@ -95,9 +82,9 @@ class BulkCollectives:
             plane.wait_aborted()
 
 
-def _get_reduction(options: Any) -> Reduction:
+def _get_reduction(options: Any) -> TorchReduction:
     op = getattr(options, "reduceOp", options)
-    return Reduction.of(op if isinstance(op, dist.ReduceOp) else None)
+    return TorchReduction.of(op if isinstance(op, dist.ReduceOp) else None)
 
 
 def _make_options(name: str, options: Any) -> Any:

@@ -12,8 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from spark_elastic.protocol.table import Table
-from spark_elastic.protocol.types import HostId, Limits, SlotId
+from spark_elastic.protocol.types import HostId, Limits, SlotId, Table
 
 JITTER = 0.25  # share of a delay, so that hosts that failed together do not come back together
 MAX_DOUBLINGS = 60
@@ -53,19 +52,13 @@ class Blacklist:
         return bool(self.slots) or bool(self.hosts) or bool(self.links)
 
     def record_failure(self, slot: SlotId, host: HostId, slots: int, now: float, limits: Limits) -> Blacklist:
-        """A worker of `slot` failed. The slot cools down; its host as a whole once more than one of its slots failed
-        within `failure_window`, or its only one.
-
-        Args:
-            slots: how many slots the host has.
-        """
+        """A worker of `slot` failed. The slot cools down; its host as a whole once more than one of its `slots` failed
+        within `failure_window`, or its only one."""
         oldest = now - limits.failure_window
         earlier = tuple(f for f in self.failed.get(host, ()) if f[0] != slot and f[1] >= oldest)
         failed = (*earlier, (slot, now))
         changed = replace(
-            self,
-            slots=_add_failure(self.slots, slot, now, limits),
-            failed=self.failed.put(host, failed),
+            self, slots=_add_failure(self.slots, slot, now, limits), failed=self.failed.put(host, failed)
         )
         if len(failed) > 1 or slots <= 1:
             return replace(changed, hosts=_add_failure(self.hosts, host, now, limits))

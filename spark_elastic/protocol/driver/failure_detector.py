@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages
-from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     JobStage,
@@ -20,11 +20,11 @@ from spark_elastic.protocol.driver.state import (
     SlotRecord,
     Transition,
     WorkerRecord,
+    add_time,
 )
 from spark_elastic.protocol.types import (
     NOT_RUNNING,
     STOPPED,
-    SlotId,
     WorkerId,
     WorkerStatus,
     heartbeat_interval,
@@ -40,15 +40,9 @@ SHORTEST_DELAY = 0.6  # seconds by which a heartbeat may be late on any host, ho
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
 FORGET = 0.98  # of the longest delay, what is left of it after another heartbeat
 
-# ---- evictions and removals
-
 
 def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> None:
-    """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end).
-
-    Args:
-        cause_unknown: see `CurrentWorld`.
-    """
+    """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end)."""
     state = tx.state
     if state.stage is not JobStage.RUNNING or state.timers.done_since is not None:
         return
@@ -58,18 +52,13 @@ def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> Non
     state.stage = JobStage.REGROUPING
     state.current.break_reason, state.current.cause_unknown = reason, cause_unknown
     state.timers.leaving_since = tx.now
-    tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
+    tx.emit(do.AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
 
 
 def evict(
     tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, exit_unreported: bool = False
 ) -> None:
-    """Count a worker as lost, and break its world if it is a member.
-
-    Args:
-        kill: it may be alive; its slot kills it.
-        exit_unreported: see `DepartedWorker`.
-    """
+    """Count a worker as lost, and break its world if it is a member. kill: it may be alive; its slot kills it."""
     state = tx.state
     title = tx.describe(worker)
     if worker.worker in state.current.stalled:
@@ -80,7 +69,7 @@ def evict(
     remove_worker(tx, worker, DepartedWorker(cited, tx.event_id, exit_unreported, worker.took_part))
     state.launches.relaunch |= worker.is_member and not worker.draining
     if kill:
-        tx.emit(StopWorker(f"{title} is evicted: {cited}", worker.worker, kill=True))
+        tx.emit(do.StopWorker(f"{title} is evicted: {cited}", worker.worker, kill=True))
     if worker.is_member and worker.worker not in state.current.results:
         loss, current = f"{title} is lost: ", state.current
         if current.cause_unknown and worker.worker in current.suspected - current.late:
@@ -121,13 +110,13 @@ def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> 
             if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
                 # The world's break reason was announced before this was known.
                 told = f"worker {name} was lost with its slot: {reason}"
-                tx.emit(NotifyUser(tx.cite(told, departed.event_id)))
+                tx.emit(do.NotifyUser(tx.cite(told, departed.event_id)))
     state.slots.record_departure(slot, tx.cite(reason))
     state.possibly_alive.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)
     state.connections.forget(slot.slot)
-    state.launches.count_task_attempts(slot.launch, -1)
+    state.launches.update(slot.launch, more_slots=-1)
 
 
 # ---- connections
@@ -137,10 +126,9 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     state, name = tx.state, event.worker or event.slot
     connections = state.connections
     connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
-    for worker, member in state.possibly_alive.find_by_connection(event.slot, event.worker):
-        closed = _ends_within_lease(tx, tx.now, member.last_seen) and (
-            member.connection_closed or not event.reset
-        )
+    for worker, member in state.possibly_alive.find_by_connection(event.slot, event.worker).items():
+        closed = member.connection_closed or not event.reset
+        closed &= _ends_within_lease(tx, tx.now, member.last_seen)
         state.possibly_alive.update(worker, replace(member, connection_closed=closed))
     slot = state.slots.get(event.slot)
     if event.worker is None:
@@ -155,12 +143,11 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
 def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
     state = tx.state
     _mark_mass_disconnect(tx)
-    for name, member in state.possibly_alive.find_by_connection(event.slot, event.worker):
+    for name, member in state.possibly_alive.find_by_connection(event.slot, event.worker).items():
         state.possibly_alive.update(name, replace(member, connection_closed=False))
     slot = state.slots.get(event.slot)
-    worker = state.workers.get(event.worker) if event.worker is not None else None
-    if worker is not None:
-        mark_reconnected(tx, worker)
+    if event.worker is not None and event.worker in state.workers:
+        mark_reconnected(tx, state.workers[event.worker])
     elif event.worker is None and slot is not None:
         state.slots.put(replace(slot, disconnected_at=None, last_seen=tx.now))
 
@@ -264,27 +251,25 @@ def notice_pause(tx: Transition) -> None:
         connections.driver_late_at = tx.now
 
 
-def check_connections_and_leases(tx: Transition) -> None:
-    """On a tick: check broken connections, and now and then the leases."""
-    state, connections = tx.state, tx.state.connections
+def on_tick(tx: Transition, event: on.Tick) -> None:
+    """Check broken connections, and now and then the leases."""
+    state, connections, slots = tx.state, tx.state.connections, tx.state.slots
     _mark_mass_disconnect(tx)
-    for name in tuple(connections.disconnected):
+    for name in connections.disconnected:
         _check_connection(tx, name)
     if tx.now < connections.next_lease_check:
         return
-    lease = state.limits.lease
+    lease, interval = state.limits.lease, _get_interval(tx)
     connections.last_lease_check = tx.now
     connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
-    shortest = min(lease, _get_interval(tx) + SHORTEST_DELAY)
-    silences = [
-        tx.now - state.slots[w.slot].last_seen for w in state.workers.values() if w.slot in state.slots
-    ]
-    if silences and min(silences) > max(SHORTEST_DELAY, 1.5 * _get_interval(tx)):
+    seen = max((slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots), default=None)
+    if seen is not None and tx.now - seen > max(SHORTEST_DELAY, 1.5 * interval):
         connections.driver_late_at = tx.now
-    if silences and _is_driver_partitioned(tx, min(silences)):
+    if seen is not None and _is_driver_partitioned(tx, tx.now - seen):
         connections.driver_partitioned_at = tx.now
         return
-    for worker in tuple(state.workers.values()):
+    shortest = min(lease, interval + SHORTEST_DELAY)
+    for worker in state.workers.values():
         slot = state.slots.get(worker.slot)
         silent_since = worker.last_seen if slot is None else min(worker.last_seen, slot.last_seen)
         if tx.now - silent_since > shortest or (slot is not None and slot.stopped_at is not None):
@@ -305,17 +290,16 @@ def _judge_silence(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None
             reason = f"{sign} for {tx.now - seen:.1f} s"
             if slot is not None and slot.stack:
                 reason += f", last seen in {slot.stack}"
-            state.failures.add_silence(worker.slot, tx.now, state.limits.failure_window)
+            silences, window = state.failures.silences, state.limits.failure_window
+            times = add_time(silences.get(worker.slot, ()), tx.now, window)
+            state.failures.silences = silences.put(worker.slot, times)
             evict_externally_lost(tx, worker, reason, kill=True)
             return
 
 
 def _is_suspicious(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None, seen: float) -> bool:
-    """R24 (suspicion): whether a member was silent for longer than its slot is otherwise late, and others wait for it.
-
-    Args:
-        seen: when its newest sign came. That a heartbeat of another member says that it waits is news since then.
-    """
+    """R24 (suspicion): whether a member was silent for longer than its slot is otherwise late, and since `seen`, when
+    its newest sign came, a heartbeat said that another member waits."""
     connections = tx.state.connections
     if slot is None or not worker.is_member or connections.waited_at <= seen:
         return False
@@ -330,7 +314,7 @@ def _evict_silent_slots(tx: Transition) -> None:
     their task again, their launch continues, and no event reports their end."""
     state = tx.state
     limit = state.limits.driver_timeout + MARGIN
-    for slot in tuple(state.slots.values()):
+    for slot in state.slots.values():
         silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned_at)
         if slot.worker is None and silence > limit:
             remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
@@ -353,15 +337,14 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
         return
     state, connections = tx.state, tx.state.connections
     slot = state.slots.get(worker.slot)
-    seen = max(worker.last_seen, slot.last_seen if slot is not None else worker.last_seen)
+    seen = worker.last_seen if slot is None else max(worker.last_seen, slot.last_seen)
     until = seen + state.limits.driver_timeout + MARGIN
-    ends: tuple[tuple[WorkerId | SlotId, float | None], ...] = (
-        (worker.worker, connections.disconnected.get(worker.worker)),
-        (worker.slot, slot.disconnected_at if slot is not None else None),
-    )
+    disconnected: dict[str, float | None] = {worker.worker: connections.disconnected.get(worker.worker)}
+    if slot is not None:
+        disconnected[slot.slot] = slot.disconnected_at
     closed = any(
         at is not None and name not in connections.reset and _ends_within_lease(tx, at, seen)
-        for name, at in ends
+        for name, at in disconnected.items()
     )
     state.possibly_alive.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
 
@@ -372,7 +355,7 @@ def hear_possibly_alive(tx: Transition, message: messages.DriverMessage) -> None
     state = tx.state
     if not state.possibly_alive.members:
         return
-    for name, member in state.possibly_alive.find_by_connection(message.slot, None):
+    for name, member in state.possibly_alive.find_by_connection(message.slot, None).items():
         if isinstance(message, messages.Heartbeat):
             speaks = message.worker == name and message.state not in NOT_RUNNING | {"D"}
         else:

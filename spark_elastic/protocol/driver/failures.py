@@ -7,13 +7,20 @@ against `failure_budget`, within a sliding window. Losses with an external cause
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from spark_elastic.protocol.commands import JobOutcome
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.failure_detector import evict_externally_lost
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
-from spark_elastic.protocol.driver.state import DriverState, JobStage, Transition, WorkerFailure, WorkerRecord
+from spark_elastic.protocol.driver.state import (
+    DriverState,
+    JobStage,
+    Transition,
+    WorkerFailure,
+    WorkerRecord,
+    add_time,
+)
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
@@ -36,8 +43,6 @@ MAX_KILLS_IN_A_ROW = 2
 # With which the worker, not the user's function, ends its process.
 WORKER_EXIT_CODES = (1, DRIVER_SILENT_EXIT_CODE)
 
-# ---- recording
-
 
 def record_failure(tx: Transition, failure: WorkerFailure, slot_at_fault: bool = True) -> None:
     """Count a failure. It ends the job if it is deterministic or exceeds the budget; a slot at fault cools down.
@@ -53,14 +58,11 @@ def record_failure(tx: Transition, failure: WorkerFailure, slot_at_fault: bool =
 
 
 def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: bool, detail: str) -> None:
-    """Count the end of a process.
+    """Count the end of a process. alive: the worker was on the records until now.
 
     A process that was killed, or ended itself under R12 (driver silence), is a loss like that of a host. Its slot is
     not to blame, unless its workers end so one after the other before they ever take part in a world, or again and
     again within the failure window.
-
-    Args:
-        alive: the worker was on the records until now.
     """
     state = tx.state
     slot = event.worker.slot
@@ -84,20 +86,13 @@ def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: boo
         detail = f"{detail} in {event.crashed_at}"
         if took_part or state.world is None:  # crashes of newcomers need not stop those who train
             crash = f"{event.reason} in {event.crashed_at}"
-    is_exit = alive and took_part and state.limits.all_results and _is_chosen(event.exit_code)
+    # The function chose the code (`os._exit(5)`, or 0 before its end), which is like an exception.
+    chosen = event.exit_code >= 0 and event.exit_code not in WORKER_EXIT_CODES
+    is_exit = alive and took_part and state.limits.all_results and chosen
     fingerprint = f"exit code {event.exit_code}" if is_exit else ""
     host = state.slots[slot].host if slot in state.slots else ""
-    record_failure(
-        tx,
-        WorkerFailure(
-            tx.now, state.generation, event.worker, position, fingerprint, detail, crash, host, is_exit
-        ),
-    )
-
-
-def _is_chosen(exit_code: int) -> bool:
-    """Whether the function chose the code (`os._exit(5)`, or 0 before its end), which is like an exception."""
-    return exit_code >= 0 and exit_code not in WORKER_EXIT_CODES
+    where = state.generation, event.worker, position
+    record_failure(tx, WorkerFailure(tx.now, *where, fingerprint, detail, crash, host, is_exit))
 
 
 def _count(tx: Transition, failure: WorkerFailure) -> None:
@@ -105,43 +100,37 @@ def _count(tx: Transition, failure: WorkerFailure) -> None:
     oldest = tx.now - state.limits.failure_window
     earlier = tuple(f for f in history.records if f.at >= oldest)
     history.records = (*earlier, failure)
-    reason, detail = (
-        _find_repeated_exception(state, earlier, failure) or _find_repeated_crash(state, failure),
-        failure.detail,
-    )
+    reason = _find_repeated_exception(state, earlier, failure) or _find_repeated_crash(state, failure)
+    detail = failure.detail
     if not reason:
         reason, detail = _find_exception_of_all(state, failure)
     if reason:
-        tx.end(JobOutcome.USER_ERROR, reason, detail)
+        tx.end(do.JobOutcome.USER_ERROR, reason, detail)
         return
     affected = history.generations_with_losses
     if tx.has_survivors():
         affected |= {0}  # a program that raises before it joins costs those who train nothing
-    count = len(
-        {_find_common_cause(f) for f in history.records if not (f.fingerprint and f.generation in affected)}
-    )
+    counted = [f for f in history.records if not (f.fingerprint and f.generation in affected)]
+    # All exceptions in one world may be consequences of the first, so they count once.
+    count = len({f.generation if f.generation and f.fingerprint else f.worker for f in counted})
     if count > state.limits.failure_budget:
         tx.end(
-            JobOutcome.FAILURE_BUDGET,
+            do.JobOutcome.FAILURE_BUDGET,
             f"workers failed {count} times within {state.limits.failure_window:g} s and the job tolerates "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
             failure.detail,
         )
 
 
-def _find_common_cause(failure: WorkerFailure) -> Hashable:
-    """What failures that count once have in common: all exceptions in one world may be consequences of the first."""
-    return failure.generation if failure.generation and failure.fingerprint else failure.worker
-
-
 def _record_oom_kill(tx: Transition, detail: str) -> None:
     """A worker was killed because memory ran out. If another process took the memory, the next try may succeed; if it
     happens again and again, a setting is wrong, and the job ends."""
-    window = tx.state.limits.failure_window
-    kills = tx.state.failures.add_oom_kill(tx.now, window)
+    window, history = tx.state.limits.failure_window, tx.state.failures
+    history.oom_kills = add_time(history.oom_kills, tx.now, window)
+    kills = len(history.oom_kills)
     if kills > MAX_OOM_KILLS:
         tx.end(
-            JobOutcome.OUT_OF_MEMORY,
+            do.JobOutcome.OUT_OF_MEMORY,
             f"workers ran out of memory {kills} times within {window:g} s; the "
             "training process is outside the JVM: raise spark.executor.memoryOverhead (or the container's memory), "
             "or lower batch_size or the number of slots per executor",
@@ -154,9 +143,8 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
     state = tx.state
     slots = state.slots.on_host(host)
     discovered = dict(state.hosts.discovered or ()).get(host, 0)
-    state.blacklist = state.blacklist.record_failure(
-        slot, host, max(len(slots), discovered), tx.now, state.limits
-    )
+    count = max(len(slots), discovered)
+    state.blacklist = state.blacklist.record_failure(slot, host, count, tx.now, state.limits)
     until = state.blacklist.find_host_return(host, tx.now)
     if until is None or until - tx.now <= PARKING_LIMIT:
         return
@@ -179,19 +167,15 @@ def _find_repeated_exception(
         return _find_exception_on_all_slots(state)
     affected = state.failures.generations_with_losses
     for old in earlier:
-        if old.generation in affected:
-            continue
         alike = old.fingerprint == new.fingerprint and (old.position or START) == (new.position or START)
-        if alike and 0 < old.generation < new.generation and new.is_exit:
-            return (
-                f"worker {new.worker} ended in world {new.generation} with {new.fingerprint}, as worker {old.worker} "
-                f"had in world {old.generation}, both of which began at {format_position(new.position)}"
-            )
-        if alike and 0 < old.generation < new.generation:
-            return (
-                f"worker {new.worker} raised in world {new.generation} what worker {old.worker} had raised in world "
-                f"{old.generation}, both at {format_position(new.position)}"
-            )
+        if not alike or old.generation in affected or not 0 < old.generation < new.generation:
+            continue
+        before, where = f"worker {old.worker} had", format_position(new.position)
+        if new.is_exit:
+            how = f"ended in world {new.generation} with {new.fingerprint}, as {before} in world {old.generation}"
+            return f"worker {new.worker} {how}, both of which began at {where}"
+        how = f"raised in world {new.generation} what {before} raised in world {old.generation}"
+        return f"worker {new.worker} {how}, both at {where}"
     return ""
 
 
@@ -210,11 +194,8 @@ def _find_repeated_crash(state: DriverState, new: WorkerFailure) -> str:
     if not new.crash:
         return ""
     affected, position = state.failures.generations_with_losses, new.position or START
-    alike = [
-        f
-        for f in state.failures.records
-        if f.crash == new.crash and (f.position or START) == position and f.generation not in affected
-    ]
+    same = (f for f in state.failures.records if f.crash == new.crash and f.generation not in affected)
+    alike = [f for f in same if (f.position or START) == position]
     if len(alike) < MIN_TRIES:
         return ""
     if new.generation == 0:
@@ -261,22 +242,16 @@ def record_progress(tx: Transition, chosen: Collection[WorkerId], position: Posi
     members = {member.worker for member in world.members} if world is not None else set()
     lost = members - set(chosen)
     same = members == set(chosen) or (position is not None and bool(lost) and lost <= current.late)
-    if (
-        world is None
-        or not current.break_reason  # it stopped as planned
-        or not same
-        or (world.position or START) != (position or START)
-    ):
+    stopped_as_planned = not current.break_reason
+    if world is None or stopped_as_planned or not same or (world.position or START) != (position or START):
         history.worlds_without_progress, history.broken_links = 0, ()
         return ""
     history.worlds_without_progress += 1
     history.broken_links += current.broken_links
     if history.worlds_without_progress == 1:
         history.without_progress_since = tx.now
-    another_try = (
-        history.worlds_without_progress <= MAX_WORLDS_WITHOUT_PROGRESS
-        or tx.now - history.without_progress_since < state.limits.driver_timeout
-    )
+    few = history.worlds_without_progress <= MAX_WORLDS_WITHOUT_PROGRESS
+    another_try = few or tx.now - history.without_progress_since < state.limits.driver_timeout
     known = state.blacklist.links.keys() & set(_find_machines(tx, current.broken_links))
     if another_try and not known:
         return ""
@@ -316,10 +291,8 @@ def leave_out(tx: Transition, chosen: Sequence[WorkerRecord], position: Position
     left_out = max(ends, key=lambda worker: (blamed[worker.worker], worker.rank or 0))
     count = history.worlds_without_progress
     worlds = "a world" if count == 1 else f"{count} worlds in a row"
-    reason = (
-        f"machines {' and '.join(sorted(dead_link))} could not reach each other, in {worlds} at "
-        f"{resume_point(state, position)}: {current.break_reason}"
-    )
+    where = f"in {worlds} at {resume_point(state, position)}: {current.break_reason}"
+    reason = f"machines {' and '.join(sorted(dead_link))} could not reach each other, {where}"
     title = tx.describe(left_out)
     history.left_out_at = position or START
     state.blacklist = state.blacklist.record_dead_link(dead_link, tx.now, state.limits)
@@ -336,15 +309,8 @@ def _find_machines(tx: Transition, links: Iterable[frozenset[WorkerId]]) -> list
     return [pair for pair in machines if len(pair) > 1]
 
 
-# ---- sentences
-
-
 def resume_point(state: DriverState, position: Position | None, newest: Checkpoint | None = None) -> str:
-    """Where a world begins if its source is at that position.
-
-    Args:
-        newest: what it begins from where no source has a position, if that is no checkpoint of the job's.
-    """
+    """Where a world begins if its source is at that position. newest: what it begins from where no source has one."""
     if position is None and newest is not None and newest.is_kept:
         return f"{format_position(newest.position)}, as a host's memory has kept it"
     if position is None and state.checkpoints:

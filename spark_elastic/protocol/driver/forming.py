@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from spark_elastic.protocol.commands import AnnounceChange, JobOutcome, NotifyUser, PublishWorld, StopWorker
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove_worker
 from spark_elastic.protocol.driver.failures import (
     leave_out,
@@ -43,12 +43,10 @@ from spark_elastic.protocol.driver.state import (
 from spark_elastic.protocol.types import (
     START,
     Checkpoint,
-    HostId,
     HostUpdateResult,
     Limits,
     Member,
     Position,
-    SlotId,
     WorkerId,
     WorkerStatus,
     World,
@@ -65,8 +63,6 @@ MIN_OTHER_RELEASES = 3  # slots of another release that end a job with fewer slo
 # Seconds from one world to the next for each world in a row without progress, and at most, since peers that refuse
 # connections break worlds within milliseconds.
 NO_PROGRESS_BACK_OFF, MAX_NO_PROGRESS_BACK_OFF = 0.5, 5.0
-
-# ---- what is due
 
 
 def decide_next_step(tx: Transition) -> None:
@@ -87,7 +83,7 @@ def decide_next_step(tx: Transition) -> None:
     if state.stage is JobStage.RUNNING:
         _check_running(tx, over_time)
     if over_time and _may_end(tx):
-        tx.end(JobOutcome.TIME_LIMIT, over_time)
+        tx.end(do.JobOutcome.TIME_LIMIT, over_time)
         return
     if state.stage is JobStage.REGROUPING:
         _regroup(tx)
@@ -95,7 +91,7 @@ def decide_next_step(tx: Transition) -> None:
         _gather(tx)
 
 
-def get_short_timeout(tx: Transition) -> float:
+def _get_short_timeout(tx: Transition) -> float:
     """Seconds for something that runs no user code."""
     return min(SHORT_TIMEOUT, tx.state.limits.regroup_timeout)
 
@@ -105,7 +101,7 @@ def _finish(tx: Transition) -> None:
     state = tx.state
     assert state.world is not None
     assert state.timers.done_since is not None
-    if state.workers.not_left and tx.now - state.timers.done_since < get_short_timeout(tx):
+    if state.workers.not_left and tx.now - state.timers.done_since < _get_short_timeout(tx):
         return
     members, reported = state.world.members, state.current.results
     missing = [member.worker for member in members if member.worker not in reported]
@@ -113,10 +109,7 @@ def _finish(tx: Transition) -> None:
     if missing:
         reason = f"rank 0 of world {state.generation} is done; no result came from {format_names(missing)}"
     results = tuple(reported.get(member.worker, "null") for member in members)
-    tx.end(JobOutcome.SUCCESS, reason, results=results)
-
-
-# ---- max_runtime
+    tx.end(do.JobOutcome.SUCCESS, reason, results=results)
 
 
 def check_max_runtime(tx: Transition) -> str:
@@ -140,13 +133,10 @@ def _may_end(tx: Transition) -> bool:
         return True
     if state.stage is JobStage.RUNNING:
         return False
-    current = state.current
-    only_end_announced = (
-        current.end_announced
-        and current.world is not None
-        and current.version == current.world.version.next(job_ends=True)
-    )
-    return not tx.has_survivors() or (only_end_announced and not current.break_reason)
+    current, world = state.current, state.world
+    only_end = world is not None and current.version == world.version.next(job_ends=True)
+    stopped_for_end = current.end_announced and only_end and not current.break_reason
+    return not tx.has_survivors() or stopped_for_end
 
 
 # ---- a world that runs
@@ -156,19 +146,17 @@ def _check_running(tx: Transition, over_time: str) -> None:
     """Handle a published world: regroup if it has stopped, break it if it is late, announce a planned change."""
     state, timers = tx.state, tx.state.timers
     # Under max_runtime a last checkpoint is written before the members come.
-    timeout = LAST_STOP_TIMEOUT if over_time else get_short_timeout(tx)
+    timeout = LAST_STOP_TIMEOUT if over_time else _get_short_timeout(tx)
     if state.workers.not_left == 0:
         state.stage = JobStage.REGROUPING
     elif timers.leaving_since is not None:
         if tx.now - timers.leaving_since >= timeout:
-            late = [worker.worker for worker in tx.list_survivors() if not worker.has_left]
-            break_world(tx, f"{format_names(late)} did not come to the planned stop within {timeout:g} s")
+            late = format_names([w.worker for w in tx.list_survivors() if not w.has_left])
+            break_world(tx, f"{late} did not come to the planned stop within {timeout:g} s")
     elif state.workers.unformed:
         if tx.now - timers.published_at >= timeout:
-            late = [worker.worker for worker in tx.list_survivors() if not worker.formed]
-            break_world(
-                tx, f"{format_names(late)} did not build world {state.generation} within {timeout:g} s"
-            )
+            late = format_names([w.worker for w in tx.list_survivors() if not w.formed])
+            break_world(tx, f"{late} did not build world {state.generation} within {timeout:g} s")
     else:
         if state.workers.waiting:
             release_idle(tx)
@@ -181,7 +169,10 @@ def _announce(tx: Transition, over_time: str) -> None:
     state, current, timers = tx.state, tx.state.current, tx.state.timers
     if current.results or (current.announced and not (over_time and not current.end_announced)):
         return
-    if not over_time and (_resets_used_up(state) or not _change_possible(state)):
+    assert state.world is not None
+    room = state.world.size < state.limits.capacity
+    is_possible = state.workers.draining or (room and state.workers.waiting)
+    if not over_time and (_resets_used_up(state) or not is_possible):
         timers.change_since = None
         return
     if timers.change_since is None:
@@ -202,13 +193,7 @@ def _announce(tx: Transition, over_time: str) -> None:
     current.announced = True
     current.end_announced |= bool(over_time)
     reason = f"world {state.generation} is to stop at its next step boundary: {why}"
-    tx.emit(AnnounceChange(reason, current.version))
-
-
-def _change_possible(state: DriverState) -> bool:
-    assert state.world is not None
-    room = state.world.size < state.limits.capacity
-    return bool(state.workers.draining or (room and state.workers.waiting))
+    tx.emit(do.AnnounceChange(reason, current.version))
 
 
 def _find_change(tx: Transition) -> tuple[list[WorkerId], list[WorkerId]]:
@@ -257,8 +242,7 @@ def _evict_late_members(tx: Transition) -> bool:
     state = tx.state
     since, timeout = state.timers.leaving_since, state.limits.regroup_timeout
     waited = math.inf if since is None else tx.now - since
-    if waited < timeout:
-        # Before the survivors are looked at: otherwise each of a thousand requests would do that.
+    if waited < timeout:  # before the survivors are looked at: each of a thousand requests would do that
         return False
     if not any(worker.has_left and worker.position is not None for worker in tx.list_survivors()):
         timeout *= LAST_STATE_FACTOR  # P3 (no rollback): no member that came back has a state
@@ -285,18 +269,12 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
     if not returned and (find_newest_position(survivors) or START) != START:
         return False
     since = state.timers.leaving_since if state.timers.leaving_since is not None else tx.now
-    until = since + min(state.limits.gather_timeout, get_short_timeout(tx))
+    until = since + min(state.limits.gather_timeout, _get_short_timeout(tx))
     failed = {f.worker.slot for f in state.failures.records if f.generation == state.generation}
-    return tx.now < until and any(_may_return(tx, slot, until) for slot in failed)
-
-
-def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
-    """Whether the slot is alive and its cooldown ends by then, so that its worker could be in the next world."""
-    slot = tx.state.slots.get(name)
-    if slot is None:
-        return False
-    usable_at = tx.state.blacklist.find_slot_return(slot.slot, slot.host, tx.now)
-    return usable_at is None or usable_at <= until
+    alive = [state.slots[slot] for slot in failed if slot in state.slots]
+    # When the cooldown of each ends, so that its worker could be in the next world.
+    usable_at = [state.blacklist.find_slot_return(slot.slot, slot.host, tx.now) for slot in alive]
+    return tx.now < until and any(at is None or at <= until for at in usable_at)
 
 
 def _gather(tx: Transition) -> None:
@@ -315,13 +293,9 @@ def _gather(tx: Transition) -> None:
     waited = tx.now - timers.gather_since
     if count >= state.limits.wanted_at_start or waited >= state.limits.gather_timeout:
         if count < state.limits.wanted_at_start and not state.generation:
-            tx.emit(
-                NotifyUser(
-                    f"{count} of {state.limits.wanted_at_start} workers (num_workers) came within "
-                    f"{state.limits.gather_timeout:g} s (gather_timeout): the job begins with them, others join once "
-                    "the cluster has cores for them"
-                )
-            )
+            within = f"within {state.limits.gather_timeout:g} s (gather_timeout)"
+            told = f"{count} of {state.limits.wanted_at_start} workers (num_workers) came {within}: the job begins"
+            tx.emit(do.NotifyUser(f"{told} with them, others join once the cluster has cores for them"))
         _form_world(tx, tx.list_newcomers()[: state.limits.capacity])
 
 
@@ -331,47 +305,46 @@ def _gather(tx: Transition) -> None:
 def _has_enough(tx: Transition, count: int) -> bool:
     """Whether `count` workers are at least `min_workers`. Ends the job if there were too few for `start_timeout`."""
     state, timers = tx.state, tx.state.timers
-    if count >= state.limits.min_workers:
-        timers.too_few_since = None
-        timers.too_few_notified = False
+    launches, limits = state.launches, state.limits
+    if count >= limits.min_workers:
+        timers.too_few_since, timers.too_few_notified = None, False
         return True
-    state.launches.relaunch |= state.launches.held_back_count > 0  # what was given back is needed now
+    launches.relaunch |= launches.held_back_count > 0  # what was given back is needed now
     if timers.too_few_since is None:
         timers.too_few_since = tx.now
-    elif tx.now - timers.too_few_since >= state.limits.start_timeout:
-        tx.end(JobOutcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
-    elif tx.now - timers.too_few_since >= state.limits.gather_timeout and _speak_all_another_release(state):
+    waited = tx.now - timers.too_few_since
+    # So many slots in a row could not register, since the driver does not understand them.
+    foreign = not state.generation and launches.other_releases >= max(MIN_OTHER_RELEASES, len(launches))
+    if waited >= limits.start_timeout:
+        tx.end(do.JobOutcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
+    elif waited >= limits.gather_timeout and foreign:
         tx.end(
-            JobOutcome.NOT_ENOUGH_WORKERS,
-            f"the last {state.launches.other_releases} slots have another release of spark_elastic than the driver: "
-            f"{state.launches.last_failure}",
+            do.JobOutcome.NOT_ENOUGH_WORKERS,
+            f"the last {launches.other_releases} slots have another release of spark_elastic than the driver: "
+            f"{launches.last_failure}",
         )
     else:
-        if not timers.too_few_notified and tx.now - timers.too_few_since >= state.limits.gather_timeout:
+        if waited >= limits.gather_timeout and not timers.too_few_notified:
             timers.too_few_notified = True
-            starting = state.workers.starting
-            advice = "give the application more cores, or lower min_workers"
-            if count + starting >= state.limits.min_workers:
-                advice = f"{starting} more have started and import what the program needs"
-            elif state.launches.last_failure:
-                advice = (
-                    f"the last slot that ended before its worker was warm said: {state.launches.last_failure}"
-                )
-            tx.emit(
-                NotifyUser(
-                    f"{count} workers are there and {state.limits.min_workers} are needed (min_workers), "
-                    f"in {len(state.slots)} slots that the cluster has started: the job waits "
-                    f"for up to {state.limits.start_timeout:g} s (start_timeout); {advice}"
-                )
-            )
-        _end_if_all_blacklisted(tx, timers.too_few_since + state.limits.start_timeout)
+            _notify_of_missing_workers(tx, count)
+        _end_if_all_blacklisted(tx, timers.too_few_since + limits.start_timeout)
     return False
 
 
-def _speak_all_another_release(state: DriverState) -> bool:
-    """Whether so many slots as the job has, in a row, could not register since the driver does not understand them."""
-    launches = state.launches
-    return not state.generation and launches.other_releases >= max(MIN_OTHER_RELEASES, len(launches))
+def _notify_of_missing_workers(tx: Transition, count: int) -> None:
+    state, limits = tx.state, tx.state.limits
+    starting = state.workers.starting
+    advice = "give the application more cores, or lower min_workers"
+    if count + starting >= limits.min_workers:
+        advice = f"{starting} more have started and import what the program needs"
+    elif state.launches.last_failure:
+        advice = f"the last slot that ended before its worker was warm said: {state.launches.last_failure}"
+    tx.emit(
+        do.NotifyUser(
+            f"{count} workers are there and {limits.min_workers} are needed (min_workers), in {len(state.slots)} slots "
+            f"that the cluster has started: the job waits up to {limits.start_timeout:g} s (start_timeout); {advice}"
+        )
+    )
 
 
 def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
@@ -382,7 +355,7 @@ def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
     hosts, first = found
     when = "never" if first == math.inf else f"in {first - tx.now:.0f} s"
     tx.end(
-        JobOutcome.NOT_ENOUGH_WORKERS,
+        do.JobOutcome.NOT_ENOUGH_WORKERS,
         f"all hosts are blacklisted since their workers failed: {format_names(hosts)}; the first returns {when} "
         f"(cooldown_range), and the job waits for workers for {tx.state.limits.start_timeout:g} s (start_timeout)",
     )
@@ -397,27 +370,26 @@ def _explain_missing_workers(tx: Transition, count: int) -> str:
     advice = "lower num_workers or min_workers, give the application more cores, or raise start_timeout"
     if count + len(starting) >= state.limits.min_workers:
         advice = "those that have started still import, so raise start_timeout, or see why that takes long"
-    parts = [
-        f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
-        f"(min_workers), in {len(state.slots)} slots that the cluster has started: {advice}",
-        f"hosts: {format_names(hosts) or 'none'}",
-    ]
-    if silent:
-        parts.append(f"waited for slot jobs that the cluster did not start: {format_names(silent)}")
-    if starting:
-        parts.append(f"waited for {format_names(starting)} to get warm")
     cooling = [
         f"{worker.worker} (its slot failed, for {until - tx.now:.0f} s)"
         for worker in state.workers.values()
         if (until := state.blacklist.find_slot_return(worker.slot, worker.host, tx.now)) is not None
     ]
-    if cooling:
-        parts.append(f"cooling down: {format_names(cooling)}")
-    if launches.preempted:
-        parts.append(f"its slots were given back in between: {launches.preempted}")
-    if launches.last_failure:
-        parts.append(f"the last slot that ended before its worker was warm said: {launches.last_failure}")
-    return "; ".join(parts)
+    parts = {
+        "hosts": format_names(hosts) or "none",
+        "waited for slot jobs that the cluster did not start": format_names(silent),
+        "waited for workers to get warm": format_names(starting),
+        "cooling down": format_names(cooling),
+        "its slots were given back in between": launches.preempted,
+        "the last slot that ended before its worker was warm said": launches.last_failure,
+    }
+    return "; ".join(
+        [
+            f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
+            f"(min_workers), in {len(state.slots)} slots that the cluster has started: {advice}",
+            *(f"{what}: {text}" for what, text in parts.items() if text),
+        ]
+    )
 
 
 def format_names(names: Sequence[str], most: int = 8) -> str:
@@ -434,13 +406,14 @@ def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
     or end the job instead."""
     state = tx.state
     if _resets_used_up(state):
+        broke = state.current.break_reason
         if over_time := check_max_runtime(tx):
-            tx.end(JobOutcome.TIME_LIMIT, f"{over_time}: {state.current.break_reason}")
+            tx.end(do.JobOutcome.TIME_LIMIT, f"{over_time}: {broke}")
             return
         formed = (
             f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
         )
-        tx.end(JobOutcome.RESET_LIMIT, f"a new world is needed and {formed}: {state.current.break_reason}")
+        tx.end(do.JobOutcome.RESET_LIMIT, f"a new world is needed and {formed}: {broke}")
         return
     position = find_newest_position(chosen)
     why_end = record_progress(tx, {worker.worker for worker in chosen}, position)
@@ -449,7 +422,7 @@ def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
     elif leave_out(tx, chosen, position):
         _regroup(tx)
     else:
-        tx.end(JobOutcome.USER_ERROR, why_end)
+        tx.end(do.JobOutcome.USER_ERROR, why_end)
 
 
 def _publish(tx: Transition, chosen: list[WorkerRecord], position: Position | None) -> None:
@@ -461,16 +434,15 @@ def _publish(tx: Transition, chosen: list[WorkerRecord], position: Position | No
     staying = [worker for worker in chosen if worker.worker in survivors]
     joining = [worker for worker in chosen if worker.worker not in survivors]
     ranked = group_by_machine(staying, joining, machines)
-    assignments = [ChosenWorker(w.worker, w.slot, w.host, w.position, machines[w.worker]) for w in ranked]
-    source = find_source(assignments)
+    source = find_source(ranked)
     current.generation += 1
     resume, reader = ((), source) if source is not None else choose_resume(state, ranked)
     begins_anew = reader is None and not survivors and current.generation > 1
     point = NO_CHECKPOINT if begins_anew else resume_point(state, position, *resume[:1])
     reason = _explain_world(tx, ranked, leaving, point)
-    members = assign_ranks(assignments)
+    members = assign_ranks(ranked, machines)
     world = World(state.fence, members, reader, reason, current.version, resume)
-    tx.emit(PublishWorld(reason, world))
+    tx.emit(do.PublishWorld(reason, world))
     for worker in leaving:
         _dismiss(tx, worker)
     _enter(tx, world, ranked)
@@ -487,26 +459,26 @@ def choose_resume(
 ) -> tuple[tuple[Checkpoint, ...], int | None]:
     """What a world without a state begins from: the published checkpoints, or before them the commit that a member's
     host keeps, if that is newer: R23 (kept commits). With it the rank that reads it; None: nothing is there."""
-    kept = [(each, rank) for rank, w in enumerate(ranked) if (each := state.slots[w.slot].kept) is not None]
-    newest, reader = max(kept, key=lambda each: (each[0].fence, each[0].position), default=(None, 0))
     published = state.checkpoints
-    if newest is not None and (
-        not published or (newest.fence, newest.position) > (published[0].fence, published[0].position)
-    ):
-        return (newest, *published), reader
-    return published, 0 if published else None
+    newest, reader = published[:1], 0 if published else None
+    for rank, worker in enumerate(ranked):
+        kept = state.slots[worker.slot].kept
+        if kept is not None and (not newest or kept.progress > newest[0].progress):
+            newest, reader = (kept,), rank
+    return published if newest == published[:1] else (*newest, *published), reader
 
 
 def _explain_world(
     tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], point: str
 ) -> str:
     state = tx.state
+    broke = state.current.break_reason
     joining = [worker.worker for worker in chosen if not worker.is_member]
     change = _format_change(joining, [worker.worker for worker in leaving])
-    why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
+    why = "; ".join(part for part in (broke, change) if part) or "nothing changed"
     size = f"{len(chosen)} worker{'' if len(chosen) == 1 else 's'}"
     sentence = f"world {state.generation}, of {size}, continues from {point}: {why}"
-    return sentence if state.current.break_reason else tx.cite(sentence)
+    return sentence if broke else tx.cite(sentence)
 
 
 def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
@@ -525,7 +497,7 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
     """Release a drained member, once the world without it is published."""
     reason = f"worker {worker.worker} leaves: {worker.draining}"
     remove_worker(tx, worker, DepartedWorker(reason))
-    tx.emit(StopWorker(reason, worker.worker))
+    tx.emit(do.StopWorker(reason, worker.worker))
     slot = tx.state.slots[worker.slot]
     if worker.drain_cause is DrainCause.STRAGGLER and not slot.straggled_before:
         # Its spare becomes a worker, which may do better.
@@ -543,13 +515,8 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
 def choose_members(
     survivors: Sequence[WorkerRecord], newcomers: Sequence[WorkerRecord], limits: Limits
 ) -> list[WorkerRecord]:
-    """Members of the next world: survivors in rank order, then newcomers. A draining survivor stays a member only if it
-    alone has the newest state, or if there would be fewer than `min_workers` without it.
-
-    Args:
-        survivors: the previous world's living members in its rank order: R4 (survivors).
-        newcomers: warm, without state, in order of arrival.
-    """
+    """Members of the next world: survivors in rank order, R4 (survivors), then newcomers in order of arrival. A
+    draining survivor stays a member only if it alone has the newest state, or if there were too few without it."""
     staying = [worker for worker in survivors if not worker.draining]
     leaving = [worker for worker in survivors if worker.draining]
     needed: list[WorkerRecord] = []
@@ -567,13 +534,8 @@ def group_by_machine(
     staying: Sequence[WorkerRecord], joining: Sequence[WorkerRecord], machines: Mapping[WorkerId, str]
 ) -> list[WorkerRecord]:
     """The next world's members in order of rank. Survivors stay in their order, so that rank 0 is one of them; each
-    newcomer comes behind the other members on its machine. Newcomers on other machines come last, machine by machine.
-
-    Args:
-        machines: the machine of each worker.
-    """
-    # By machine, the survivor of the highest rank.
-    last = {machines[worker.worker]: worker.worker for worker in staying}
+    newcomer comes behind the other members on its machine. Those on other machines come last, machine by machine."""
+    last = {machines[worker.worker]: worker.worker for worker in staying}  # of each machine's survivors
     coming: dict[str, list[WorkerRecord]] = {}
     for worker in joining:
         coming.setdefault(machines[worker.worker], []).append(worker)
@@ -586,49 +548,29 @@ def group_by_machine(
     return ranked + [worker for newcomers in coming.values() for worker in newcomers]
 
 
-@dataclass(frozen=True)
-class ChosenWorker:
-    """A worker that becomes a member of the next world."""
-
-    worker: WorkerId  # a living one, warm or of the world before
-    slot: SlotId  # that its process runs in
-    host: HostId  # the executor that carries the slot
-    position: Position | None  # of its state; None: a newcomer
-    machine: str = ""  # that carries its host; "": the host is one
-
-
-def assign_ranks(assignments: Sequence[ChosenWorker]) -> tuple[Member, ...]:
+def assign_ranks(ranked: Sequence[WorkerRecord], machines: Mapping[WorkerId, str]) -> tuple[Member, ...]:
     """Members in the order given. Local ranks count a machine's members, on whichever of its hosts; cross ranks count,
     over the machines in order of their first member, the members with an equal local rank (Horovod's definition)."""
-    machines = [each.machine or each.host for each in assignments]
     on_machine: Counter[str] = Counter()
     local_ranks: list[int] = []
-    for machine in machines:
-        local_ranks.append(on_machine[machine])
-        on_machine[machine] += 1
-    cross: dict[str, list[int]] = {}  # machine -> cross rank by local rank
+    for worker in ranked:
+        local_ranks.append(on_machine[machines[worker.worker]])
+        on_machine[machines[worker.worker]] += 1
+    cross_ranks: dict[tuple[str, int], int] = {}  # by machine and local rank
     width: Counter[int] = Counter()  # local rank -> how many machines have it
     for machine, size in on_machine.items():
-        cross[machine] = [width[local] for local in range(size)]
+        cross_ranks.update({(machine, local): width[local] for local in range(size)})
         width.update(range(size))
-    return tuple(
-        Member(
-            worker=each.worker,
-            slot=each.slot,
-            host=each.host,
-            rank=rank,
-            local_rank=local,
-            local_size=on_machine[machine],
-            cross_rank=cross[machine][local],
-            cross_size=width[local],
-            position=each.position,
-        )
-        for rank, (each, machine, local) in enumerate(zip(assignments, machines, local_ranks, strict=True))
-    )
+    members = []
+    for rank, (worker, local) in enumerate(zip(ranked, local_ranks, strict=True)):
+        machine = machines[worker.worker]
+        cross = cross_ranks[machine, local], width[local]
+        place = rank, local, on_machine[machine], *cross
+        members.append(Member(worker.worker, worker.slot, worker.host, *place, worker.position))
+    return tuple(members)
 
 
-def find_source(assignments: Sequence[ChosenWorker]) -> int | None:
+def find_source(ranked: Sequence[WorkerRecord]) -> int | None:
     """R4 (survivors): the lowest rank among those at the highest position; None if no worker has a state."""
-    positions = [each.position for each in assignments]
-    highest = max((position for position in positions if position is not None), default=None)
-    return None if highest is None else positions.index(highest)
+    newest = find_newest_position(ranked)
+    return None if newest is None else [worker.position for worker in ranked].index(newest)

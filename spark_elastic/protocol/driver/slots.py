@@ -10,16 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.failure_detector import (
-    evict,
-    mark_reconnected,
-    note_heartbeat,
-    remove_slot,
-)
+from spark_elastic.protocol.driver.failure_detector import remove_slot
 from spark_elastic.protocol.driver.state import (
-    DepartedWorker,
     DrainCause,
     JobStage,
     SlotEnd,
@@ -28,20 +22,8 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
-from spark_elastic.protocol.messages import (
-    ANOTHER_RELEASE,
-    Heartbeat,
-    RegisterSlot,
-    WorkerStarted,
-    WorkerStraggles,
-)
-from spark_elastic.protocol.types import (
-    NOT_RUNNING,
-    HostId,
-    Position,
-    SlotId,
-    WorkerId,
-)
+from spark_elastic.protocol.messages import ANOTHER_RELEASE, RegisterSlot, WorkerStraggles
+from spark_elastic.protocol.types import HostId, Position, SlotId
 
 # Seconds before a launch, by how many before it failed in a row. Spark alone decides where a slot job lands: without a
 # delay it would use a host that has room but may not take part again and again. The last value is how long another host
@@ -54,9 +36,6 @@ FAILURES_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
 # be useful elsewhere.
 PARKING_LIMIT = 5.0
 
-# A slot is given back once so many of its workers were evicted for silence within the failure window.
-MAX_SILENCES_PER_SLOT = 3
-
 # ---- launches
 
 
@@ -67,26 +46,26 @@ def launch(tx: Transition, slot_launch: SlotLaunch, reason: str) -> None:
     back_off = BACK_OFF[min(slot_launch.failed_predecessors, len(BACK_OFF) - 1)]
     delay = max(back_off, _count_seconds_until_a_host_returns(tx))
     if delay:
-        launches.delay(number, tx.now + delay, reason)
+        launches.delayed = launches.delayed.put(number, (tx.now + delay, reason))
     else:
-        tx.emit(LaunchSlot(reason, number))
+        tx.emit(do.LaunchSlot(reason, number))
 
 
 def launch_due(tx: Transition) -> None:
     """Launch what was delayed for long enough."""
     launches = tx.state.launches
-    for number, delayed in tuple(launches.delayed.items()):
-        if delayed.until <= tx.now:
+    for number, (until, reason) in launches.delayed.items():
+        if until <= tx.now:
             launches.delayed = launches.delayed.drop(number)
-            tx.emit(LaunchSlot(delayed.reason, number))
+            tx.emit(do.LaunchSlot(reason, number))
 
 
-def skip_back_off(tx: Transition) -> None:
+def _skip_back_off(tx: Transition) -> None:
     """Drop the back-off of delayed launches: other hosts may be used than before."""
     launches = tx.state.launches
-    until = tx.now + _count_seconds_until_a_host_returns(tx)
-    for number, delayed in tuple(launches.delayed.items()):
-        launches.delay(number, min(until, delayed.until), delayed.reason)
+    earliest = tx.now + _count_seconds_until_a_host_returns(tx)
+    for number, (until, reason) in launches.delayed.items():
+        launches.delayed = launches.delayed.put(number, (min(earliest, until), reason))
 
 
 def relaunch(tx: Transition) -> None:
@@ -112,7 +91,7 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
     if state.timers.done_since is not None:
         return  # R15 (end): the result is there
     if event.cancelled:
-        tx.end(JobOutcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
+        tx.end(do.JobOutcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
     else:
         _launch_successor(tx, ended, event.reason)
 
@@ -137,16 +116,14 @@ def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     their own names.
     """
     state = tx.state
-    listed = {name for name, _ in state.hosts.discovered or ()}
-    out = [
-        host for host in state.blacklist.hosts if state.blacklist.find_host_return(host, tx.now) is not None
-    ]
-    if not out or (state.generation == 0 and not listed.issuperset(out)):
+    listed, blacklist = dict(state.hosts.discovered or ()).keys(), state.blacklist
+    out = [host for host in blacklist.hosts if blacklist.find_host_return(host, tx.now) is not None]
+    if not out or (state.generation == 0 and not listed >= set(out)):
         return None
     # Hosts that were lost count as usable: a good one may come back, and is waited for.
     if state.hosts.find_usable().difference(out):
         return None
-    return sorted(out), min(state.blacklist.hosts[host].until for host in out)
+    return sorted(out), min(blacklist.hosts[host].until for host in out)
 
 
 def _count_seconds_until_a_host_returns(tx: Transition) -> float:
@@ -161,27 +138,25 @@ def _count_seconds_until_a_host_returns(tx: Transition) -> float:
 
 
 def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = False) -> None:
-    """End the slot, and with it its worker, which must not be a member of a world.
+    """End the slot, and with it its worker, which must not be a member of a world. hold_back: the slot is not asked for
+    again before a member is lost.
 
     R14 (duplicates): beside another attempt that may take part it is excluded from all worlds instead, since Spark ends
     a task's other attempts once one returns.
-
-    Args:
-        hold_back: the slot is not asked for again before a member is lost.
     """
     slots = tx.state.slots
     if hold_back:
-        tx.state.launches.hold_back(slot.launch)
+        tx.state.launches.update(slot.launch, held_back=True)
     others = slots.of_launch(slot.launch)
     if any(other.slot != slot.slot and other.slot not in slots.excluded for other in others):
-        slots.exclude(slot.slot)
+        slots.excluded = slots.excluded.put(slot.slot, None)
         return
     _release(tx, slot, reason)
 
 
 def _release(tx: Transition, slot: SlotRecord, reason: str) -> None:
     remove_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
-    tx.emit(ReleaseSlot(reason, slot.slot))
+    tx.emit(do.ReleaseSlot(reason, slot.slot))
 
 
 def release_idle(tx: Transition) -> None:
@@ -223,26 +198,20 @@ def _preempt(tx: Transition, reason: str) -> None:
     survivors = tx.list_survivors()
     newest = find_newest_position(survivors)
     holders = [worker for worker in survivors if newest is not None and worker.position == newest]
-    holders.sort(key=lambda worker: bool(worker.draining))  # workers that do not drain come first
+    holders.sort(key=lambda worker: bool(worker.draining))
     # With all attempts of its task: R14 (duplicates).
     staying = state.slots[holders[0].slot].launch if holders else None
     for slot in tuple(state.slots.values()):
         if slot.launch == staying:
             continue
-        slot_launch = state.launches.get(slot.launch)
-        if slot_launch is not None:
-            state.launches.put(
-                replace(slot_launch, got_warm=False, failed_predecessors=FAILURES_AFTER_PREEMPTION)
-            )
+        failures = FAILURES_AFTER_PREEMPTION
+        state.launches.update(slot.launch, got_warm=False, failed_predecessors=failures)
         _release(tx, slot, reason)
 
 
 def find_newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
     """The highest position of the workers; None if no worker has one."""
     return max((worker.position for worker in workers if worker.position is not None), default=None)
-
-
-# ---- slots come up and speak
 
 
 def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
@@ -256,20 +225,8 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
     elif slot_launch is None:
         _refuse(tx, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
     else:
-        extra = slot_launch.slots > 0
-        _register(
-            tx,
-            SlotRecord(
-                event.slot,
-                event.launch,
-                event.host,
-                tx.now,
-                extra,
-                node=event.node,
-                unfit=event.unfit,
-                kept=event.kept,
-            ),
-        )
+        slot = SlotRecord(event.slot, event.launch, event.host, tx.now, extra=slot_launch.slots > 0)
+        _register(tx, replace(slot, node=event.node, unfit=event.unfit, kept=event.kept))
 
 
 def _register(tx: Transition, slot: SlotRecord) -> None:
@@ -279,7 +236,7 @@ def _register(tx: Transition, slot: SlotRecord) -> None:
     if why and not slot.extra:
         _refuse(tx, slot.slot, why)
         return
-    state.launches.count_task_attempts(slot.launch, 1)
+    state.launches.update(slot.launch, more_slots=1)
     state.hosts.add(slot.host, slot.machine)
     state.slots.put(slot)
     if why:
@@ -288,78 +245,14 @@ def _register(tx: Transition, slot: SlotRecord) -> None:
 
 def _refuse(tx: Transition, slot: SlotId, reason: str) -> None:
     tx.state.slots.refuse(slot, reason)
-    tx.emit(ReleaseSlot(reason, slot))
+    tx.emit(do.ReleaseSlot(reason, slot))
 
 
 def release_departed(tx: Transition, slot: SlotId) -> None:
     """Tell a departed slot that still sends messages to end."""
     reason = tx.state.slots.departed.get(slot)
     if reason is not None:
-        tx.emit(ReleaseSlot(f"slot {slot} is no longer part of the job: {reason}", slot))
-
-
-def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
-    state = tx.state
-    slot = state.slots.get(event.slot)
-    if slot is None:
-        release_departed(tx, event.slot)
-        return
-    slot = note_heartbeat(tx, slot, event)
-    if event.worker is None:
-        return
-    departed = state.workers.departed.get(event.worker)
-    if departed is not None:
-        reason = f"worker {event.worker} is no longer part of the job: {departed.reason}"
-        tx.emit(StopWorker(reason, event.worker, kill=not departed.reported_end))
-    else:
-        if event.worker not in state.workers:
-            register_worker(tx, slot, event.worker)
-        worker = state.workers.get(event.worker)
-        if worker is not None and event.state not in NOT_RUNNING:
-            state.workers.set_last_seen(worker, tx.now)
-
-
-def _explain_silences(tx: Transition, slot: SlotRecord) -> str:
-    count, window = len(tx.state.failures.silences.get(slot.slot, ())), tx.state.limits.failure_window
-    if count < MAX_SILENCES_PER_SLOT:
-        return ""
-    return f"{count} workers of slot {slot.slot} were evicted within {window:g} s because they were silent"
-
-
-def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
-    state = tx.state
-    slot = state.slots.get(event.slot)
-    if slot is None:
-        release_departed(tx, event.slot)
-    elif event.worker not in state.workers and event.worker not in state.workers.departed:
-        kept = event.kept or slot.kept  # since it came, workers of the host have kept newer ones
-        register_worker(tx, replace(slot, last_seen=tx.now, kept=kept), event.worker)
-    elif event.worker in state.workers:
-        # A new process, since its program begins again: R15 (end). The connection that broke was the old one's.
-        mark_reconnected(tx, state.workers[event.worker])
-
-
-def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
-    """`name` is the slot's worker now; another that it had has ended."""
-    state = tx.state
-    previous = tx.find_worker(slot)
-    if previous is not None and name.number < previous.worker.number:
-        # This message was delayed, and the slot has another worker since.
-        reason = f"its slot started worker {previous.worker} in its place"
-        state.workers.record_departure(name, DepartedWorker(reason, exit_unreported=True))
-        return
-    if previous is not None:
-        evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
-    state.workers.put(WorkerRecord(name, slot.slot, slot.host, tx.now, extra=slot.extra))
-    slot = replace(slot, worker=name)
-    state.slots.put(slot)
-    why = _explain_drain(tx, slot) or _explain_missing_discovery(tx, slot)
-    if why:  # its member was about to leave, and was lost first
-        give_back(tx, slot, why)
-    elif silences := _explain_silences(tx, slot):
-        count = len(state.slots.on_host(slot.host))
-        state.blacklist = state.blacklist.record_failure(slot.slot, slot.host, count, tx.now, state.limits)
-        give_back(tx, slot, silences)
+        tx.emit(do.ReleaseSlot(f"slot {slot} is no longer part of the job: {reason}", slot))
 
 
 # ---- hosts
@@ -368,7 +261,7 @@ def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
     """Launch delayed slots now: failed launches on other hosts say nothing about the new one."""
     if tx.state.hosts.add(event.host):
-        skip_back_off(tx)
+        _skip_back_off(tx)
 
 
 def on_host_lost(tx: Transition, event: on.HostLost) -> None:
@@ -377,7 +270,7 @@ def on_host_lost(tx: Transition, event: on.HostLost) -> None:
     state.blacklist = state.blacklist.forget_host(event.host)
     for slot in state.slots.on_host(event.host):
         remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
-        state.launches.mark_executor_lost(slot.launch)
+        state.launches.update(slot.launch, executor_lost=True)
 
 
 def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
@@ -385,17 +278,18 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
     again in time."""
     state = tx.state
     state.hosts.discovered = event.hosts
-    skip_back_off(tx)
+    _skip_back_off(tx)
     allowed = _find_allowed_slots(tx)
-    for slot in tuple(state.slots.values()):
+    for slot in state.slots.values():
         worker = tx.find_worker(slot)
+        why = f"discovery does not list host {slot.host} with slot {slot.slot}"
         if slot.slot in allowed:
             if worker is not None and worker.drain_cause is DrainCause.NOT_DISCOVERED:
                 state.workers.put(replace(worker, draining="", drain_cause=None))
         elif worker is not None and worker.is_member:
-            _drain(tx, worker, _format_not_discovered(slot), DrainCause.NOT_DISCOVERED)
+            _drain(tx, worker, why, DrainCause.NOT_DISCOVERED)
         else:
-            give_back(tx, slot, _format_not_discovered(slot))
+            give_back(tx, slot, why)
 
 
 def admit_excluded(tx: Transition) -> None:
@@ -407,7 +301,7 @@ def admit_excluded(tx: Transition) -> None:
         if why:
             give_back(tx, slot, why)
         else:
-            state.slots.admit(name)
+            state.slots.excluded = state.slots.excluded.drop(name)
 
 
 def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
@@ -415,8 +309,7 @@ def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
     state = tx.state
     if slot.unfit:
         return slot.unfit
-    why = _explain_drain(tx, slot)
-    if why:
+    if why := explain_drain(tx, slot):
         return why
     until = state.blacklist.find_host_return(slot.host, tx.now)
     if until is not None and until - tx.now > PARKING_LIMIT:
@@ -433,7 +326,7 @@ def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
     return f"discovery lists {room[name]} slots for host {name}, and they are taken"
 
 
-def _explain_drain(tx: Transition, slot: SlotRecord) -> str:
+def explain_drain(tx: Transition, slot: SlotRecord) -> str:
     state = tx.state
     drains = state.hosts.draining.get(slot.host) or state.hosts.draining.get(slot.node)
     if drains:
@@ -444,13 +337,9 @@ def _explain_drain(tx: Transition, slot: SlotRecord) -> str:
     return ""
 
 
-def _explain_missing_discovery(tx: Transition, slot: SlotRecord) -> str:
+def explain_missing_discovery(tx: Transition, slot: SlotRecord) -> str:
     if tx.state.hosts.discovered is None or slot.slot in _find_allowed_slots(tx):
         return ""
-    return _format_not_discovered(slot)
-
-
-def _format_not_discovered(slot: SlotRecord) -> str:
     return f"discovery does not list host {slot.host} with slot {slot.slot}"
 
 
@@ -462,7 +351,8 @@ def _find_allowed_slots(tx: Transition) -> set[SlotId]:
     room = dict(state.hosts.discovered)
     taken: Counter[str] = Counter()
     allowed = set()
-    for slot in sorted(state.slots.list_admitted(), key=lambda slot: not _has_member(tx, slot)):
+    members = {worker.slot for worker in tx.list_survivors()}
+    for slot in sorted(state.slots.list_admitted(), key=lambda slot: slot.slot not in members):
         name = _match_discovered(slot, room)
         if name is not None and taken[name] < room[name]:
             taken[name] += 1
@@ -475,11 +365,6 @@ def _match_discovered(slot: SlotRecord, room: dict[str, int]) -> str | None:
     return slot.host if slot.host in room else slot.node if slot.node in room else None
 
 
-def _has_member(tx: Transition, slot: SlotRecord) -> bool:
-    worker = tx.find_worker(slot)
-    return worker is not None and worker.is_member
-
-
 # ---- drains
 
 
@@ -487,31 +372,31 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
     state = tx.state
     if event.host is not None:
         state.hosts.draining = state.hosts.draining.put(event.host, event.reason)
-    cause = DrainCause.BY_USER if event.host is None else DrainCause.HOST
-    by_user = cause is DrainCause.BY_USER
-    found = False
-    for slot in tuple(state.slots.values()):
+    alone = event.host is None  # its slot is not asked for again
+    concerned = [slot for slot in state.slots.values() if _concerns(event, slot, tx.find_worker(slot))]
+    for slot in concerned:
         worker = tx.find_worker(slot)
-        by_host = event.host is not None and event.host in (slot.host, slot.node)
-        by_worker = worker is not None and (
-            event.worker == worker.worker or (event.rank is not None and event.rank == worker.rank)
-        )
-        if not by_host and not by_worker:
+        if worker is None or not worker.is_member:
+            give_back(tx, slot, f"slot {slot.slot} drains: {event.reason}", hold_back=alone)
             continue
-        found = True
-        if worker is not None and worker.is_member:
-            _drain(tx, worker, event.reason, cause)
-            if by_user:
-                state.launches.hold_back(slot.launch)
-        else:
-            give_back(tx, slot, f"slot {slot.slot} drains: {event.reason}", hold_back=by_user)
-    if not found and event.by_user:
+        _drain(tx, worker, event.reason, DrainCause.BY_USER if alone else DrainCause.HOST)
+        if alone:
+            state.launches.update(slot.launch, held_back=True)
+    if not concerned and event.by_user:
         _drain_without_target(tx, event)
     elif event.by_user and state.world is not None:
         size, least = state.world.size, state.limits.min_workers
         if (staying := size - state.workers.draining) < least:
             text = f"only {staying} of {size} workers would stay, and min_workers is {least}"
-            tx.emit(NotifyUser(f"a drain waits until others join ({event.reason}): {text}"))
+            tx.emit(do.NotifyUser(f"a drain waits until others join ({event.reason}): {text}"))
+
+
+def _concerns(drain: on.DrainRequested, slot: SlotRecord, worker: WorkerRecord | None) -> bool:
+    if drain.host is not None:
+        return drain.host in (slot.host, slot.node)
+    return worker is not None and (
+        drain.worker == worker.worker or (drain.rank is not None and drain.rank == worker.rank)
+    )
 
 
 def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:
@@ -551,4 +436,4 @@ def _drain_without_target(tx: Transition, event: on.DrainRequested) -> None:
     else:
         size = state.world.size if state.world is not None else 0
         text = f"rank {event.rank} does not live in world {state.generation} of {size} workers, so nothing changes"
-    tx.emit(NotifyUser(f"a drain concerns no worker ({event.reason}): {text}"))
+    tx.emit(do.NotifyUser(f"a drain concerns no worker ({event.reason}): {text}"))

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from spark_elastic.protocol.commands import DriverCommand, End, JobOutcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.messages import JOB_OVER
-from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
@@ -26,6 +25,7 @@ from spark_elastic.protocol.types import (
     MembershipVersion,
     Position,
     SlotId,
+    Table,
     WorkerId,
     WorkerStatus,
     World,
@@ -90,20 +90,13 @@ class SlotLaunch:
     held_back: bool = False  # once it has ended, no other launch follows before a member is lost
 
 
-@dataclass(frozen=True)
-class DelayedLaunch:
-    """A slot launch that waits for its time."""
-
-    until: float  # when it is launched
-    reason: str  # why there is a launch at all
-
-
 @dataclass
 class Launches(_LiveRecords[int, SlotLaunch]):
     """Slot launches that run or are delayed, by number."""
 
     next_launch: int = 1  # the number of the next one
-    delayed: Table[int, DelayedLaunch] = field(default_factory=Table)  # those that are not launched yet
+    # Those that are not launched yet: when they are, and why.
+    delayed: Table[int, tuple[float, str]] = field(default_factory=Table)
     held_back_count: int = 0  # how many are not asked for again before a member is lost
     relaunch: bool = False  # a member was lost, so those that are held back are asked for again
     preempted: str = ""  # why slots were given back although there are too few
@@ -117,30 +110,11 @@ class Launches(_LiveRecords[int, SlotLaunch]):
     def remove(self, number: int) -> None:
         self.alive = self.alive.drop(number)
 
-    def delay(self, number: int, until: float, reason: str) -> None:
-        self.delayed = self.delayed.put(number, DelayedLaunch(until, reason))
-
-    def hold_back(self, number: int) -> None:
-        """No other launch follows this one, unless a member is lost."""
+    def update(self, number: int, more_slots: int = 0, **changes: Any) -> None:
+        """Change the record of a launch, if it is not over."""
         launch = self.get(number)
         if launch is not None:
-            self.put(replace(launch, held_back=True))
-
-    def mark_warm(self, number: int) -> None:
-        launch = self.get(number)
-        if launch is not None and not launch.got_warm:
-            self.put(replace(launch, got_warm=True))
-
-    def mark_executor_lost(self, number: int) -> None:
-        launch = self.get(number)
-        if launch is not None:
-            self.put(replace(launch, executor_lost=True))
-
-    def count_task_attempts(self, number: int, change: int) -> None:
-        """An attempt of the launch's task came up or ended."""
-        launch = self.get(number)
-        if launch is not None:
-            self.put(replace(launch, slots=launch.slots + change))
+            self.put(replace(launch, slots=launch.slots + more_slots, **changes))
 
 
 # ---- hosts and slots
@@ -183,14 +157,14 @@ class SlotRecord:
     host: HostId  # the executor that carries it
     last_seen: float  # when its last heartbeat came
     extra: bool = False  # another attempt of its task was alive when it came: R14 (duplicates)
-    # A living one, spares not counted. None: it has announced none since it lost its last.
-    worker: WorkerId | None = None
+    worker: WorkerId | None = (
+        None  # a living one, spares not counted; None: none was announced since the last
+    )
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
     straggled_before: bool = False  # a worker of it was replaced, without which the others were quicker
-    # The newest commit of the run that its host kept in memory when it came: R23 (kept commits).
-    kept: Checkpoint | None = None
+    kept: Checkpoint | None = None  # newest commit in its host's memory when it came: R23 (kept commits)
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
     stopped_at: float | None = (
@@ -219,31 +193,25 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
     _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same, by launch
     departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
-    # Slots that take no part, but must not return yet: R14 (duplicates).
-    excluded: Table[SlotId, None] = field(default_factory=Table)
+    excluded: Table[SlotId, None] = field(default_factory=Table)  # may not return yet: R14 (duplicates)
 
     def put(self, slot: SlotRecord) -> None:
         if slot.slot not in self.alive:
-            self._by_host = _add_to_index(self._by_host, slot.host, slot.slot)
-            self._by_launch = _add_to_index(self._by_launch, slot.launch, slot.slot)
+            self._by_host = self._by_host.put(slot.host, (*self._by_host.get(slot.host, ()), slot.slot))
+            others = self._by_launch.get(slot.launch, ())
+            self._by_launch = self._by_launch.put(slot.launch, (*others, slot.slot))
         self.alive = self.alive.put(slot.slot, slot)
 
     def record_departure(self, slot: SlotRecord, reason: str) -> None:
         """Record that the slot is gone. Its name is never used again."""
         self.alive = self.alive.drop(slot.slot)
-        self._by_host = _remove_from_index(self._by_host, slot.host, slot.slot)
-        self._by_launch = _remove_from_index(self._by_launch, slot.launch, slot.slot)
+        self._by_host = _remove(self._by_host, slot.host, slot.slot)
+        self._by_launch = _remove(self._by_launch, slot.launch, slot.slot)
         self.excluded = self.excluded.drop(slot.slot)
         self.refuse(slot.slot, reason)
 
     def refuse(self, slot: SlotId, reason: str) -> None:
         self.departed = self.departed.put(slot, reason)
-
-    def exclude(self, slot: SlotId) -> None:
-        self.excluded = self.excluded.put(slot, None)
-
-    def admit(self, slot: SlotId) -> None:
-        self.excluded = self.excluded.drop(slot)
 
     def on_host(self, host: HostId) -> list[SlotRecord]:
         return [self.alive[slot] for slot in self._by_host.get(host, ())]
@@ -256,13 +224,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
         return [slot for slot in self.alive.values() if slot.slot not in self.excluded]
 
 
-def _add_to_index(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
-    return index.put(key, (*index.get(key, ()), slot))
-
-
-def _remove_from_index(
-    index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId
-) -> Table[K, tuple[SlotId, ...]]:
+def _remove(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
     left = tuple(name for name in index[key] if name != slot)
     return index.put(key, left) if left else index.drop(key)
 
@@ -276,8 +238,9 @@ class DrainCause(Enum):
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    # Another worker of its slot, or another slot, replaces it.
-    STRAGGLER = "the others are quicker without it"
+    STRAGGLER = (
+        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
+    )
 
 
 @dataclass(frozen=True)
@@ -294,8 +257,7 @@ class WorkerRecord:
     rank: int | None = None  # in the newest world; None: it is no member of it
     formed: bool = False  # it has built that world's group
     has_left: bool = False  # it has left that world at `position`, by asking for the next or with a result
-    # Of its state when it last left a world; None: it held none, or has left none.
-    position: Position | None = None
+    position: Position | None = None  # of its state when it last left a world; None: it held or has left none
     draining: str = ""  # why it has to leave, "" if it stays
     drain_cause: DrainCause | None = None  # None if it stays
     extra: bool = False  # as in its `SlotRecord`
@@ -347,15 +309,11 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
         return seen
 
     def record_departure(self, worker: WorkerId, departed: DepartedWorker) -> None:
-        """Record that the worker is gone, whether it was alive or not. Its name is never used again."""
+        """Record that the worker is gone, or what is new of one that is. Its name is never used again."""
         before = self.alive.get(worker)
         if before is not None:
             self._count(before, None)
             self.alive = self.alive.drop(worker)
-        self.departed = self.departed.put(worker, departed)
-
-    def update_departed(self, worker: WorkerId, departed: DepartedWorker) -> None:
-        """Change the record of a worker that is gone."""
         self.departed = self.departed.put(worker, departed)
 
     def _count(self, before: WorkerRecord | None, after: WorkerRecord | None) -> None:
@@ -404,7 +362,6 @@ class PossiblyAliveMembers(Part):
     """Evicted members that are not known to be dead. A connection that was closed and an executor that is lost prove
     together that a member is dead; one of them alone does not."""
 
-    # Those that are known to be dead are dropped.
     members: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
     # By the launch of their slot, for most of ten thousand are of other launches. Some of them are dead by now.
     _by_launch: Table[int, tuple[WorkerId, ...]] = field(default_factory=Table)
@@ -423,24 +380,19 @@ class PossiblyAliveMembers(Part):
     def confirm_dead(self, worker: WorkerId) -> None:
         self.members = self.members.drop(worker)
 
-    def find_by_connection(
-        self, slot: SlotId, worker: WorkerId | None
-    ) -> list[tuple[WorkerId, PossiblyAlive]]:
+    def find_by_connection(self, slot: SlotId, worker: WorkerId | None) -> dict[WorkerId, PossiblyAlive]:
         """Members that a connection speaks for: its worker, or, for a slot's connection, all that ran in the slot."""
-        return [
-            (name, member)
-            for name, member in self._of_launch(slot.launch)
-            if name == worker or (worker is None and name.slot == slot)
-        ]
+        known = self._of_launch(slot.launch).items()
+        return {n: m for n, m in known if n == worker or (worker is None and n.slot == slot)}
 
     def end_slot(self, slot: SlotId, how: SlotEnd) -> None:
         """A slot is gone, and what ran in it, as far as `how` proves that."""
-        for worker, member in self.find_by_connection(slot, None):
+        for worker, member in self.find_by_connection(slot, None).items():
             self._end(worker, member, how)
 
     def end_launch(self, launch: int, executor_lost: bool) -> None:
         """A launch is over, and all attempts of its task, including those that were told to end before."""
-        for worker, member in self._of_launch(launch):
+        for worker, member in self._of_launch(launch).items():
             lost = executor_lost or member.executor_lost
             self._end(worker, member, SlotEnd.EXECUTOR_LOST if lost else SlotEnd.OBSERVED)
         if not self._of_launch(launch):
@@ -450,18 +402,15 @@ class PossiblyAliveMembers(Part):
         """Whether a member of an old world may still train."""
         return any(member.until > now for member in self.members.values())
 
-    def _of_launch(self, launch: int) -> list[tuple[WorkerId, PossiblyAlive]]:
+    def _of_launch(self, launch: int) -> dict[WorkerId, PossiblyAlive]:
         known = self.members
-        return [(name, known[name]) for name in self._by_launch.get(launch, ()) if name in known]
+        return {name: known[name] for name in self._by_launch.get(launch, ()) if name in known}
 
     def _end(self, worker: WorkerId, member: PossiblyAlive, how: SlotEnd) -> None:
         if how is SlotEnd.OBSERVED:
             self.confirm_dead(worker)
         elif how is SlotEnd.EXECUTOR_LOST:
             self.update(worker, replace(member, executor_lost=True))
-
-
-# ---- connections
 
 
 @dataclass
@@ -489,6 +438,11 @@ class Connections(Part):
 
 
 # ---- failures
+
+
+def add_time(times: tuple[float, ...], now: float, window: float) -> tuple[float, ...]:
+    """With now, and without those that are older than the window."""
+    return (*(at for at in times if at >= now - window), now)
 
 
 @dataclass(frozen=True)
@@ -529,22 +483,13 @@ class FailureHistory(Part):
         a consequence of that, as errors of NCCL are."""
         return frozenset(self.externally_lost.values())
 
-    def add_oom_kill(self, now: float, window: float) -> int:
-        """How many kills there were within the window."""
-        self.oom_kills = (*(at for at in self.oom_kills if at >= now - window), now)
-        return len(self.oom_kills)
-
     def add_kill(self, slot: SlotId, took_part: bool, now: float, window: float) -> tuple[int, int]:
         """How many workers of the slot were killed in a row before they took part, and how many within the window."""
         in_a_row = 0 if took_part else self.kills_in_a_row.get(slot, 0) + 1
-        times = (*(at for at in self.kill_times.get(slot, ()) if at >= now - window), now)
+        times = add_time(self.kill_times.get(slot, ()), now, window)
         self.kills_in_a_row = self.kills_in_a_row.put(slot, in_a_row)
         self.kill_times = self.kill_times.put(slot, times)
         return in_a_row, len(times)
-
-    def add_silence(self, slot: SlotId, now: float, window: float) -> None:
-        times = (*(at for at in self.silences.get(slot, ()) if at >= now - window), now)
-        self.silences = self.silences.put(slot, times)
 
     def forget_slot(self, slot: SlotId) -> None:
         self.kills_in_a_row = self.kills_in_a_row.drop(slot)
@@ -576,10 +521,10 @@ class CurrentWorld(Part):
     # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
     cause_unknown: bool = False
     suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
-    # Two members each, one of which blames the other one for its broken group.
-    broken_links: tuple[frozenset[WorkerId], ...] = ()
+    broken_links: tuple[frozenset[WorkerId], ...] = ()  # two members each, one of which blames the other
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
-    stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
+    # Members that kept others waiting, and what they did, for the reason of this world's end.
+    stalled: Table[WorkerId, str] = field(default_factory=Table)
     results: Table[WorkerId, str] = field(default_factory=Table)  # JSON text, by members that returned
 
     def enter(self, world: World) -> None:
@@ -590,13 +535,6 @@ class CurrentWorld(Part):
         self.suspected = self.late = frozenset()
         self.broken_links = ()
         self.stalled, self.results = Table(), Table()
-
-    def add_stall(self, worker: WorkerId, text: str) -> None:
-        """Kept until the next world, so that the reason of this one's end says what the member was doing."""
-        self.stalled = self.stalled.put(worker, text)
-
-    def add_result(self, worker: WorkerId, result: str) -> None:
-        self.results = self.results.put(worker, result)
 
 
 @dataclass
@@ -613,9 +551,6 @@ class Timers(Part):
     done_since: float | None = None  # the job's result is there
 
 
-# ---- all of it
-
-
 @dataclass
 class DriverState(Part):
     """Everything that the driver knows about a job. Times are monotonic seconds, in the sense of `Event.now`."""
@@ -625,15 +560,15 @@ class DriverState(Part):
     stage: JobStage = JobStage.GATHERING  # ENDED is final
     checkpoints: tuple[Checkpoint, ...] = ()  # the published ones, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
-    # Sender and number of the newest `CheckpointStoreFull`.
-    newest_store_full: tuple[WorkerId, int] | None = None
+    newest_store_full: tuple[WorkerId, int] | None = None  # sender and number of that `CheckpointStoreFull`
     blacklist: Blacklist = field(default_factory=Blacklist)  # what cools down after failures
     launches: Launches = field(default_factory=Launches)  # slot launches that run or are delayed
     hosts: Hosts = field(default_factory=Hosts)  # that may carry slots, or drain
     slots: Slots = field(default_factory=Slots)  # slot tasks that are alive
     workers: Workers = field(default_factory=Workers)  # that are alive, spares not counted
-    # Evicted members that may train on.
-    possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)
+    possibly_alive: PossiblyAliveMembers = field(
+        default_factory=PossiblyAliveMembers
+    )  # evicted, may train on
     connections: Connections = field(default_factory=Connections)  # for the failure detector
     failures: FailureHistory = field(default_factory=FailureHistory)  # that still count
     current: CurrentWorld = field(default_factory=CurrentWorld)  # the newest world
@@ -687,9 +622,9 @@ class Transition:
         self.state = state.copy()
         self.now = now
         self.event_id = event_id
-        self.commands: list[DriverCommand] = []
+        self.commands: list[do.DriverCommand] = []
 
-    def emit(self, command: DriverCommand) -> None:
+    def emit(self, command: do.DriverCommand) -> None:
         self.commands.append(command)
 
     def cite(self, sentence: str, earlier: str = "") -> str:
@@ -698,17 +633,19 @@ class Transition:
         ids = ", ".join(dict.fromkeys(filter(None, (earlier, self.event_id))))
         return f"{sentence} ({ids})" if ids else sentence
 
-    def end(self, outcome: JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
+    def end(
+        self, outcome: do.JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()
+    ) -> None:
         """The job is over: tell all workers and slots, then the caller."""
         state = self.state
         if state.stage is JobStage.ENDED:
             return
         state.stage, reason = JobStage.ENDED, self.cite(reason)
         for worker in state.workers.values():
-            self.emit(StopWorker(f"{JOB_OVER} ({outcome.value}): {reason}", worker.worker))
+            self.emit(do.StopWorker(f"{JOB_OVER} ({outcome.value}): {reason}", worker.worker))
         for slot in state.slots.values():
-            self.emit(ReleaseSlot(f"{JOB_OVER} ({outcome.value}): {reason}", slot.slot))
-        self.emit(End(reason, outcome, results, detail))
+            self.emit(do.ReleaseSlot(f"{JOB_OVER} ({outcome.value}): {reason}", slot.slot))
+        self.emit(do.End(reason, outcome, results, detail))
 
     def find_worker(self, slot: SlotRecord) -> WorkerRecord | None:
         return self.state.workers.get(slot.worker) if slot.worker is not None else None
@@ -724,7 +661,7 @@ class Transition:
         """Warm workers outside the world that may enter it, in order of arrival. Extra attempts come last: R14
         (duplicates)."""
         state = self.state
-        excluded = state.slots.excluded
+        excluded, blacklist = state.slots.excluded, state.blacklist
         found = [state.workers[worker] for worker in state.workers.waiting]
         cut_off = self._find_cut_off()
         usable = (
@@ -732,7 +669,7 @@ class Transition:
             for w in found
             if not w.draining
             and w.slot not in excluded
-            and not self._cools_down(w)
+            and not (blacklist and blacklist.find_slot_return(w.slot, w.host, self.now) is not None)
             and not (cut_off and state.slots[w.slot].machine in cut_off)
         )
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
@@ -748,10 +685,6 @@ class Transition:
         """The worker's name with its place, for messages."""
         place = f"rank {worker.rank} of world {self.state.generation}, " if worker.rank is not None else ""
         return f"worker {worker.worker} ({place}host {worker.host})"
-
-    def _cools_down(self, worker: WorkerRecord) -> bool:
-        blacklist = self.state.blacklist
-        return bool(blacklist) and blacklist.find_slot_return(worker.slot, worker.host, self.now) is not None
 
     def _find_cut_off(self) -> set[str]:
         """The machines that cannot reach those of all members."""

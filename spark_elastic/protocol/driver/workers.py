@@ -1,4 +1,4 @@
-"""Handlers of the driver machine for messages that concern workers: requests for worlds, results, failures, exits.
+"""Handlers of the driver machine for messages that concern workers: processes, requests for worlds, results, ends.
 
 One `RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it.
 """
@@ -8,46 +8,114 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import NotifyUser, StopWorker
+from spark_elastic.protocol import messages
 from spark_elastic.protocol.driver.failure_detector import (
     break_world,
     evict,
     evict_externally_lost,
     mark_reconnected,
+    note_heartbeat,
     suspect,
 )
 from spark_elastic.protocol.driver.failures import record_exit, record_failure
-from spark_elastic.protocol.driver.slots import register_worker
+from spark_elastic.protocol.driver.slots import (
+    explain_drain,
+    explain_missing_discovery,
+    give_back,
+    release_departed,
+)
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     JobStage,
+    SlotRecord,
     Transition,
     WorkerFailure,
     WorkerRecord,
 )
-from spark_elastic.protocol.messages import (
-    RequestNextWorld,
-    WorkerDone,
-    WorkerExited,
-    WorkerRaised,
-    WorldFormed,
-)
 from spark_elastic.protocol.types import (
     KILLED_EXIT_CODES,
-    Fence,
+    NOT_RUNNING,
     Position,
-    SlotId,
     WorkerId,
     WorkerStatus,
     format_position,
 )
 
+# A slot is given back once so many of its workers were evicted for silence within the failure window.
+MAX_SILENCES_PER_SLOT = 3
+
+
+def on_heartbeat(tx: Transition, event: messages.Heartbeat) -> None:
+    state = tx.state
+    slot = state.slots.get(event.slot)
+    if slot is None:
+        release_departed(tx, event.slot)
+        return
+    slot = note_heartbeat(tx, slot, event)
+    if event.worker is None:
+        return
+    departed = state.workers.departed.get(event.worker)
+    if departed is not None:
+        reason = f"worker {event.worker} is no longer part of the job: {departed.reason}"
+        tx.emit(do.StopWorker(reason, event.worker, kill=not departed.reported_end))
+    else:
+        if event.worker not in state.workers:
+            register_worker(tx, slot, event.worker)
+        worker = state.workers.get(event.worker)
+        if worker is not None and event.state not in NOT_RUNNING:
+            state.workers.set_last_seen(worker, tx.now)
+
+
+def _explain_silences(tx: Transition, slot: SlotRecord) -> str:
+    count, window = len(tx.state.failures.silences.get(slot.slot, ())), tx.state.limits.failure_window
+    if count < MAX_SILENCES_PER_SLOT:
+        return ""
+    return f"{count} workers of slot {slot.slot} were evicted within {window:g} s because they were silent"
+
+
+def on_worker_started(tx: Transition, event: messages.WorkerStarted) -> None:
+    state = tx.state
+    slot = state.slots.get(event.slot)
+    if slot is None:
+        release_departed(tx, event.slot)
+    elif event.worker not in state.workers and event.worker not in state.workers.departed:
+        kept = event.kept or slot.kept  # since it came, workers of the host have kept newer ones
+        register_worker(tx, replace(slot, last_seen=tx.now, kept=kept), event.worker)
+    elif event.worker in state.workers:
+        # A new process, since its program begins again: R15 (end). The connection that broke was the old one's.
+        mark_reconnected(tx, state.workers[event.worker])
+
+
+def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
+    """`name` is the slot's worker now; another that it had has ended."""
+    state = tx.state
+    previous = tx.find_worker(slot)
+    if previous is not None and name.number < previous.worker.number:
+        # This message was delayed, and the slot has another worker since.
+        reason = f"its slot started worker {previous.worker} in its place"
+        state.workers.record_departure(name, DepartedWorker(reason, exit_unreported=True))
+        return
+    if previous is not None:
+        evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
+    state.workers.put(WorkerRecord(name, slot.slot, slot.host, tx.now, extra=slot.extra))
+    slot = replace(slot, worker=name)
+    state.slots.put(slot)
+    why = explain_drain(tx, slot) or explain_missing_discovery(tx, slot)
+    if why:  # its member was about to leave, and was lost first
+        give_back(tx, slot, why)
+    elif silences := _explain_silences(tx, slot):
+        count = len(state.slots.on_host(slot.host))
+        state.blacklist = state.blacklist.record_failure(slot.slot, slot.host, count, tx.now, state.limits)
+        give_back(tx, slot, silences)
+
+
 # ---- requests for the next world
 
 
-def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
-    worker = _find_or_stop_sender(tx, event.worker, event.slot, event.fence)
+def on_next_world_requested(tx: Transition, event: messages.RequestNextWorld) -> None:
+    worker = _find_or_stop_sender(tx, event)
     if worker is None:
         return
     worker = mark_reconnected(tx, worker)
@@ -61,26 +129,26 @@ def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     # Otherwise it has not received that world yet: the server answers its repeated request with it.
 
 
-def _find_or_stop_sender(
-    tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
-) -> WorkerRecord | None:
+def _find_or_stop_sender(tx: Transition, event: messages.RequestNextWorld) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
-    state = tx.state
-    departed, slot = state.workers.departed.get(name), state.slots.get(slot_name)
-    worker = state.workers.get(name)
+    state, name, fence = tx.state, event.worker, event.fence
+    departed, slot, worker = (
+        state.workers.departed.get(name),
+        state.slots.get(event.slot),
+        state.workers.get(name),
+    )
     if departed is not None:
-        tx.emit(StopWorker(f"worker {name} is no longer part of the job: {departed.reason}", name))
-        return None
-    if worker is None and slot is None:
-        tx.emit(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
-        return None
-    if fence is not None and (worker is None or not worker.is_member or fence.attempt != state.attempt):
-        reason = f"worker {name} comes from world {fence.generation}, in which it is no member"
-        tx.emit(StopWorker(reason, name))
-        return None
-    if worker is None and slot is not None:
-        register_worker(tx, slot, name)
-    return state.workers.get(name)
+        why = f"is no longer part of the job: {departed.reason}"
+    elif worker is None and slot is None:
+        why = f"is of slot {event.slot}, which is not of this job"
+    elif fence is not None and (worker is None or not worker.is_member or fence.attempt != state.attempt):
+        why = f"comes from world {fence.generation}, in which it is no member"
+    else:
+        if worker is None and slot is not None:
+            register_worker(tx, slot, name)
+        return state.workers.get(name)
+    tx.emit(do.StopWorker(f"worker {name} {why}", name))
+    return None
 
 
 def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
@@ -93,7 +161,7 @@ def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
     state.workers.put(replace(worker, arrival=arrival, arrived_at=tx.now, status=WorkerStatus.WARM))
     slot = state.slots.get(worker.slot)
     if slot is not None:
-        state.launches.mark_warm(slot.launch)
+        state.launches.update(slot.launch, got_warm=True)
 
 
 def _describe_suspects(tx: Transition, suspects: Sequence[WorkerId]) -> Iterator[str]:
@@ -104,7 +172,7 @@ def _describe_suspects(tx: Transition, suspects: Sequence[WorkerId]) -> Iterator
         yield f"{name} (which had returned its result)" if returned else name
 
 
-def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) -> None:
+def _leave_world(tx: Transition, worker: WorkerRecord, event: messages.RequestNextWorld) -> None:
     """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
     _mark_left(tx, worker, event.position, WorkerStatus.READY)
@@ -123,10 +191,7 @@ def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, 
         tx.state.workers.put(replace(worker, has_left=True, formed=True, position=position, status=status))
 
 
-# ---- in a world
-
-
-def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
+def on_worker_formed(tx: Transition, event: messages.WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None or not worker.is_member or worker.formed or event.fence != state.fence:
@@ -139,19 +204,19 @@ def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
 
 def on_worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
     if event.fence == tx.state.fence and tx.state.stage in (JobStage.RUNNING, JobStage.REGROUPING):
-        tx.state.current.add_stall(event.worker, event.text)
+        current = tx.state.current
+        current.stalled = current.stalled.put(event.worker, event.text)
 
 
-def on_worker_done(tx: Transition, event: WorkerDone) -> None:
+def on_worker_done(tx: Transition, event: messages.WorkerDone) -> None:
     """Record a member's result. With rank 0's (or with all, if the job needs all) the job can end: R15 (end)."""
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None:
         departed = state.workers.departed.get(event.worker)
         why = departed.reason if departed is not None else "it is not of this job"
-        tx.emit(
-            StopWorker(f"worker {event.worker} is done but no longer part of the job: {why}", event.worker)
-        )
+        reason = f"worker {event.worker} is done but no longer part of the job: {why}"
+        tx.emit(do.StopWorker(reason, event.worker))
         return
     worker = mark_reconnected(tx, worker)
     if not worker.is_member or event.fence != state.fence or worker.has_left:
@@ -160,7 +225,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     _mark_left(tx, worker, event.position, WorkerStatus.SUCCESS)
     if all_results and state.stage is not JobStage.RUNNING:
         return  # another member was lost: this one takes part in the next world, too
-    state.current.add_result(event.worker, event.result)
+    state.current.results = state.current.results.put(event.worker, event.result)
     assert state.world is not None
     complete = len(state.current.results) == state.world.size if all_results else worker.rank == 0
     if complete:
@@ -170,35 +235,27 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
 # ---- ends
 
 
-def on_worker_raised(tx: Transition, event: WorkerRaised) -> None:
+def on_worker_raised(tx: Transition, event: messages.WorkerRaised) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
     world_ended = state.stage is JobStage.REGROUPING and event.fence == state.fence
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
-        what = _last_line(event.traceback)
-        evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
-        state.workers.update_departed(
-            event.worker, replace(state.workers.departed[event.worker], reported_end=True)
-        )
+        *_, what = "no traceback", *event.traceback.strip().splitlines()
+        evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what.strip()}")
+        gone = state.workers.departed[event.worker]
+        state.workers.record_departure(event.worker, replace(gone, reported_end=True))
     elif departed is not None and departed.exit_unreported:
-        state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
+        state.workers.record_departure(event.worker, replace(departed, exit_unreported=False))
     else:
         return
-    generation = event.fence.generation if event.fence is not None else 0
-    failure = WorkerFailure(
-        tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback
-    )
+    where = event.fence.generation if event.fence is not None else 0, event.worker, event.position
+    failure = WorkerFailure(tx.now, *where, event.fingerprint, event.traceback)
     record_failure(tx, failure, slot_at_fault=not world_ended)
 
 
-def _last_line(traceback: str) -> str:
-    lines = traceback.strip().splitlines()
-    return lines[-1].strip() if lines else "no traceback"
-
-
-def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
+def on_worker_exited(tx: Transition, event: messages.WorkerExited) -> None:
     state = tx.state
     state.possibly_alive.confirm_dead(event.worker)
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
@@ -214,9 +271,9 @@ def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
     elif departed.exit_unreported and event.exit_code != 0:
         if not was_killed:  # its connection broke because it failed by itself
             state.failures.externally_lost = state.failures.externally_lost.drop(event.worker)
-        state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
+        state.workers.record_departure(event.worker, replace(departed, exit_unreported=False))
         detail = f"the process of worker {event.worker} ended: {how}"
         if departed.took_part:
             told = tx.cite(detail, departed.event_id)
-            tx.emit(NotifyUser(told))  # the world's break reason was announced before this was known
+            tx.emit(do.NotifyUser(told))  # the world's break reason was announced before this was known
         record_exit(tx, event, departed.took_part, False, detail)

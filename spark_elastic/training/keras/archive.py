@@ -119,9 +119,8 @@ class Archive:
             try:
                 model.load_weights(path)
             except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-                raise StoreError(
-                    f"the trained weights do not fit the model that was trained: {error}"
-                ) from error
+                text = f"the trained weights do not fit the model that was trained: {error}"
+                raise StoreError(text) from error
         return dataclasses.replace(self, content=save_model(model))
 
 

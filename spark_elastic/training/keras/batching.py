@@ -18,17 +18,13 @@ from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.transformation import check_numbers
 
-# Which column belongs to which input or output of a Keras model: by keys, by names, or by place.
-
 
 def order_features(model: Any, columns: Sequence[str]) -> list[str]:
     """In the order of the model's inputs; as they are given for a class of the user's, which takes what comes.
     Raises InvalidInput: the inputs are a dict of other keys."""
     tensors = list(getattr(model, "inputs", None) or ())
-    names = [tensor.name for tensor in tensors]
-    return _order_columns(
-        columns, getattr(model, "input", None) if tensors else None, names, "feature_cols", "inputs"
-    )
+    structure = getattr(model, "input", None) if tensors else None
+    return _order_columns(columns, structure, [tensor.name for tensor in tensors], "feature_cols", "inputs")
 
 
 def order_labels(model: Any, outputs: Any, columns: Sequence[str]) -> list[str]:
@@ -83,11 +79,8 @@ class Inputs:
         by_name = {column.name: column for column in features}
         columns = tuple(by_name[name] for name in order_features(model, list(by_name)))
         if not tensors:  # a class of its own, which takes what comes
-            if free:
-                return cls(columns, (), ())
-            return cls(
-                columns, tuple(_plain_dtype(c.dtype) for c in columns), tuple(c.shape for c in columns)
-            )
+            kinds = () if free else tuple(_plain_dtype(c.dtype) for c in columns)
+            return cls(columns, kinds, () if free else tuple(c.shape for c in columns))
         shapes = tuple(_choose_shape(c.shape, t.shape[1:]) for c, t in zip(columns, tensors, strict=True))
         dtypes = tuple(STRINGS if t.dtype == "string" else str(t.dtype) for t in tensors)
         return cls(columns, dtypes, () if free else shapes)
@@ -113,9 +106,9 @@ class BatchBuilder:
         labels: Sequence[str],
         class_weight: Mapping[int, float] | None,
     ) -> None:
-        self._inputs, self._labels, self._weight = inputs, tuple(labels), config.sample_weight_col
-        shapes = config.label_shapes
-        self._shapes = None if shapes is None else dict(zip(config.label_cols, shapes, strict=True))
+        self._inputs, self._labels, self._weight = inputs, tuple(labels), config.data.sample_weight_col
+        shapes = config.data.label_shapes
+        self._shapes = None if shapes is None else dict(zip(config.data.label_cols, shapes, strict=True))
         self._class_weight = class_weight
 
     def build(self, rows: StepRows) -> LocalBatch[Array]:

@@ -20,24 +20,21 @@ from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import build_snapshot
 from spark_elastic.training.keras.state import from_json_tree, is_plain, read_value, to_json_tree
 from spark_elastic.training.progress import name_classes, pair_states
+from spark_elastic.training.trainer import CallbackList
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))
 _NOT_OWN = ("params", "model")  # attributes that belong to the training, not to the callback
 
 
-class KerasCallbackList:
+class KerasCallbackList(CallbackList):
     """The callbacks of one worker, in order. See `training.trainer.CallbackList`."""
 
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
         """params: the `params` of Keras's callbacks: epochs, steps, verbose."""
-        self._callbacks = list(callbacks)
-        self._model = model
-        self._rank = 0
+        self._callbacks, self._model, self._rank = list(callbacks), model, 0
         # The newest epoch, (epoch, step) and validated epoch whose beginning the callbacks were told; -1: none yet.
-        self._epoch = -1
-        self._step = [-1, -1]
-        self._tested = -1
+        self._epoch, self._step, self._tested = -1, [-1, -1], -1
         self._started: set[int] = set()  # numbers of the callbacks whose on_train_begin was called
         model.stop_training = False
         for callback in self._callbacks:
@@ -61,17 +58,11 @@ class KerasCallbackList:
         for callback, attributes in pair_states(self._callbacks, values["classes"], values["attributes"]):
             _set_attributes(callback, attributes)
 
-    def on_fit_begin(self, group: Group) -> None:
-        """Nothing left to do: the callbacks began when this list was made."""
-
     def on_world_begin(self, group: Group) -> None:
         self._rank = group.rank
         for number, callback in enumerate(self._callbacks):
             if self._runs(callback) and number not in self._started:
-                if self._epoch >= 0:
-                    self._take_over(number, callback)
-                else:
-                    self._begin(number, callback)
+                (self._take_over if self._epoch >= 0 else self._begin)(number, callback)
 
     def on_epoch_begin(self, epoch: int) -> None:
         if epoch > self._epoch:  # a new world may continue an epoch that has begun
@@ -87,9 +78,6 @@ class KerasCallbackList:
         if self._tested < self._epoch:
             self._tested = self._epoch
             self._call_each("on_test_begin", {})
-
-    def on_step_applied(self) -> None:
-        """Keras's schedules count the optimizer's iterations."""
 
     def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
         self._call_each("on_train_batch_end", logs["step"], {"loss": logs["loss"]})
@@ -153,16 +141,13 @@ class KerasCallbackList:
     def _follow_rank_0(self, group: Group, added: Mapping[str, Any]) -> dict[str, Any]:
         """Take over rank 0's stop, learning rate and attributes of the callbacks that write. Returns what its callbacks
         added to the logs."""
-        decided = {
-            "added": added,
-            "stop": bool(self._model.stop_training),
-            "rate": self._rate(),
-            "attributes": [_list_attributes(c) if isinstance(c, WRITERS) else {} for c in self._callbacks],
-        }
+        attributes = [_list_attributes(c) if isinstance(c, WRITERS) else {} for c in self._callbacks]
+        stop, rate = bool(self._model.stop_training), self._rate()
+        decided = {"added": added, "stop": stop, "rate": rate, "attributes": attributes}
         theirs = _decode(group.allgather_bytes(_encode(decided) if group.rank == 0 else b"")[0])
         self._model.stop_training = theirs["stop"]
-        if theirs["rate"] != decided["rate"]:
-            self._set_rate(theirs["rate"])
+        if theirs["rate"] not in (None, rate):
+            self._model.optimizer.learning_rate = theirs["rate"]
         for callback, attributes in zip(self._callbacks, theirs["attributes"], strict=True):
             _set_attributes(callback, attributes)
         return dict(theirs["added"])
@@ -174,10 +159,6 @@ class KerasCallbackList:
         scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         rate = None if scheduled else getattr(optimizer, "learning_rate", None)
         return None if rate is None else float(np.asarray(rate))
-
-    def _set_rate(self, rate: float | None) -> None:
-        if rate is not None and rate != self._rate():
-            self._model.optimizer.learning_rate = rate
 
 
 def build_keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
@@ -192,7 +173,6 @@ def validation_logs(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _to_plain(value: Any) -> Any:
-    """A tensor or variable as numbers; anything else as it is."""
     return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
@@ -203,7 +183,6 @@ def _encode(values: Mapping[str, Any]) -> bytes:
 
 
 def _decode(data: bytes) -> Any:
-    """A copy of what was encoded."""
     line, _, memory = data.partition(b"\n")
     return from_json_tree(json.loads(line), np.frombuffer(memory, np.uint8))
 

@@ -24,6 +24,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import Arrays, LocalBatch, StepMetrics
 from spark_elastic.training.keras.state import read_value
 
+Array = npt.NDArray[Any]
+Batch = LocalBatch[Array]
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _CLASSES = "whole numbers of classes: number them from 0, or give categorical_crossentropy their shares"
 _BINARY = keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy
@@ -31,8 +33,6 @@ _BINARY = keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentro
 
 @dataclass(frozen=True)
 class _OutputLoss:
-    """The loss of one output."""
-
     path: tuple[Any, ...]  # keys that lead to the output in the structure of the model's outputs
     loss: Any  # a Keras loss without reduction
     weight: float  # its weight in the sum of the losses
@@ -51,7 +51,7 @@ class _OutputLoss:
     def is_binary(self) -> bool:
         return getattr(self.loss, "fn", None) in _BINARY
 
-    def find_divisor(self, batch: LocalBatch[npt.NDArray[Any]]) -> float | None:
+    def find_divisor(self, batch: Batch) -> float | None:
         """What these rows add to the divisor of the mean; None: it does not depend on what is in the rows."""
         weighted = self.reduction == "mean_with_sample_weight" and batch.weights is not None
         if self.reduction == "sum" or not (weighted or self.ignored is not None):
@@ -71,15 +71,10 @@ class CompiledLosses:
     that no two reductions can differ."""
 
     def __init__(self, model: Any, labels: Any, outputs: Any, label_cols: Sequence[str] = ()) -> None:
-        """
-        Args:
-            labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
-            outputs: likewise.
-            label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
-
-        Raises:
-            InvalidInput: the loss does not fit the outputs, or an output carries a mask.
-        """
+        """labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
+        outputs: likewise.
+        label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
+        Raises InvalidInput: the loss does not fit the outputs, or an output carries a mask."""
         self._model, self._label_cols = model, label_cols
         compiled = model._compile_loss
         if not compiled.built:
@@ -89,10 +84,7 @@ class CompiledLosses:
                 raise InvalidInput(f"the loss does not fit the model's outputs: {error}") from error
         self._dtype = compiled.dtype
         places = keras.tree.pack_sequence_as(outputs, list(range(len(keras.tree.flatten(outputs)))))
-        self._parts = [
-            _build_output_loss(path, loss, weight, name, places)
-            for path, loss, weight, name in compiled._flat_losses
-        ]
+        self._parts = [_build_output_loss(flat, places) for flat in compiled._flat_losses]
         for part in self._parts:
             if getattr(_get_at(part.path, outputs), "_keras_mask", None) is not None:
                 raise InvalidInput(
@@ -102,7 +94,6 @@ class CompiledLosses:
 
     @property
     def count(self) -> int:
-        """How many losses there are."""
         return len(self._parts)
 
     @property
@@ -110,7 +101,7 @@ class CompiledLosses:
         """Names under which the history lists the losses one by one; none for a single loss."""
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
-    def factors(self, group: Group | None, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
+    def factors(self, group: Group | None, batch: Batch) -> list[float]:
         """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
         make a divisor; group: None if the batch has all rows of the step. Raises InvalidInput as `check_labels`."""
         self.check_labels(batch)
@@ -123,7 +114,7 @@ class CompiledLosses:
                 divisors[k] = float(total) or 1.0
         return [1.0 / divisor for divisor in divisors]
 
-    def check_labels(self, batch: LocalBatch[npt.NDArray[Any]]) -> None:
+    def check_labels(self, batch: Batch) -> None:
         """Raise InvalidInput if a loss of classes has a label that is no whole number, or not in 0 to 1."""
         for part in self._parts:
             label = batch.labels[part.place]
@@ -152,10 +143,8 @@ class CompiledLosses:
         self, labels: Any, outputs: Any, weights: Any, factors: Any
     ) -> tuple[Any, list[Any]]:
         """As `total`, without what layers add."""
-        own = [
-            self._sum(p, labels, outputs, weights) * tf.cast(factors[k], p.loss.dtype)
-            for k, p in enumerate(self._parts)
-        ]
+        sums = [(p, self._sum(p, labels, outputs, weights)) for p in self._parts]
+        own = [total * tf.cast(factors[k], p.loss.dtype) for k, (p, total) in enumerate(sums)]
         return sum(tf.cast(o, self._dtype) * p.weight for o, p in zip(own, self._parts, strict=True)), own
 
     def total_of_layers(self, rows: Any, part: Any) -> Any:
@@ -188,9 +177,7 @@ def _check_values(values: Any, label: Any, output: Any) -> None:
         return
     most = max(sum(map(math.prod, shapes)) for shapes in (labels, outputs))
     if math.prod(values.shape) > most:
-        output_shapes, label_shapes = (
-            " and ".join(str(tuple(s)) for s in shapes) for shapes in (outputs, labels)
-        )
+        output_shapes, label_shapes = (" and ".join(str(tuple(s)) for s in x) for x in (outputs, labels))
         raise InvalidInput(
             f"the loss made {tuple(values.shape)} out of the model's output {output_shapes} and labels {label_shapes}: "
             "give output and label the same shape."
@@ -202,9 +189,8 @@ def find_loss_arguments(loss: Any) -> dict[str, Any]:
     return getattr(loss, "_fn_kwargs", {})
 
 
-def _build_output_loss(
-    path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any
-) -> _OutputLoss:
+def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
+    path, loss, weight, name = flat
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
         raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
@@ -340,21 +326,19 @@ class CompiledMetrics(StepMetrics):
             self._compiled.build(labels, outputs)
         self._layers = LayerMetrics(self._model)
 
-    def add(
-        self, part: LocalBatch[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays
-    ) -> None:
+    def add(self, part: Batch, losses: Sequence[Array], outputs: Arrays) -> None:
         """Add a micro-batch of this rank.
         losses: the part of each loss in the step's loss; (): `add_losses` has those of all rows."""
         self.add_losses(losses, len(part), part.planned)
         logged = {name: (total, len(part)) for name, total in self._layers.take().items()}
         weights = [] if part.weights is None else [part.weights]
         columns = None if self._compiled is None else [*map(widen, [*outputs, *part.labels, *weights])]
-        self._part.add(logged, columns)
+        self.add_rows(logged, columns)
 
-    def add_losses(self, losses: Sequence[npt.NDArray[Any]], rows: int, planned: int) -> None:
+    def add_losses(self, losses: Sequence[Array], rows: int, planned: int) -> None:
         """Add the parts of the losses of so many rows in the step's loss, of `planned` rows."""
         means = {name: float(loss) * planned for name, loss in zip(self._names, losses, strict=False)}
-        self._part.add({name: (total, rows) for name, total in means.items()}, None)
+        self.add_rows({name: (total, rows) for name, total in means.items()}, None)
 
     def gather(self, group: Group) -> None:
         self._layers.reset()  # of passes that ran again for their gradients
@@ -385,12 +369,11 @@ class CompiledMetrics(StepMetrics):
 
     def _update(self, columns: list[Any]) -> None:
         count = self._outputs
-        labels, rest = columns[count : 2 * count], columns[2 * count :]
-        self._compiled.update_state(
-            self._pack(labels), self._pack(columns[:count]), sample_weight=rest[0] if rest else None
-        )
+        outputs, labels, rest = columns[:count], columns[count : 2 * count], columns[2 * count :]
+        weights = rest[0] if rest else None
+        self._compiled.update_state(self._pack(labels), self._pack(outputs), sample_weight=weights)
 
 
-def widen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def widen(array: Array) -> Array:
     """16-bit floats as float32, which numpy can write."""
     return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,26 +77,14 @@ class JsonCodec:
         return json.loads(data)
 
 
-class Capturable(Protocol):
-    """Callbacks, as their state is captured."""
-
-    def capture(self) -> Mapping[str, Any]: ...
-
-    def load(self, values: Mapping[str, Any]) -> None: ...
-
-
 class KerasTrainingState:
     """See `training.trainer.TrainingState`."""
 
     def __init__(
-        self,
-        replicas: Sequence[Any],
-        others: Sequence[Any],
-        callbacks: Capturable,
-        progress: TrainingProgress,
+        self, replicas: Sequence[Any], others: Sequence[Any], callbacks: Any, progress: TrainingProgress
     ) -> None:
         """replicas: variables that are equal on all ranks (P4).
-        others: further variables that are part of the state."""
+        others: further variables that are part of the state. callbacks: with `capture` and `load`."""
         self._replicas, self._variables = list(replicas), [*replicas, *others]
         self._callbacks = callbacks
         self.progress = progress

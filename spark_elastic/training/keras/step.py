@@ -16,7 +16,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
@@ -25,6 +24,8 @@ from spark_elastic.gradients.step_summary import StepDecision, StepSummary
 from spark_elastic.training.batch import Chunk, Column, LocalBatch, gather_columns
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.compiled import (
+    Array,
+    Batch,
     CompiledLosses,
     CompiledMetrics,
     activity_by_row,
@@ -33,8 +34,6 @@ from spark_elastic.training.keras.compiled import (
 from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.trainer import ModelStep, WorkClock, describe_dependent_layers
-
-Array = npt.NDArray[Any]
 
 
 class RunningStats:
@@ -102,9 +101,8 @@ class RunningStats:
 
     def apply(self, changes: list[Array], changed: Array) -> None:
         """Add the changes of all ranks."""
-        for variable, before, change, has_changed in zip(
-            self.variables, self._before, changes, changed, strict=False
-        ):
+        parts = zip(self.variables, self._before, changes, changed, strict=False)
+        for variable, before, change, has_changed in parts:
             if has_changed:
                 variable.assign(before + change)
         for variable, count in zip(self._counters, self._counts, strict=True):
@@ -168,18 +166,18 @@ class Gradients:
         self._run_gradients = self._graph(self._differentiate)
 
     def __call__(
-        self, part: LocalBatch[Array], factors: Sequence[float]
+        self, part: Batch, factors: Sequence[float]
     ) -> tuple[list[Array | None], list[Array], list[Any]]:
         """(gradients, losses, outputs) of a part of the rows; first of the losses is their weighted sum."""
         gradients, losses, outputs = self._run_gradients(*self._arguments(part, factors))
         return to_arrays(gradients), to_arrays(losses), to_arrays(outputs)
 
-    def score(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
+    def score(self, part: Batch, factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
         """(losses, outputs) of a part of the rows, as in validation."""
         losses, outputs = self._run_score(*self._arguments(part, factors))
         return to_arrays(losses), to_arrays(outputs)
 
-    def _arguments(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[Any, ...]:
+    def _arguments(self, part: Batch, factors: Sequence[float]) -> tuple[Any, ...]:
         weights = None if part.weights is None else tf.constant(part.weights)
         return (
             [tf.constant(array) for array in part.features],
@@ -225,12 +223,9 @@ class OptimizerStep:
         self._run = self._apply if eager else tf.function(self._apply)
 
     def __call__(self, means: Sequence[Array], present: Array) -> None:
-        self._run(
-            [
-                tf.constant(mean, v.dtype) if exists else None  # None: no rank had it (R8, weighting)
-                for mean, exists, v in zip(means, present, self._variables, strict=True)
-            ]
-        )
+        triples = zip(means, present, self._variables, strict=True)
+        # None: no rank had it (R8, weighting)
+        self._run([tf.constant(mean, v.dtype) if exists else None for mean, exists, v in triples])
 
     def _apply(self, gradients: list[Any]) -> None:
         self._optimizer.apply(gradients, self._variables)
@@ -261,7 +256,7 @@ class TrainStep(ModelStep[Array]):
         self._count = len(model.trainable_variables)
         weights, stats = model.trainable_variables, self._running_stats.variables
         # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
-        apart = bool(stats) and config.gradient_compression is not None
+        apart = bool(stats) and config.exchange.gradient_compression is not None
         parts = [weights, stats] if apart else [[*weights, *stats]]
         self._exchanges = [
             FlatAllreduce([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts
@@ -273,15 +268,14 @@ class TrainStep(ModelStep[Array]):
 
     @property
     def _key(self) -> tuple[int, ...]:
-        """What the step's random numbers are drawn by, with the number of a rank."""
         position = self._state.position
-        return self._config.seed, position.epoch, position.phase, position.step
+        return self._config.data.seed, position.epoch, position.phase, position.step
 
     def _restore(self) -> None:
         self._running_stats.restore()
 
     def _exchange_sums(
-        self, group: Group, batch: LocalBatch[Array], summarize: Callable[..., StepSummary]
+        self, group: Group, batch: Batch, summarize: Callable[..., StepSummary]
     ) -> StepSummary:
         self._ledger.write_ahead(group.fence, self._state.position, batch.row_ids)
         gradients, loss = self._backward(group, batch)
@@ -304,10 +298,10 @@ class TrainStep(ModelStep[Array]):
         self._running_stats.apply(sums[count:], present[count:])
         self._optimizer_step(sums[:count], present[:count])
 
-    def compute_loss(self, group: Group, batch: LocalBatch[Array]) -> tuple[float, float]:
+    def compute_loss(self, group: Group, batch: Batch) -> tuple[float, float]:
         """Loss and denominator of rows of validation, which it adds to the metrics."""
         factors, loss = self._losses.factors(group, batch), 0.0
-        for part in batch.micro_batches(self._config.validation_batch):
+        for part in batch.micro_batches(self._config.data.validation_batch):
             losses, outputs = self._gradients.score(part, factors)
             loss += float(losses[0])
             self._metrics.add(part, losses[1:], outputs)
@@ -320,14 +314,14 @@ class TrainStep(ModelStep[Array]):
     def _allreduce(self, group: Group, sent: Sequence[Array | None]) -> list[Array]:
         first, *rest = self._exchanges
         end = self._count if rest else len(sent)
-        sums = first.allreduce(group, sent[:end], self._config.gradient_compression)
+        sums = first.allreduce(group, sent[:end], self._config.exchange.gradient_compression)
         return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
 
-    def _backward(self, group: Group, batch: LocalBatch[Array]) -> tuple[list[Array | None], float]:
+    def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
         """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
         total: list[Array | None] = [None] * self._count
         factors, loss = self._losses.factors(group, batch), 0.0
-        for part in batch.micro_batches(self._config.batch_size):
+        for part in batch.micro_batches(self._config.data.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
             self._running_stats.end_pass(len(part) / part.planned)
             total = add_gradients(total, gradients)
@@ -345,9 +339,6 @@ def to_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 
 # ---- the loss of all rows of a step
-
-
-Batch = LocalBatch[Array]
 
 
 class StepGradients(Gradients):
@@ -417,7 +408,7 @@ class StepLossStep(TrainStep):
     def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
         """(gradients, loss), as in `TrainStep`. The graphs of two parts are never in memory together, so all but the
         newest part take a second forward pass."""
-        parts = list(enumerate(batch.micro_batches(self._config.batch_size)))
+        parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
         for number, part in parts:
             self._running_stats.seed(*self._key, group.rank, number)
@@ -441,7 +432,7 @@ class StepLossStep(TrainStep):
 
     def compute_loss(self, group: Group, batch: Batch) -> tuple[float, float]:
         chunks, loss = [], 0.0
-        for part in batch.micro_batches(self._config.validation_batch):
+        for part in batch.micro_batches(self._config.data.validation_batch):
             added, outputs = self._gradients.run(part, training=False)
             loss += float(added)
             chunks.append(self._take(part, outputs))

@@ -20,7 +20,6 @@ from spark_elastic.data.reading.readers import read_sample_rows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.keras.archive import Archive, save_model
 from spark_elastic.training.keras.batching import BatchBuilder, Inputs, order_labels, pack_inputs
@@ -33,7 +32,7 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
+from spark_elastic.training.trainer import ModelTrainer, StepCall, take_validation_step
 from spark_elastic.training.transformation import Transformation, transform_columns
 from spark_elastic.worker.context import get_process_context
 
@@ -74,25 +73,15 @@ class ConnectedModel:
         """Call the model. rows: as it takes them; transformed: a function of the user's made them."""
         config = spec.config
         inputs = Inputs.of(model, spec.features, free=transformed)
-        structure, outputs = _call_model(
-            model, BatchBuilder(config, inputs, config.label_cols, None).build(rows)
-        )
-        label_cols = order_labels(model, outputs, config.label_cols)
+        features = BatchBuilder(config, inputs, config.data.label_cols, None).build(rows).features
+        pack = partial(pack_inputs, model)
+        outputs = model(pack([np.asarray(array) for array in features]), training=False)
+        structure = Structure(pack, lambda values: keras.tree.pack_sequence_as(outputs, list(values)))
+        label_cols = order_labels(model, outputs, config.data.label_cols)
         batches = BatchBuilder(config, inputs, label_cols, None)
         labels = structure.outputs(list(batches.build(rows).labels))
         losses = CompiledLosses(model, labels, outputs, label_cols)
         return cls(inputs, label_cols, batches, structure, losses, labels, outputs)
-
-
-def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
-    """How inputs and outputs are nested, and the outputs of these rows."""
-    inputs = partial(pack_inputs, model)
-    outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
-
-    def pack_outputs(values: Sequence[Any]) -> Any:
-        return keras.tree.pack_sequence_as(outputs, list(values))
-
-    return Structure(inputs, pack_outputs), outputs
 
 
 class KerasTrainProgram(TrainingLoop):
@@ -117,21 +106,24 @@ def prepare_gpus(device: str) -> None:
         let_gpu_memory_grow()
 
 
-class KerasTrainer:
+class KerasTrainer(ModelTrainer):
     """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
+    state: KerasTrainingState
+    callbacks: KerasCallbackList
+    _train_step: TrainStep
+
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
-        self._spec = spec
-        self._objects = objects
+        self._spec, self._objects = spec, objects
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
         prepare_gpus(get_process_context().device)
-        keras.utils.set_random_seed(config.seed)
+        keras.utils.set_random_seed(config.data.seed)
         keras.config.set_floatx(objects.model.floatx)
         self.model = model = objects.model.load()
-        if config.learning_rate is not None:
-            model.optimizer.learning_rate = config.learning_rate
+        if config.optimizer.learning_rate is not None:
+            model.optimizer.learning_rate = config.optimizer.learning_rate
         if spec.lr_scale != 1:
             model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_scale
         model.optimizer.build(model.trainable_variables)
@@ -143,23 +135,12 @@ class KerasTrainer:
         self._loss_names = losses.names
         self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(found.labels, found.outputs)
-        params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
+        params = {"epochs": config.data.epochs, "steps": spec.plan.steps, "verbose": 0}
         self.callbacks = KerasCallbackList(objects.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
         self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
-        kind = StepLossStep if config.loss_scope == "step" else TrainStep
+        kind = StepLossStep if config.loss.loss_scope == "step" else TrainStep
         self._train_step = kind(config, model, self.state, losses, structure, self._metrics, ledger)
-
-    @property
-    def work(self) -> WorkClock:
-        return self._train_step.work
-
-    @property
-    def bulk_seconds(self) -> None:
-        """Gradients travel through host memory."""
-
-    def move_to_device(self) -> None:
-        """Keras places variables when it makes them."""
 
     def train_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
@@ -215,7 +196,7 @@ class KerasTrainer:
     def _row(self) -> StepRows:
         """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
         data, manifest = self._spec.rows.data, self._spec.rows.manifest
-        transformation, used = self._objects.transformation, self._spec.config.used_cols
+        transformation, used = self._objects.transformation, self._spec.config.data.used_cols
         if transformation is None:
             stored = {column.name: np.zeros((1, *column.shape), column.dtype) for column in manifest.columns}
         else:

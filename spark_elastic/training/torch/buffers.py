@@ -27,7 +27,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU
 from spark_elastic.gradients.generators import get_device_rng_state, get_torch_rng_state, set_device_rng_state
-from spark_elastic.training.batch import LocalBatch, pack_metric_rows, unpack_metric_rows
+from spark_elastic.training.batch import LocalBatch, pack_arrays, unpack_arrays
 from spark_elastic.training.torch.determinism import exchanges_statistics
 from spark_elastic.training.torch.module_state import PLAIN, list_buffers, put_buffer
 from spark_elastic.training.trainer import describe_dependent_layers
@@ -78,10 +78,7 @@ class BufferSnapshot:
     """What a forward pass may write to, buffers and plain attributes, as it was at the beginning of a step."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        modules: Iterable[torch.nn.Module],
-        former: BufferSnapshot | None = None,
+        self, model: torch.nn.Module, modules: Iterable[torch.nn.Module], former: BufferSnapshot | None = None
     ) -> None:
         """modules: all modules of the model; finding them takes long where there are many.
         former: of a step before, whose memory is used again."""
@@ -106,7 +103,6 @@ class BufferSnapshot:
                 self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named.items()}
 
     def _holds(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are the very buffers that it was made of."""
         return named.keys() == self._buffers.keys() and all(
             self._buffers[name][0] is buffer and self._buffers[name][1].shape == buffer.shape
             for name, buffer in named.items()
@@ -156,9 +152,7 @@ class BufferSnapshot:
 
 def describe_world_dependence(model: torch.nn.Module) -> str | None:
     """A sentence on the layers that make a step depend on how its rows are split over workers (R9, scope of P2).
-
-    None: the weights equal those of any other world, up to rounding.
-    """
+    None: the weights equal those of any other world, up to rounding."""
     return describe_dependent_layers((name or "the model", why) for name, why in _dependent_layers(model))
 
 
@@ -194,8 +188,9 @@ def is_random(module: torch.nn.Module) -> bool:
 log = logging.getLogger("spark_elastic")
 
 T = TypeVar("T")
+Batch = LocalBatch[torch.Tensor]
 Reduce = Callable[[list[torch.Tensor], str], torch.Tensor]
-Forward = Callable[[torch.nn.Module, LocalBatch[torch.Tensor]], object]
+Forward = Callable[[torch.nn.Module, Batch], object]
 
 # How the values of several parts of a step's rows become one, the first that is right:
 # the mean weighted by rows; of each element the value of the last part that changed it; the sum of the changes; the
@@ -206,18 +201,11 @@ _ROWS = 8  # of each of the two parts on which they are tried; with repetitions 
 
 
 def merge(
-    kind: str,
-    before: torch.Tensor,
-    parts: Sequence[tuple[int, torch.Tensor, float]],
-    reduce: Reduce,
+    kind: str, before: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor, float]], reduce: Reduce
 ) -> torch.Tensor:
-    """The merged values, in float64 or int64.
-
-    Args:
-        before: the values before the step.
-        parts: of this process: (number, values, part of the step's rows) each.
-        reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one.
-    """
+    """The merged values, in float64 or int64. before: the values before the step.
+    parts: of this process: (number, values, part of the step's rows) each.
+    reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one."""
     # Zeros, not values times zero, which are NaN where a mask holds infinities
     if kind in ("mean", APPROXIMATE):
         return reduce([own * factor if factor else torch.zeros_like(own) for _, own, factor in parts], "sum")
@@ -279,35 +267,23 @@ class BufferMerge:
             factor: its part of the step's rows; 0.0: it has none.
             keep: the values are copied, since the next part writes to the same memory.
         """
-        buffers = sorted(list_buffers(self._model).items())
-        live = {name: each for name, each in buffers if each.tensor is not None}
-        changed = before.find_changed((name, e.tensor) for name, e in live.items() if e.tensor is not None)
+        buffers = list_buffers(self._model)
+        live = {name: each.tensor for name, each in sorted(buffers.items()) if each.tensor is not None}
+        changed = before.find_changed(live.items())
         written = {
-            name: each.tensor.clone() if keep else each.tensor
-            for (name, each), flag in zip(live.items(), changed, strict=True)
-            if flag and each.tensor is not None
+            name: tensor.clone() if keep else tensor
+            for (name, tensor), flag in zip(live.items(), changed, strict=True)
+            if flag
         }
-        self._saved.update((name, live[name].is_saved) for name in written)
+        self._saved.update((name, buffers[name].is_saved) for name in written)
         self._parts.append((number, factor, written))
 
     def exchange(
-        self,
-        group: Group,
-        before: BufferSnapshot,
-        batch: LocalBatch[torch.Tensor],
-        forward: Forward,
-        reduce: Reduce,
+        self, group: Group, before: BufferSnapshot, batch: Batch, forward: Forward, reduce: Reduce
     ) -> None:
-        """Bring the parts of all ranks together; collective.
-
-        Args:
-            batch: some rows of this rank.
-            forward: makes a forward pass of a copy of the model.
-            reduce: see `merge`.
-
-        Raises:
-            InvalidInput: a buffer cannot be brought together; on all ranks alike.
-        """
+        """Bring the parts of all ranks together; collective. batch: some rows of this rank.
+        forward: makes a forward pass of a copy of the model. reduce: see `merge`.
+        Raises InvalidInput: a buffer cannot be brought together; on all ranks alike."""
         layouts = [
             {name: [list(each.shape), str(each.dtype), self._saved[name]] for name, each in written.items()}
             for _, _, written in self._parts
@@ -352,16 +328,12 @@ class BufferMerge:
         return before.get(name) if found is None else found  # type: ignore[return-value]
 
     def _merge(self, kind: str, names: list[str], before: BufferSnapshot, reduce: Reduce) -> None:
-        """Merge buffers of one kind, in one exchange."""
         likes = [self._find(name, before) for name in names]
         olds = [_get_before(before, name, like) for name, like in zip(names, likes, strict=True)]
         flat = _join(olds)
+        pairs = list(zip(names, olds, strict=True))
         parts = [
-            (
-                number,
-                _join([written.get(name, old) for name, old in zip(names, olds, strict=True)]),
-                factor,
-            )
+            (number, _join([written.get(name, old) for name, old in pairs]), factor)
             for number, factor, written in self._parts
         ]
         merged = merge(kind, flat, parts, reduce).to(likes[0].device)
@@ -372,22 +344,12 @@ class BufferMerge:
     # ---- what a buffer is
 
     def _learn(
-        self,
-        group: Group,
-        names: list[str],
-        before: BufferSnapshot,
-        batch: LocalBatch[torch.Tensor],
-        forward: Forward,
+        self, group: Group, names: list[str], before: BufferSnapshot, batch: Batch, forward: Forward
     ) -> dict[str, str]:
         """Choose how to merge these buffers; collective."""
-        mine = {
-            name: [
-                zlib.crc32(widen(written[name]).cpu().numpy().data)
-                for *_, written in self._parts
-                if name in written
-            ]
-            for name in names
-        }
+        mine: dict[str, list[int]] = {name: [] for name in names}
+        for name, tensor in ((n, written[n]) for *_, written in self._parts for n in names if n in written):
+            mine[name].append(zlib.crc32(widen(tensor).cpu().numpy().data))
         found = {}
         if len(batch):
             try:
@@ -408,7 +370,11 @@ class BufferMerge:
             if len({digest for digests, _ in everywhere for digest in digests[name]}) > 1:
                 fits = [kind for kind in fits if kind != EQUAL]
             if not fits:
-                raise InvalidInput(_describe_lost(name))
+                raise InvalidInput(
+                    f"buffer {name!r} of the model depends on all rows of a step in a way that several workers cannot "
+                    "bring together (as a queue of rows does): exchange the rows in forward by "
+                    "spark_elastic.torch.allgather, so that all workers write the same, or set max_workers=1."
+                )
             chosen[name] = fits[0]
         averaged = [name for name, kind in chosen.items() if kind == APPROXIMATE]
         if averaged and group.rank == 0:
@@ -420,20 +386,8 @@ class BufferMerge:
         return chosen
 
 
-def _describe_lost(name: str) -> str:
-    return (
-        f"buffer {name!r} of the model depends on all rows of a step in a way that several workers cannot bring "
-        "together (as a queue of rows does): exchange the rows in forward by spark_elastic.torch.allgather, so that "
-        "all workers write the same, or set max_workers=1."
-    )
-
-
 def try_merges(
-    model: torch.nn.Module,
-    names: Sequence[str],
-    before: BufferSnapshot,
-    batch: LocalBatch[torch.Tensor],
-    forward: Forward,
+    model: torch.nn.Module, names: Sequence[str], before: BufferSnapshot, batch: Batch, forward: Forward
 ) -> dict[str, list[str]]:
     """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer.
 
@@ -443,13 +397,11 @@ def try_merges(
     half = len(batch) // 2
     first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
     both = np.concatenate([first, second])
-    orders = {"x": first, "y": second, "xy": both, "yx": [*second, *first], "xx": [*first, *first]}
-    after = {
-        key: _run_copy(model, before, _pick(batch, np.array(order)), forward) for key, order in orders.items()
-    }
+    orders = first, second, both, [*second, *first], [*first, *first]
+    after = [_run_copy(model, before, _pick(batch, np.array(order)), forward) for order in orders]
     found = {}
     for name in names:
-        x, y, whole, turned, twice = (after[key].get(name) for key in orders)
+        x, y, whole, turned, twice = (buffers.get(name) for buffers in after)
         kinds: list[str] = []
         if whole is None:
             found[name] = [*MERGES, EQUAL, APPROXIMATE]  # these rows do not write it
@@ -490,7 +442,7 @@ def _are_close(found: torch.Tensor, wanted: torch.Tensor, old: torch.Tensor, dty
 
 
 def _run_copy(
-    model: torch.nn.Module, before: BufferSnapshot, batch: LocalBatch[torch.Tensor], forward: Forward
+    model: torch.nn.Module, before: BufferSnapshot, batch: Batch, forward: Forward
 ) -> dict[str, torch.Tensor | None]:
     """The buffers after a forward pass of a copy, which shares the trained parameters: what code changes in forward,
     such as an average of weights, are frozen ones."""
@@ -504,20 +456,14 @@ def _run_copy(
     return {name: each.tensor for name, each in list_buffers(copied).items()}
 
 
-def _pick(batch: LocalBatch[torch.Tensor], rows: Any) -> LocalBatch[torch.Tensor]:
+def _pick(batch: Batch, rows: Any) -> Batch:
     def pick(side: Any) -> Any:
         if side is None or isinstance(side, tuple):
-            return None if side is None else tuple(map(pick, side))
+            return side and tuple(map(pick, side))
         return side[rows]
 
-    return replace(
-        batch,
-        row_ids=batch.row_ids[rows],
-        features=pick(batch.features),
-        labels=pick(batch.labels),
-        weights=pick(batch.weights),
-        on_host=pick(batch.on_host),
-    )
+    sides = ("row_ids", "features", "labels", "weights", "on_host")
+    return replace(batch, **{name: pick(getattr(batch, name)) for name in sides})
 
 
 # ---- shapes
@@ -535,33 +481,20 @@ def _settle_shapes(
         if all(each == written[0] for each in written):
             continue
         arrays = [widen(values[name]).cpu().numpy() for values in own if name in values]
-        gathered = [
-            a
-            for blob in group.allgather_bytes(pack_metric_rows([], arrays))
-            for a in unpack_metric_rows(blob)[1]
+        blobs = group.allgather_bytes(pack_arrays([], arrays))
+        gathered = [array for blob in blobs for array in unpack_arrays(blob)[1]]
+        likes = [
+            torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch."))) for shape, kind in written
         ]
-        tensors = [
-            narrow(
-                torch.from_numpy(array),
-                torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch."))),
-            )
-            for array, (shape, dtype) in zip(gathered, written, strict=True)
-        ]
+        tensors = [narrow(torch.from_numpy(a), like) for a, like in zip(gathered, likes, strict=True)]
         largest = max(tensors, key=torch.numel)
         for each in tensors:
             part = tuple(slice(length) for length in each.shape)
-            fits = (
-                each.dtype == largest.dtype
-                and each.ndim == largest.ndim
-                and largest[part].shape == each.shape
-            )
-            if not fits or not torch.equal(largest[part], each):
+            fits = (each.dtype, each.ndim) == (largest.dtype, largest.ndim)
+            if not fits or largest[part].shape != each.shape or not torch.equal(largest[part], each):
                 where = "on rank" if len(layouts) == group.size else "by virtual share"
-                seen = "; ".join(
-                    f"{layout[name][1]} {layout[name][0]} {where} {number}"
-                    for number, layout in enumerate(layouts)
-                    if name in layout
-                )
+                shapes = [(number, layout[name]) for number, layout in enumerate(layouts) if name in layout]
+                seen = "; ".join(f"{kind} {shape} {where} {number}" for number, (shape, kind, _) in shapes)
                 raise InvalidInput(
                     f"the workers wrote buffer {name!r} of the model in different shapes ({seen}): give it one shape, "
                     "whatever rows a worker has, or compute it in forward without keeping it."
@@ -586,5 +519,4 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All of them in one copy to the host."""
     return torch.cat([widen(tensor) for tensor in tensors]).to(CPU)

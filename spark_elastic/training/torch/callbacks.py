@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.buffers import BufferSnapshot
 from spark_elastic.training.torch.module_state import find_difference, list_attributes
+from spark_elastic.training.trainer import CallbackList
 from spark_elastic.worker.context import get_context
 
 Logs = Mapping[str, Any]
@@ -26,10 +27,8 @@ Logs = Mapping[str, Any]
 
 @dataclass
 class Training:
-    """What a callback sees and controls.
-
-    The optimizer's rates may be changed in any hook, weights only in `on_fit_begin` and `on_fit_end`.
-    """
+    """What a callback sees and controls. The optimizer's rates may be changed in any hook, weights only in
+    `on_fit_begin` and `on_fit_end`."""
 
     model: torch.nn.Module  # this worker's replica
     optimizer: torch.optim.Optimizer  # of that model
@@ -49,9 +48,7 @@ class Training:
 
     def stop(self, reason: str) -> None:
         """End the training after the step in progress, on all workers; validation and the epoch's end follow.
-
-        `on_step_end` reports the previous step, so from there training ends one step later.
-        """
+        `on_step_end` reports the previous step, so from there training ends one step later."""
         self.stopped = reason
 
 
@@ -170,12 +167,8 @@ class LearningRateSchedule(Callback):
         every: Literal["epoch", "step"] = "epoch",
         monitor: str | None = None,
     ) -> None:
-        """
-        Args:
-            make: makes the scheduler.
-            every: "epoch" or "step".
-            monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets.
-        """
+        """make: makes the scheduler. every: "epoch" or "step".
+        monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets."""
         if every not in ("epoch", "step"):
             raise ValueError(f"every must be 'epoch' or 'step'; got {every!r}.")
         self._make, self._every, self._monitor = make, every, monitor
@@ -207,16 +200,12 @@ class LearningRateSchedule(Callback):
             self._scheduler.step()
 
     def on_epoch_end(self, training: Training, logs: Logs) -> None:
-        if self._every != "epoch":
-            return
-        if self.watches is not None:
-            self._scheduler.step(get_monitored(logs, self.watches))
-        else:
-            self._scheduler.step()
+        if self._every == "epoch":
+            watched = () if self.watches is None else (get_monitored(logs, self.watches),)
+            self._scheduler.step(*watched)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._scheduler.state_dict()
-        return state
+        return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scheduler.load_state_dict(state)
@@ -249,30 +238,14 @@ def progress() -> Progress | None:
     position = None if worker is None else worker.group_context.position
     if worker is None or worker.world is None or worker.group is None or position is None:
         return None
-    return Progress(
-        position.epoch,
-        position.step,
-        worker.world.fence.generation,
-        worker.group.rank,
-        worker.group.size,
-    )
+    group, generation = worker.group, worker.world.fence.generation
+    return Progress(position.epoch, position.step, generation, group.rank, group.size)
 
 
 # ---- the callbacks of one worker
 
 
-class _Copied(NamedTuple):
-    """What callbacks may have changed, as it was before."""
-
-    states: list[Any]  # of the callbacks
-    settings: list[dict[str, Any]]  # of the optimizer's groups
-    # What is frozen or evaluated, and plain attributes: owner, name, value
-    attributes: list[tuple[Any, str, Any]]
-    buffers: BufferSnapshot
-    weights: list[tuple[torch.Tensor, torch.Tensor]]  # parameters and their values; []: they were not copied
-
-
-class TorchCallbackList:
+class TorchCallbackList(CallbackList):
     """The callbacks of one worker, in order. Its own state is the newest epoch whose beginning theirs contains."""
 
     def __init__(
@@ -288,11 +261,9 @@ class TorchCallbackList:
             callback.bind(optimizer)
 
     def on_world_begin(self, group: Group) -> None:
-        """Tell the callbacks their rank in the new world; a newcomer's training begins here."""
-        self.on_fit_begin(group)
+        self.on_fit_begin(group)  # of a newcomer
 
     def on_fit_begin(self, group: Group) -> None:
-        """See `training.trainer.CallbackList`."""
         self._group = group
         self._training.rank, self._training.size = group.rank, group.size
         if not self._started:
@@ -308,12 +279,12 @@ class TorchCallbackList:
         self._begun, self._training.stopped = state["epoch"], state["stopped"]
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """See `training.trainer.CallbackList`. In an epoch that others have begun, rates, callbacks and what is frozen
-        come with the state, and the call is for what does not.
+        """In an epoch that others have begun, rates, callbacks and what is frozen come with the state, and the call is
+        for what does not.
         Raises InvalidInput: the ranks' models differ by what a callback has done; on all ranks alike."""
         joins = epoch <= self._begun
         if not joins or epoch > self._told:
-            before, optimizer = self._copy_state(weights=True) if joins else None, self._training.optimizer
+            restore, optimizer = self._keep_state(weights=True) if joins else None, self._training.optimizer
             self._told = self._begun = epoch
             if joins:  # groups come with the state, too
                 optimizer.add_param_group = lambda param_group: None  # type: ignore[method-assign]
@@ -322,8 +293,8 @@ class TorchCallbackList:
                     callback.on_epoch_begin(self._training, epoch)
             finally:
                 vars(optimizer).pop("add_param_group", None)
-            if before is not None:
-                self._restore(before)
+            if restore is not None:
+                restore()
         if self.callbacks and self._group is not None and self._group.size > 1:
             difference = find_difference(self._group, self._training.model)
             if difference is not None:
@@ -336,7 +307,6 @@ class TorchCallbackList:
             callback.on_step_begin(self._training, epoch, step)
 
     def on_step_applied(self) -> None:
-        """Called in the apply section of a step: advances the learning rate schedules."""
         for callback in self._schedules:
             callback.advance_step()
 
@@ -352,14 +322,14 @@ class TorchCallbackList:
         Raises CollectiveError: the group broke; the callbacks are as before, so that the epoch can be closed again."""
         if not self.callbacks:
             return None
-        before = self._copy_state()
+        restore = self._keep_state()
         stopped = self._training.stopped  # by `on_step_end`, which is not called again
         try:
             for callback in self.callbacks:
                 callback.on_epoch_end(self._training, logs)
             self._follow_rank_0(group)
         except BaseException:
-            self._restore(before)
+            restore()
             self._training.stopped = stopped
             raise
         return self._training.stopped
@@ -376,36 +346,33 @@ class TorchCallbackList:
     def _groups(self) -> list[dict[str, Any]]:
         return self._training.optimizer.param_groups
 
-    def _copy_state(self, weights: bool = False) -> _Copied:
-        """weights: those of the model as well."""
+    def _keep_state(self, *, weights: bool = False) -> Callable[[], None]:
+        """Return what puts back all that callbacks may change. weights: those of the model as well."""
         states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
         model = self._training.model
-        parts = dict(model.named_modules())
-        flags: list[tuple[Any, str, Any]] = [
-            (p, "requires_grad", p.requires_grad) for p in model.parameters()
-        ]
-        flags += [(part, "training", part.training) for part in parts.values()]
+        parts, parameters = dict(model.named_modules()), list(model.parameters())
+        attributes: list[tuple[Any, str, Any]] = [(p, "requires_grad", p.requires_grad) for p in parameters]
+        attributes += [(part, "training", part.training) for part in parts.values()]
         held = copy.deepcopy(list_attributes(parts.items()))
-        return _Copied(
-            states,
-            [{k: v for k, v in group.items() if k != "params"} for group in self._groups],
-            [*flags, *((parts[path], name, value) for (path, name), value in held.items())],
-            BufferSnapshot(model, parts.values()),
-            [(p, p.detach().clone()) for p in model.parameters()] if weights else [],
-        )
+        attributes += [(parts[path], name, value) for (path, name), value in held.items()]
+        buffers = BufferSnapshot(model, parts.values())
+        values = [(p, p.detach().clone()) for p in parameters] if weights else []
 
-    def _restore(self, before: _Copied) -> None:
-        before.buffers.restore(attributes=False)
-        with torch.no_grad():
-            for parameter, values in before.weights:
-                parameter.copy_(values)
-        for owner, name, value in before.attributes:
-            setattr(owner, name, value)
-        for callback, state in zip(self.callbacks, before.states, strict=True):
-            callback.load_state_dict(state)
-        del self._groups[len(before.settings) :]  # which the callbacks have added
-        for parameters, settings in zip(self._groups, before.settings, strict=True):
-            parameters.update(settings)
+        def restore() -> None:
+            buffers.restore(attributes=False)
+            with torch.no_grad():
+                for parameter, before in values:
+                    parameter.copy_(before)
+            for owner, name, value in attributes:
+                setattr(owner, name, value)
+            for callback, state in zip(self.callbacks, states, strict=True):
+                callback.load_state_dict(state)
+            del self._groups[len(settings) :]  # which the callbacks have added
+            for group, kept in zip(self._groups, settings, strict=True):
+                group.update(kept)
+
+        return restore
 
     def _follow_rank_0(self, group: Group) -> None:
         decided = np.array([self._training.stopped is not None, *(g["lr"] for g in self._groups)], np.float64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -120,24 +120,16 @@ def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:
     model: one in evaluation mode is trained as a whole.
     keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
     Raises InvalidInput: a layer cannot be trained so."""
-    for name, layer in _list_dependent_layers(model, keeps_buffers):
-        raise InvalidInput(
-            f"determinism='bitwise' cannot train layer {name!r}, {type(layer).__name__}, which "
-            + (
-                "computes statistics of all workers' rows: use torch.nn.BatchNorm1d, 2d or 3d, which takes those of a "
-                "virtual share."
-                if keeps_buffers
-                else "keeps statistics of the rows that its own worker has seen: use GroupNorm or LayerNorm, or set "
-                "track_running_stats=False."
-            )
-        )
-
-
-def _list_dependent_layers(
-    model: torch.nn.Module, keeps_buffers: bool
-) -> Iterator[tuple[str, torch.nn.Module]]:
+    why = (
+        "computes statistics of all workers' rows: use torch.nn.BatchNorm1d, 2d or 3d, which takes those of a virtual "
+        "share."
+        if keeps_buffers
+        else "keeps statistics of the rows that its own worker has seen: use GroupNorm or LayerNorm, or set "
+        "track_running_stats=False."
+    )
     for name, layer in model.named_modules():
         synced = isinstance(layer, torch.nn.SyncBatchNorm) or exchanges_statistics(layer)
         tracks = isinstance(layer, _NormBase) and layer.track_running_stats
         if (layer.training or not model.training) and (synced or (tracks and not keeps_buffers)):
-            yield name, layer
+            kind = type(layer).__name__
+            raise InvalidInput(f"determinism='bitwise' cannot train layer {name!r}, {kind}, which {why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from torch.utils._pytree import register_pytree_node
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import read_later
-from spark_elastic.gradients.ranks import local_rank
+from spark_elastic.gradients.process_sets import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.training.torch.loss import LossResult, RowLoss, autocast, return_loss, to_float32
+from spark_elastic.training.torch.loss import LossFn, LossResult, RowLoss, autocast, return_loss, to_float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +89,7 @@ def call_configure_optimizers(model: Any) -> tuple[Any, tuple[Callback, ...]]:
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list):
         optimizers, schedulers = found
     elif isinstance(found, Mapping):
-        optimizers, schedulers = (
-            [found["optimizer"]],
-            [found["lr_scheduler"]] if "lr_scheduler" in found else [],
-        )
+        optimizers, schedulers = [found], []
     else:
         optimizers, schedulers = (found if isinstance(found, tuple | list) else [found]), []
     if len(optimizers) != 1:
@@ -129,27 +127,12 @@ def _rebase_schedule(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
 # Methods that Lightning's Trainer calls around the steps of a fit; nothing calls them here.
-_UNCALLED = (
-    *(
-        "backward",
-        "optimizer_step",
-        "optimizer_zero_grad",
-        "configure_gradient_clipping",
-        "lr_scheduler_step",
-    ),
-    *("setup", "prepare_data", "configure_model", "configure_sharded_model", "configure_callbacks"),
-    *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
-    *("on_save_checkpoint", "on_load_checkpoint"),
-    *(
-        f"on_{what}_{when}"
-        for what in ("fit", "train", "train_epoch", "train_batch")
-        for when in ("start", "end")
-    ),
-    *(f"on_validation{what}_{when}" for what in ("", "_epoch", "_batch") for when in ("start", "end")),
-    *("on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad"),
-    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
-    # Of Lightning 1.
-    *(f"{what}_{when}_end" for what in ("training", "validation") for when in ("step", "epoch")),
+_UNCALLED = re.compile(
+    "backward|optimizer_step|optimizer_zero_grad|configure_gradient_clipping|lr_scheduler_step|setup|prepare_data"
+    "|configure_(model|sharded_model|callbacks)|transfer_batch_to_device|on_(before|after)_batch_transfer"
+    "|on_(save|load)_checkpoint|on_(fit|train|train_epoch|train_batch|validation|validation_epoch|validation_batch)_"
+    "(start|end)|on_validation_model_(eval|train|zero_grad)|on_before_(zero_grad|backward|optimizer_step)"
+    "|on_after_backward|(training|validation)_(step|epoch)_end"  # the last of Lightning 1
 )
 
 
@@ -166,7 +149,7 @@ class Batch(tuple[Any, Any]):
 register_pytree_node(Batch, lambda batch: (list(batch), None), lambda parts, _: tuple(parts))
 
 
-class LightningLoss:
+class LightningLoss(LossFn):
     """Calls a LightningModule's `training_step`, or its `validation_step`, if it has one, in evaluation mode.
 
     batch_idx is the step of the epoch, from 0. Logged numbers are averaged over rows. The whole step runs under
@@ -176,16 +159,10 @@ class LightningLoss:
     logs = True
 
     def __init__(
-        self,
-        weighted: bool,
-        plan: TrainerPlan,
-        precision: str | None = None,
-        columns: Sequence[str] = (),
+        self, weighted: bool, plan: TrainerPlan, precision: str | None = None, columns: Sequence[str] = ()
     ) -> None:
         """columns: names of the features, then of the labels."""
-        self._precision = precision
-        self._plan = plan
-        self._columns = tuple(columns)
+        self._plan, self._precision, self._columns = plan, precision, tuple(columns)
         self._loss = RowLoss(return_loss, weighted)
         self._logged: dict[str, float | torch.Tensor] = {}
         self._position, self._rank, self._size = START, 0, 1
@@ -213,7 +190,7 @@ class LightningLoss:
         if value is None and evaluates:
             return LossResult(torch.zeros(()), math.nan, logged=logged)
         summed = self._loss(to_float32(value), part.labels, part.weights, part.on_host)
-        return LossResult(summed.total, summed.denominator, logged=logged)
+        return summed._replace(logged=logged)
 
     def _trainer(self, training: bool) -> TrainerStandIn:
         position, steps = self._position, self._plan.num_training_batches
@@ -232,7 +209,7 @@ class LightningLoss:
         if callable(getattr(value, "compute", None)):
             raise InvalidInput(
                 f"self.log({name!r}, ...) was given the metric {type(value).__name__}, which has seen the rows of one "
-                f"worker alone: log the number of this batch, that is what calling the metric returns."
+                "worker alone: log the number of this batch, that is what calling the metric returns."
             )
         if reduce_fx not in ("mean", torch.mean):
             raise InvalidInput(
@@ -259,7 +236,7 @@ def check_lightning(model: torch.nn.Module) -> None:
             "the LightningModule has automatic_optimization = False: gradients are summed over the workers and applied "
             "for it, so return the loss from training_step and leave the optimizer's step to the training."
         )
-    hooks = [name for name in _UNCALLED if _overrides(model, name)]
+    hooks = [name for name in dir(type(model)) if _UNCALLED.fullmatch(name) and _overrides(model, name)]
     if hooks:
         raise InvalidInput(
             f"the LightningModule defines {', '.join(hooks)}, which nothing calls here: move the work to "

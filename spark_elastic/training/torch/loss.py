@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.transformation import list_output_parts
 from spark_elastic.worker.context import get_process_context
+
+Batch = LocalBatch[torch.Tensor]
 
 # ---- sums of losses
 
@@ -53,12 +56,18 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-class LossSum(NamedTuple):
-    """The loss of one part of a step's rows."""
+class LossResult(NamedTuple):
+    """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
 
     total: torch.Tensor  # () with a graph: the sum over the rows
-    # This part's summand of the divisor; 0 in every part if the user wants the loss summed, not averaged.
+    # This part's summand of the divisor. 0 in every part: the user wants the loss summed, not averaged; NaN: the model
+    # reports no loss.
     denominator: float
+    # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
+    outputs: tuple[torch.Tensor, ...] = ()
+    # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
+    # it by: their number or their weight.
+    logged: Mapping[str, tuple[float | torch.Tensor, float]] = MappingProxyType({})
 
 
 def find_loss_module(loss: Any) -> Any:
@@ -99,7 +108,6 @@ def refuse_broadcast(name: str, output: Any, labels: Sequence[torch.Tensor]) -> 
 
 
 def _are_column_and_row(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether these two, of as many rows, would broadcast to a matrix."""
     rows = len(other) if other.ndim else 0
     return rows > 1 and {one.shape, other.shape} == {(rows,), (rows, 1)}
 
@@ -187,7 +195,7 @@ class LabelConverter:
 
 
 class RowLoss:
-    """Computes a `LossSum` with a copy of the user's loss, which is never changed."""
+    """Computes a `LossResult` with a copy of the user's loss, which is never changed."""
 
     def __init__(
         self,
@@ -196,12 +204,8 @@ class RowLoss:
         label: str = "label",
         ahead: bool = False,
     ) -> None:
-        """
-        Args:
-            weighted: rows have sample weights.
-            label: name of the first label's column, for errors.
-            ahead: `compute_denominator` is called before the model's output exists.
-        """
+        """weighted: rows have sample weights. label: name of the first label's column, for errors.
+        ahead: `compute_denominator` is called before the model's output exists."""
         loss = find_loss_module(loss)
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
@@ -220,8 +224,8 @@ class RowLoss:
             self._sum_loss.reduction = "sum"
         self._class_weights: torch.Tensor | None = None  # (C,) Weights of the classes, on the host
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
-            self._class_weights = loss.weight.detach().to("cpu", torch.float64)
-        self._device = torch.device("cpu")
+            self._class_weights = loss.weight.detach().to(CPU, torch.float64)
+        self._device = CPU
         # Whether the user's own function has yet to show what it makes of two rows or more.
         self._is_unchecked = not isinstance(loss, nn.Module)
 
@@ -231,19 +235,13 @@ class RowLoss:
         labels: tuple[torch.Tensor, ...],
         weights: torch.Tensor | None,
         on_host: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None,
-    ) -> LossSum:
+    ) -> LossResult:
         """Compute the loss of these rows.
-
-        Args:
-            labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts.
-            weights: (n,)
-            on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
-                computed from these, so that nothing waits for the device.
-
-        Raises:
-            InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
-                whole number.
-        """
+        labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts. weights: (n,)
+        on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
+        computed from these, so that nothing waits for the device.
+        Raises InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
+        whole number."""
         rows = len(labels[0])
         host_labels, host_weights = on_host or (labels, weights)
         host_labels = self._converter.convert_classes(host_labels, output)
@@ -255,7 +253,7 @@ class RowLoss:
         may_sum = self._sum_loss is not None and weights is None and labels[0].device == CPU
         if may_sum and self._has_one_number_per_row(output, matched):
             total = self._sum_loss(output, *matched)
-            return LossSum(total, self._compute_denominator(host_labels, host_weights))
+            return LossResult(total, self._compute_denominator(host_labels, host_weights))
         value = self._compute_value(output, matched)
         self._check_value(value, output, labels)
         if value.ndim == 0:
@@ -264,11 +262,11 @@ class RowLoss:
                     "sample_weight_col needs a loss of one number per row: use a torch loss module, or return a "
                     "tensor of one loss per row instead of their mean."
                 )
-            return LossSum(value, 0.0) if self.is_summed else LossSum(value * rows, float(rows))
+            return LossResult(value, 0.0) if self.is_summed else LossResult(value * rows, float(rows))
         per_row = self._reduce_rows(value, labels[0], rows)
         if weights is not None:
             per_row = per_row * weights
-        return LossSum(per_row.sum(), self._compute_denominator(host_labels, host_weights))
+        return LossResult(per_row.sum(), self._compute_denominator(host_labels, host_weights))
 
     def _compute_value(self, output: Any, labels: tuple[torch.Tensor, ...]) -> Any:
         if not self._is_unchecked or len(labels[0]) < 2:
@@ -282,7 +280,6 @@ class RowLoss:
         return self._compute_denominator(self._converter.convert_classes(labels), weights)
 
     def _compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
-        """labels: converted."""
         if self.is_summed:
             return 0.0
         if weights is None and not self._divides_by_class(labels[0]):
@@ -293,7 +290,6 @@ class RowLoss:
         return float((divisors if weights is None else divisors * weights).sum())
 
     def _has_one_number_per_row(self, output: Any, labels: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the loss of each row is one number. labels: as the loss takes them."""
         label = labels[0]
         if not isinstance(output, torch.Tensor) or len(labels) > 1:
             return False
@@ -325,14 +321,12 @@ class RowLoss:
             )
 
     def _reduce_rows(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
-        """The loss of each row, (n,)."""
         if value.ndim == 1:
             return value
         flat = value.reshape(rows, -1)
         return flat.sum(1) if self._per_row_sums or self._divides_by_class(label) else flat.mean(1)
 
     def _divides_by_class(self, label: torch.Tensor) -> bool:
-        """Whether the loss divides by the weights of the labels' classes."""
         return self._converter.of_classes and not label.is_floating_point()
 
     def _find_class_divisors(self, label: torch.Tensor) -> torch.Tensor:
@@ -340,9 +334,9 @@ class RowLoss:
         loss = self._loss
         assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         counted = label != loss.ignore_index
-        if self._class_weights is None:
-            return counted.to(torch.float64)
         weights = self._class_weights
+        if weights is None:
+            return counted.to(torch.float64)
         return torch.where(counted, weights[torch.where(counted, label, 0)], 0.0)
 
 
@@ -352,26 +346,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = frozenset(DTYPES.values())
 
 
-class LossResult(NamedTuple):
-    """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
-
-    total: torch.Tensor  # as in `LossSum`
-    denominator: float  # as in `LossSum`; NaN: the model reports no loss
-    # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
-    outputs: tuple[torch.Tensor, ...] = ()
-    # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
-    # it by: their number or their weight.
-    logged: Mapping[str, tuple[float | torch.Tensor, float]] = MappingProxyType({})
-
-
-class LossFn(Protocol):
+class LossFn(ABC):
     """Called for each micro-batch of a step, after `begin`, which every rank calls."""
 
-    logs: bool  # whether `LossResult.logged` is used
+    logs = False  # whether `LossResult.logged` is used
 
-    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None: ...
+    def begin(  # noqa: B027 - most exchange nothing: the step summary carries the denominator
+        self, group: Group, batch: Batch, position: Position
+    ) -> None:
+        """A step begins. Collective."""
 
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult: ...
+    @abstractmethod
+    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult: ...
 
 
 # Matches torch's errors about a layer or loss that does not take the type of its input. Other errors may print a tensor
@@ -381,23 +367,20 @@ _DTYPE_ERROR = re.compile(
 )
 
 
-class DtypeHints:
+class DtypeHints(LossFn):
     """Adds the types of the columns to the error of a layer or loss that takes other types."""
 
     def __init__(self, loss_fn: LossFn, columns: Sequence[str], transformed: bool = False) -> None:
         """columns: names of the features, then of the labels. transformed: a transformation made them."""
         self._loss_fn, self._columns = loss_fn, columns
-        self._where = (
-            "return it from transformation_fn with another type"
-            if transformed
-            else "cast the column in Spark"
-        )
+        advice = "cast the column in Spark", "return it from transformation_fn with another type"
+        self._where = advice[transformed]
         self.logs = loss_fn.logs
 
-    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+    def begin(self, group: Group, batch: Batch, position: Position) -> None:
         self._loss_fn.begin(group, batch, position)
 
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
         try:
             return self._loss_fn(model, part)
         except (RuntimeError, ValueError) as error:
@@ -411,10 +394,8 @@ class DtypeHints:
             ) from error
 
 
-class ModelLoss:
+class ModelLoss(LossFn):
     """One loss of (output, *labels)."""
-
-    logs = False
 
     def __init__(
         self,
@@ -427,17 +408,14 @@ class ModelLoss:
         self._loss = RowLoss(loss, weighted, labels[0])
         self._forward = _Forward(precision, labels)
 
-    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
-        """Exchanges nothing: the step summary carries the denominator."""
-
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights, part.on_host)
         parts = (output,) if isinstance(output, torch.Tensor) else list_output_parts(output)
-        return LossResult(summed.total, summed.denominator, _detach(parts))
+        return summed._replace(outputs=_detach(parts))
 
 
-class MultiOutputLoss:
+class MultiOutputLoss(LossFn):
     """A model of several outputs with a loss and a weight for each: the sum over k of weight_k · mean of loss_k.
 
     Each mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the
@@ -460,7 +438,7 @@ class MultiOutputLoss:
         # For each loss the factor of its sum over rows: rows of the step / divisor of the loss; 1 before `begin`.
         self._scales = [1.0] * len(losses)
 
-    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+    def begin(self, group: Group, batch: Batch, position: Position) -> None:
         own = np.array([self._compute_denominators(part) for part in batch.shares or (batch,)])
         # One after the other, so that the sums over virtual shares do not depend on how ranks divide them.
         whole = np.concatenate(group.allgatherv(own)) if batch.shares else group.allgather(own[0])
@@ -468,7 +446,7 @@ class MultiOutputLoss:
         # A divisor of 0: the user wants this loss summed.
         self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
 
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
         outputs = list_output_parts(self._forward(model, part))
         if len(outputs) != len(self._losses):
             raise InvalidInput(
@@ -490,7 +468,7 @@ class MultiOutputLoss:
         }
         return LossResult(total, float(len(part)), _detach(outputs), logged)
 
-    def _compute_denominators(self, part: LocalBatch[torch.Tensor]) -> list[float]:
+    def _compute_denominators(self, part: Batch) -> list[float]:
         labels, weights = part.on_host or (part.labels, part.weights)
         return [
             loss.compute_denominator((label,), weights) if len(part) else 0.0
@@ -498,24 +476,18 @@ class MultiOutputLoss:
         ]
 
 
-class FunctionLoss:
+class FunctionLoss(LossFn):
     """The user's own function of (model, features, labels) to the rows' losses or their mean, under autocast."""
-
-    logs = False
 
     def __init__(self, function: Callable[..., Any], weighted: bool, precision: str | None = None) -> None:
         self._function = function
         self._loss = RowLoss(return_loss, weighted)
         self._precision = precision
 
-    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
-        """Exchanges nothing."""
-
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
         with autocast(self._precision):
             value = self._function(model, part.features, part.labels)
-        summed = self._loss(to_float32(value), part.labels, part.weights, part.on_host)
-        return LossResult(summed.total, summed.denominator)
+        return self._loss(to_float32(value), part.labels, part.weights, part.on_host)
 
 
 class _Forward:
@@ -525,7 +497,7 @@ class _Forward:
         """labels: names of the label columns, in the order of the outputs."""
         self._precision, self._labels = precision, list(labels)
 
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> Any:
+    def __call__(self, model: torch.nn.Module, part: Batch) -> Any:
         with autocast(self._precision):
             output = model(*part.features)
         if isinstance(output, torch.Tensor):

@@ -45,19 +45,10 @@ class Metrics(StepMetrics):
         self._given = metrics
         self._labels = labels
         # By name as given, and label, as those after it.
-        self._converters = {
-            (name, label): _MetricLabels(metric, label)
-            for name, metric in metrics.items()
-            for label in labels
-        }
-        self._losses = {
-            (name, label): loss
-            for name, metric in metrics.items()
-            for label in labels
-            if (loss := _find_class_loss(metric, label)) is not None
-        }
-        self._logs = logs
-        self._prefix = prefix
+        pairs = [(name, label, metric) for name, metric in metrics.items() for label in labels]
+        self._converters = {(name, label): _MetricLabels(metric, label) for name, label, metric in pairs}
+        self._losses = {(name, label): _find_class_loss(metric, label) for name, label, metric in pairs}
+        self._logs, self._prefix = logs, prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
         self._updates = 0
         # What `add` was given, on its way to the host: by name what each sum is divided by; the sums; the columns.
@@ -90,11 +81,9 @@ class Metrics(StepMetrics):
     def gather(self, group: Group) -> None:
         coming, self._coming = self._coming, []
         for divisors, sums, columns in coming:
-            logged = {
-                name: (float(total), divisor)
-                for (name, divisor), total in zip(divisors.items(), sums.wait(), strict=True)
-            }
-            self._part.add(logged, None if columns is None else [column.numpy() for column in columns.wait()])
+            pairs = zip(divisors.items(), sums.wait(), strict=True)
+            logged = {name: (float(total), divisor) for (name, divisor), total in pairs}
+            self.add_rows(logged, None if columns is None else [column.numpy() for column in columns.wait()])
         if self._given or self._logs:
             super().gather(group)
 
@@ -103,8 +92,8 @@ class Metrics(StepMetrics):
         super().discard()
 
     def _count_rows(self, columns: Arrays) -> None:
-        whole = [torch.from_numpy(column) for column in columns]
-        self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
+        whole, labels = [torch.from_numpy(column) for column in columns], len(self._labels)
+        self._update(whole[:-labels], whole[-labels:])
 
     def results(self) -> dict[str, Any]:
         """The metrics of all rows since `reset`: numbers or lists of them, by name."""
@@ -132,8 +121,7 @@ class Metrics(StepMetrics):
         self._objects = {
             name: (given, _restore_metric(self._given[given], saved, self._updates))
             for name, (given, kind, saved) in state["objects"].items()
-            # A run may be resumed with other metrics: one of another class begins anew.
-            if type(self._given.get(given)).__name__ == kind
+            if type(self._given.get(given)).__name__ == kind  # a run may be resumed with other metrics
         }
 
     def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
@@ -151,8 +139,9 @@ class Metrics(StepMetrics):
         for given, metric in self._given.items():
             for suffix, column, output, others in calls:
                 name = given + suffix
-                if (given, column) in self._losses:
-                    summed = self._losses[given, column](output, others, None)
+                class_loss = self._losses[given, column]
+                if class_loss is not None:
+                    summed = class_loss(output, others, None)
                     self._count(name, float(summed.total), summed.denominator)
                     continue
                 arguments = output, *self._converters[given, column].convert(output, others)
@@ -221,12 +210,8 @@ def name_metrics(metrics: Any) -> dict[str, Any]:
     pairs: list[tuple[str, Any]] = []
     if isinstance(metrics, Mapping):
         for name, metric in metrics.items():
-            members = (
-                [(f"{name}_{member}", each) for member, each in metric.items()]
-                if _is_collection(metric)
-                else []
-            )
-            pairs += members or [(str(name), metric)]
+            members = metric.items() if _is_collection(metric) else ()
+            pairs += [(f"{name}_{member}", each) for member, each in members] or [(str(name), metric)]
     else:
         for metric in metrics:
             own = getattr(metric, "__name__", type(metric).__name__.lower()).replace("<lambda>", "metric")
@@ -250,17 +235,15 @@ def is_accumulator(metric: Any) -> bool:
 
 
 def _is_collection(metric: Any) -> bool:
-    """Whether it is a collection of metrics, whose accumulators may be shared among them."""
     return is_accumulator(metric) and callable(getattr(metric, "items", None))
 
 
 def _flatten_result(name: str, value: Any) -> dict[str, Any]:
     """The result of `compute` for the history: numbers or lists of them; each entry of a dict has its own name."""
-    if isinstance(value, Mapping):
-        return {
-            k: v for key, part in value.items() for k, v in _flatten_result(f"{name}_{key}", part).items()
-        }
-    return {name: _plain(name, value)}
+    if not isinstance(value, Mapping):
+        return {name: _plain(name, value)}
+    parts = [_flatten_result(f"{name}_{key}", part) for key, part in value.items()]
+    return dict(entry for part in parts for entry in part.items())
 
 
 def _plain(name: str, value: Any) -> Any:

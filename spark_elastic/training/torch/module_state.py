@@ -89,7 +89,6 @@ def _make_key(name: str, memory: Bytes) -> tuple[str, int, int]:
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """The bits of some elements of each."""
     taken = [
         each.detach().as_strided((min(each.numel(), _SAMPLES),), (max(each.numel() // _SAMPLES, 1),)).double()
         for each in tensors
@@ -206,12 +205,18 @@ class ModelStateHandler(SnapshotHandler):
         self._begin_with_model()
 
     def _begin_with_model(self) -> None:
-        self._extra = self._with_extra()
+        # Parameters do not tell: use_orig_params=True shows them as they were.
+        if any(is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
+            raise InvalidInput(
+                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
+                "models: divide it by fully_shard and use FSDPState."
+            )
+        parts, plain = list(self.value.named_modules()), torch.nn.Module.get_extra_state
+        self._extra = [(name, part) for name, part in parts if type(part).get_extra_state is not plain]
         self._first_buffers = frozenset(list_buffers(self.value))  # those registered later are the training's
-        self._first_attributes = copy.deepcopy(list_attributes(self.value.named_modules()))
-        self._first_parts = _name_parts(self.value.named_modules(), self.value.named_parameters())
+        self._first_attributes = copy.deepcopy(list_attributes(parts))
+        self._first_parts = _name_parts(parts, self.value.named_parameters())
         self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
-        self._check_whole()
 
     def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """The parameters that each rank has whole, by name."""
@@ -238,11 +243,8 @@ class ModelStateHandler(SnapshotHandler):
         kept = {} if self.frozen is None else self.frozen.take(frozen)
 
         def put(tensor: torch.Tensor) -> TensorRef:
-            extent = kept.get(id(tensor))
-            if extent is None:
-                return TensorRef.of(
-                    tensor, self._views.put(builder, tensor, deferred=id(tensor) in self.trained)
-                )
+            key = id(tensor)
+            extent = kept.get(key) or self._views.put(builder, tensor, deferred=key in self.trained)
             return TensorRef.of(tensor, extent)
 
         return self._collect(put)
@@ -252,7 +254,6 @@ class ModelStateHandler(SnapshotHandler):
         return self._collect(lambda tensor: tensor.detach())
 
     def _check_parts(self, now: dict[str, type | None]) -> None:
-        """Raise InvalidInput if layers or parameters are not those that it began with."""
         before = self._first_parts
         # A layer without parameters that forward makes when it is first called is made by all.
         odd = {name for name in before if name not in now or now[name] is not before[name]}
@@ -325,28 +326,12 @@ class ModelStateHandler(SnapshotHandler):
             delattr(live[name].owner, live[name].name)
         for name, ref in saved.items():
             buffer = live[name].tensor if name in live else None
-            kept = (
-                ref is not None
-                and buffer is not None
-                and (buffer.shape, buffer.dtype) == (ref.shape, ref.dtype)
-            )
-            if buffer is None or not kept or 0 in buffer.stride():  # expanded
+            fits = buffer is not None and ref is not None and _are_alike(buffer, ref)
+            if buffer is None or not fits or 0 in buffer.stride():  # expanded
                 value = None if ref is None else load_value(ref, None, memory, device)
                 put_buffer(self.value, name, value, is_saved=name not in unsaved)
             else:
                 buffer.copy_(view_tensor(ref, memory))
-
-    def _check_whole(self) -> None:
-        # Parameters do not tell: use_orig_params=True shows them as they were.
-        if any(is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
-            raise InvalidInput(
-                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
-                "models: divide it by fully_shard and use FSDPState."
-            )
-
-    def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
-        plain = torch.nn.Module.get_extra_state
-        return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
 
 
 def _name_parts(parts: Parts, parameters: Iterable[tuple[str, Any]]) -> dict[str, type | None]:
@@ -403,12 +388,9 @@ class OptimizerStateHandler(SnapshotHandler):
         names = self._name_groups()
         if self.has_own_format:
             return names, self._add_tensors(self.value.state_dict(), builder, deferred=False)
-        groups = self.value.param_groups
-        settings = [
-            {k: self._add_tensors(v, builder, deferred=False) for k, v in g.items() if k != "params"}
-            for g in groups
-        ]
-        state = self.value.state
+        groups, state = self.value.param_groups, self.value.state
+        plain = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        settings = self._add_tensors(plain, builder, deferred=False)
         others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         return (
             names,
@@ -532,7 +514,7 @@ def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> An
     device: for tensors that were not on the host."""
     if isinstance(saved, TensorRef | torch.Tensor):
         arrived = view_tensor(saved, memory)
-        if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
+        if isinstance(live, torch.Tensor) and _are_alike(live, arrived):
             with torch.no_grad():
                 return live.copy_(arrived)
         on_host = isinstance(saved, torch.Tensor) or saved.on_host
@@ -543,6 +525,10 @@ def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> An
     if type(saved) in (list, tuple):
         return type(saved)(load_value(item, None, memory, device) for item in saved)
     return copy.deepcopy(saved)
+
+
+def _are_alike(tensor: torch.Tensor, ref: TensorRef | torch.Tensor) -> bool:
+    return (tuple(tensor.shape), tensor.dtype) == (tuple(ref.shape), ref.dtype)
 
 
 def view_tensor(ref: TensorRef | torch.Tensor, memory: Bytes) -> torch.Tensor:
@@ -568,16 +554,12 @@ def _check_same(mine: dict[str, torch.nn.Parameter], theirs: Mapping[str, Any]) 
             f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
         )
     for name, ref in theirs.items():
-        here, there = (mine[name].dtype, tuple(mine[name].shape)), (ref.dtype, tuple(ref.shape))
-        if here != there:
+        if not _are_alike(mine[name], ref):
+            here, there = (f"{each.dtype} {list(each.shape)}" for each in (mine[name], ref))
             raise InvalidInput(
-                f"parameter {name!r} is {_describe(*here)} here and {_describe(*there)} in the state that was saved: "
-                "build the same model on each worker, and use another run_id for another model."
+                f"parameter {name!r} is {here} here and {there} in the state that was saved: build the same model on "
+                "each worker, and use another run_id for another model."
             )
-
-
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {list(shape)}"
 
 
 # ---- what ranks hold alike
@@ -603,24 +585,20 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
     for name in dict.fromkeys(name for rank in holders for name in found[rank]):
         odd = [rank for rank in holders if found[rank].get(name) != found[first].get(name)]
         if odd:
-            values = [found[rank].get(name, ["", "missing"]) for rank in (first, odd[0])]
-            here, there = (
-                (each[1] for each in values) if values[0][1] != values[1][1] else ("one value", "another one")
-            )
+            here, there = (found[rank].get(name, ["", "missing"])[1] for rank in (first, odd[0]))
+            if here == there:
+                here, there = "one value", "another one"
             ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
             return f"{name} is {here} on rank {first} and {there} on {ranks}"
     return None
 
 
 def _describe_parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, str]]]:
-    """A checksum and a description of each part, by what it is called."""
     for name, parameter in model.named_parameters():
         yield f"parameter {name!r}", (0, "trained" if parameter.requires_grad else "frozen")
     for name, part in model.named_modules():
-        yield (
-            f"layer {name!r}" if name else "the model",
-            (0, f"in {'training' if part.training else 'evaluation'} mode"),
-        )
+        mode = f"in {'training' if part.training else 'evaluation'} mode"
+        yield f"layer {name!r}" if name else "the model", (0, mode)
     for name, buffer in list_buffers(model).items():
         if buffer.tensor is not None and not isinstance(buffer.owner, _NormBase):
             bits = 0 if hasattr(buffer.tensor, "to_local") else zlib.crc32(view_bytes(buffer.tensor)[0].data)

@@ -1,7 +1,7 @@
 """A step in bitwise mode: computed by virtual shares, whose results are brought together alike in every world.
 
 Which rows a share has, the numbers that it draws and the buffers that it begins with do not depend on the rank that
-computes it. Gradients are added in the tree of `gradients.share_tree`. Losses and buffers of all shares are gathered by
+computes it. Gradients are added in the tree of `gradients.share_mode`. Losses and buffers of all shares are gathered by
 every rank and added one after the other.
 
 Against silent corruption other ranks compute one share, too, now and then, and compare the bits of its gradients. Every
@@ -16,7 +16,8 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from spark_elastic.training.torch.buffers import (
     restore_attributes,
 )
 from spark_elastic.training.torch.determinism import is_aligned
+from spark_elastic.training.torch.loss import Batch
 from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.spec import BatchBuilder
 from spark_elastic.training.torch.step import StepLoss, TrainStep
@@ -47,8 +49,7 @@ from spark_elastic.worker.context import get_context
 MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
 
 
-@dataclass(frozen=True)
-class ShareCheck:
+class ShareCheck(NamedTuple):
     """A virtual share that several ranks compute."""
 
     share: int  # its number among the step's shares
@@ -85,14 +86,10 @@ class ShareChecker:
         spec: TrainSpec,
         every: int,
         transformation: BatchTransformation | None,
-        build: Callable[[StepRows, int], LocalBatch[torch.Tensor]],
+        build: Callable[[StepRows, int], Batch],
     ) -> None:
-        """
-        Args:
-            every: so many steps.
-            transformation: what the rows go through first; None: nothing.
-            build: makes the batch of virtual shares of a rank from its rows.
-        """
+        """every: so many steps. transformation: what the rows go through first; None: nothing.
+        build: makes the batch of virtual shares of a rank from its rows."""
         self._spec, self._every, self._transformation, self._build = spec, every, transformation, build
         self._reader, self._loader = spec.open_reader(spec.rows)
 
@@ -108,7 +105,7 @@ class ShareChecker:
         drawn = draw_permutation(len(others), *key, share)[:MAX_WITNESSES].tolist()
         return ShareCheck(share, owner, tuple(others[number] for number in drawn))
 
-    def read(self, check: ShareCheck, position: Position) -> LocalBatch[torch.Tensor]:
+    def read(self, check: ShareCheck, position: Position) -> Batch:
         """The share's rows, read by this rank."""
         shares = self._spec.plan.shares
         each_alone = Division.equal(shares, shares)
@@ -124,21 +121,18 @@ class ShareChecker:
         Raises StepDisputed: they differ; on every rank alike."""
         found = group.allgather_bytes(b"" if own is None else own.digest())
         ranks = (check.owner, *check.witnesses)
-        counts = Counter(found[rank] for rank in ranks)
-        if len(counts) == 1:
+        ((most, times), *others) = Counter(found[rank] for rank in ranks).most_common()
+        if not others:
             return
-        most, times = counts.most_common(1)[0]
         suspects = tuple(rank for rank in ranks if times == 1 or found[rank] != most)
         worker = get_context()
         host = "?" if worker is None or worker.world is None else worker.world.me.host
         hosts = group.allgather_bytes(host.encode())
         names = ", ".join(f"rank {rank} on host {hosts[rank].decode()}" for rank in suspects)
-        who = (
-            f"{names} computed other bits than the {times} others that computed it"
-            if times > 1
-            else f"{names} computed different bits each, and which of them is wrong cannot be said"
-            + (": with three workers or more a third decides" if group.size == 2 else "")
-        )
+        who = f"{names} computed other bits than the {times} others that computed it"
+        if times == 1:
+            who = f"{names} computed different bits each, and which of them is wrong cannot be said"
+            who += ": with three workers or more a third decides" if group.size == 2 else ""
         raise StepDisputed(
             f"silent corruption in virtual share {check.share}: {who}. Check memory and processor there.",
             suspects,
@@ -157,9 +151,7 @@ class ShareStep(TrainStep):
     checker: ShareChecker | None = None  # has some shares computed by several ranks; None: no share is
     _attributes: Attributes  # of the model's parts, as the newest share left them
 
-    def _compute_gradients(
-        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
-    ) -> tuple[float, float]:
+    def _compute_gradients(self, group: Group, batch: Batch, before: BufferSnapshot) -> tuple[float, float]:
         position, config = self._state.position, self._config
         self._loss_fn.begin(group, batch, position)
         self._ledger.write_ahead(group.fence, position, batch.row_ids)
@@ -175,7 +167,7 @@ class ShareStep(TrainStep):
         self._buffers.begin()
         losses = []
         for number, share in enumerate(batch.shares, batch.first_share):
-            parts = list(share.micro_batches(config.batch_size))
+            parts = list(share.micro_batches(config.data.batch_size))
             is_checked = check is not None and check.share == number
             self._exchange.begin_share(len(parts), digest.add if is_checked else None)
             losses.append(self._backward_share(parts, number, batch.planned))
@@ -188,8 +180,7 @@ class ShareStep(TrainStep):
         self.on_launched()
         self._worked = self.work.take()
         self._exchange.finish()
-        if check is not None:
-            assert self.checker is not None
+        if check is not None and self.checker is not None:
             takes_part = group.rank in (check.owner, *check.witnesses)
             self.checker.judge(check, group, digest if takes_part else None)
         if step_loss is not None:
@@ -200,23 +191,21 @@ class ShareStep(TrainStep):
         return (total, denominator) if group.rank == 0 else (0.0, 0.0)
 
     def _compute_from_shares(
-        self, step_loss: StepLoss, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+        self, step_loss: StepLoss, group: Group, batch: Batch, before: BufferSnapshot
     ) -> tuple[HostSum, float]:
         """The loss of all rows, of outputs for which each share begins with the buffers before the step."""
         step_loss.begin()
         for number, share in enumerate(batch.shares, batch.first_share):
-            self._run_parts(list(share.micro_batches(self._config.batch_size)), number, step_loss.add)
+            self._run_parts(list(share.micro_batches(self._config.data.batch_size)), number, step_loss.add)
             before.restore()
         return step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
 
-    def _backward_share(
-        self, parts: Sequence[LocalBatch[torch.Tensor]], number: int, planned: int
-    ) -> tuple[HostSum, float]:
+    def _backward_share(self, parts: Sequence[Batch], number: int, planned: int) -> tuple[HostSum, float]:
         """`_backward` of a share. planned: rows of the step."""
         if self._step_loss is None:
             with seeded_rng(*self._key, number):
                 return self._backward(parts)
-        self._step_loss.seek(compute_share_bounds(planned, self._config.shares, number)[0])
+        self._step_loss.seek(compute_share_bounds(planned, self._config.exchange.shares, number)[0])
         self._run_parts(parts, number, self._step_loss.backward)
         return HostSum(), 0.0
 
@@ -229,7 +218,7 @@ class ShareStep(TrainStep):
         share, step_loss = self.checker.read(check, self._state.position), self._step_loss
         if step_loss is not None:
             step_loss.compares = True
-        parts = list(share.micro_batches(self._config.batch_size))
+        parts = list(share.micro_batches(self._config.data.batch_size))
         loss, denominator = self._backward_share(parts, check.share, planned)
         digest.loss = loss.compute(), denominator
         if step_loss is None:
@@ -240,9 +229,7 @@ class ShareStep(TrainStep):
             digest.add(index, parameter.grad)
         before.restore()
 
-    def _exchange_buffers(
-        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
-    ) -> bool:
+    def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
         def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
             gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
             return torch.from_numpy(_sum_rows(gathered) if op == "sum" else gathered.max(axis=0))
@@ -270,7 +257,7 @@ def _sum_rows(rows: Floats) -> Floats:
     return total
 
 
-def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
+def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
     """The batch of this rank, with a batch for each of its virtual shares, which begins at the same alignment on every
     rank."""
     shares, (first, past) = rows.division.cuts[-1], rows.division.get_rank_parts(rank)
@@ -283,13 +270,10 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch
     return LocalBatch(rows.planned, rows.row_ids, (), (), None, tuple(parts), first, rows.division)
 
 
-def _align(batch: LocalBatch[torch.Tensor]) -> LocalBatch[torch.Tensor]:
+def _align(batch: Batch) -> Batch:
     def align(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
 
-    return replace(
-        batch,
-        features=tuple(map(align, batch.features)),
-        labels=tuple(map(align, batch.labels)),
-        weights=None if batch.weights is None else align(batch.weights),
-    )
+    weights = None if batch.weights is None else align(batch.weights)
+    features, labels = (tuple(map(align, side)) for side in (batch.features, batch.labels))
+    return replace(batch, features=features, labels=labels, weights=weights)

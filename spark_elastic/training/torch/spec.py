@@ -43,6 +43,7 @@ from spark_elastic.training.torch.lightning import (
     call_configure_optimizers,
 )
 from spark_elastic.training.torch.loss import (
+    Batch,
     DtypeHints,
     FunctionLoss,
     LossFn,
@@ -64,9 +65,8 @@ from spark_elastic.training.transformation import (
 def digest_module(module: torch.nn.Module) -> str:
     """Digest of a module's classes, their code, settings and shapes of tensors, without the values of its weights."""
     classes = {kind: describe_class(kind) for kind in {type(part) for part in module.modules()}}
-    parts = [
-        (name, classes[type(part)], *sorted(_list_settings(part))) for name, part in module.named_modules()
-    ]
+    named = module.named_modules()
+    parts = [(name, classes[type(part)], *sorted(_list_settings(part))) for name, part in named]
     tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _list_tensors(module)]
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return digest([parts, tensors, trained])
@@ -85,7 +85,7 @@ def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
     is_optimizer = isinstance(given, torch.optim.Optimizer)
     optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
-        {key: _to_plain(value) for key, value in group.items() if key != "params"}
+        {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
     return digest([describe_class(type(optimizer)), groups])
@@ -93,8 +93,8 @@ def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
 
 def digest_callbacks(callbacks: tuple[Any, ...]) -> str:
     """Digest of the callbacks that end a training or choose its weights; a user's own callbacks cannot be compared."""
-    found = [each for each in callbacks if isinstance(each, EarlyStopping | BestWeights)]
-    return digest([(describe_class(type(each)), *sorted(_list_settings(each))) for each in found])
+    kept = [each for each in callbacks if isinstance(each, EarlyStopping | BestWeights)]
+    return digest([(describe_class(type(each)), *sorted(_list_settings(each))) for each in kept])
 
 
 def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
@@ -109,15 +109,9 @@ def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, .
 
 
 def _describe_scheduler(scheduler: Any) -> list[Any]:
-    """A scheduler's class, settings and functions, and those of the schedulers that it combines."""
-    settings = {
-        name: value for name, value in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
-    }
-    return [
-        describe_class(type(scheduler)),
-        settings,
-        *map(_describe_scheduler, getattr(scheduler, "_schedulers", ())),
-    ]
+    settings = {n: value for n, value in vars(scheduler).items() if n != "optimizer" and n[0] != "_"}
+    inner = map(_describe_scheduler, getattr(scheduler, "_schedulers", ()))
+    return [describe_class(type(scheduler)), settings, *inner]
 
 
 def digest_weights(module: torch.nn.Module) -> str:
@@ -143,10 +137,6 @@ def _list_settings(thing: Any) -> list[tuple[str, str]]:
         for name, value in picked.items()
         if not name.startswith("_") and name != "training" and value is not NOTHING
     ]
-
-
-def _to_plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 # ---- objects
@@ -184,24 +174,28 @@ class TorchUserObjects:
         }
 
     def loss_fn(self, spec: TrainSpec) -> LossFn:
-        columns = [*(column.name for column in spec.features), *spec.config.label_cols]
+        columns = [*(column.name for column in spec.features), *spec.config.data.label_cols]
         return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
 
     def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
-        weighted = spec.config.sample_weight_col is not None
+        weighted = spec.config.data.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
-            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.precision)
+            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.optimizer.precision)
         if not self.losses:
-            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.precision, columns)
+            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.optimizer.precision, columns)
         if len(self.losses) == 1:
-            return ModelLoss(self.losses[0], weighted, spec.config.precision, spec.config.label_cols)
-        pairs = zip(spec.config.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True)
-        return MultiOutputLoss(dict(pairs), weighted, spec.config.precision)
+            return ModelLoss(
+                self.losses[0], weighted, spec.config.optimizer.precision, spec.config.data.label_cols
+            )
+        pairs = zip(
+            spec.config.data.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True
+        )
+        return MultiOutputLoss(dict(pairs), weighted, spec.config.optimizer.precision)
 
 
 def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
     """The properties of a training that a LightningModule may read when it builds its optimizer."""
-    return TrainerPlan(max_epochs=spec.config.epochs, num_training_batches=spec.plan.steps)
+    return TrainerPlan(max_epochs=spec.config.data.epochs, num_training_batches=spec.plan.steps)
 
 
 # ---- the optimizer
@@ -290,18 +284,15 @@ class BatchBuilder:
             reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
             copier: copies to the device of the model; None: that is the CPU.
         """
-        self._copier = copier
-        self._features = features
-        self._labels = labels
-        self._weight = weight
+        self._features, self._labels, self._weight, self._copier = features, labels, weight, copier
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype
-        # Of floating point labels and of weights.
-        self._label_dtype = torch.promote_types(dtype, torch.float32)
-        self._label_shapes = label_shapes
-        self._reshapes = reshapes
+        self._label_dtype = torch.promote_types(
+            dtype, torch.float32
+        )  # of floating point labels and of weights
+        self._label_shapes, self._reshapes = label_shapes, reshapes
 
-    def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
+    def build(self, rows: StepRows) -> Batch:
         columns, copier = rows.columns, self._copier
         for name in (*(column.name for column in self._features), *self._labels):
             check_numbers(name, columns[name])
@@ -309,21 +300,13 @@ class BatchBuilder:
         weights, dtype = None, self._label_dtype
         if self._weight is not None:
             weights = self._tensor(columns[self._weight], dtype).to(dtype)
-        batch = LocalBatch(
-            planned=rows.planned,
-            row_ids=rows.row_ids,
-            features=tuple(self._feature(columns[c.name], c.shape) for c in self._features),
-            labels=labels,
-            weights=weights,
-        )
+        features = tuple(self._feature(columns[c.name], c.shape) for c in self._features)
+        batch = LocalBatch(rows.planned, rows.row_ids, features, labels, weights)
         if copier is None:
             return batch
-        return replace(
-            batch,
-            labels=tuple(copier.copy(label, label.dtype) for label in labels),
-            weights=None if weights is None else copier.copy(weights, weights.dtype),
-            on_host=(labels, weights),
-        )
+        sent = tuple(copier.copy(label, label.dtype) for label in labels)
+        sent_weights = None if weights is None else copier.copy(weights, weights.dtype)
+        return replace(batch, labels=sent, weights=sent_weights, on_host=(labels, weights))
 
     def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
         if self._copier is None:
@@ -334,15 +317,12 @@ class BatchBuilder:
         return tensor.reshape(-1, *shape) if self._reshapes and tensor.shape[1:] != shape else tensor
 
     def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        tensors = tuple(self._label(name, columns[name]) for name in self._labels)
+        pairs = [(name, self._tensor(columns[name], self._label_dtype)) for name in self._labels]
+        # A copy if the column is a feature, too: the model may write to its features.
+        tensors = tuple(tensor.clone() if name in self._shared else tensor for name, tensor in pairs)
         if self._label_shapes is None:
             return tensors
         return tuple(t.reshape(-1, *s) for t, s in zip(tensors, self._label_shapes, strict=True))
-
-    def _label(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Copied if the column is a feature, too: the model may write to its features."""
-        tensor = self._tensor(array, self._label_dtype)
-        return tensor.clone() if name in self._shared else tensor
 
     def _tensor(self, array: npt.NDArray[np.generic], floats: torch.dtype) -> torch.Tensor:
         tensor = torch.from_numpy(refuse_large_numbers(array))
@@ -358,18 +338,15 @@ def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:
 
 
 def make_batch_builder(
-    spec: TrainSpec,
-    objects: TorchUserObjects,
-    model: torch.nn.Module,
-    copier: DeviceCopier | None = None,
+    spec: TrainSpec, objects: TorchUserObjects, model: torch.nn.Module, copier: DeviceCopier | None = None
 ) -> BatchBuilder:
     """The builder of the batches that this model, or a copy of it, trains on. copier: to a device but the CPU."""
     return BatchBuilder(
         spec.features,
-        spec.config.label_cols,
-        spec.config.sample_weight_col,
+        spec.config.data.label_cols,
+        spec.config.data.sample_weight_col,
         find_input_dtype(model.parameters(), torch.get_default_dtype()),
-        spec.config.label_shapes,
+        spec.config.data.label_shapes,
         reshapes=objects.transformation is None,
         copier=copier,
     )

@@ -96,19 +96,14 @@ class TorchTrainingState:
             return TensorRef.of(tensor, views.put(builder, tensor, deferred=False))
 
         # The copy of what is no tensor; of dicts, lists and tuples these are copies already.
-        return copy.deepcopy(_replace(values, lambda v: isinstance(v, torch.Tensor), add))
+        return copy.deepcopy(_replace(values, torch.is_tensor, add))
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot; parameters keep their identity."""
-        memory = snapshot.memory
-        self.module.load(snapshot.values["model"], memory)
-        self._optimizer.load(snapshot.values["optimizer"], memory)
-        values = {
-            name: snapshot.values[name] for name in ("schedulers", "classes", "progress", "rng", "merges")
-        }
-        values = _replace(
-            values, lambda v: isinstance(v, TensorRef), lambda ref: view_tensor(ref, memory).clone()
-        )
+        memory, others = snapshot.memory, dict(snapshot.values)
+        self.module.load(others.pop("model"), memory)
+        self._optimizer.load(others.pop("optimizer"), memory)
+        values = _replace(others, _is_ref, lambda ref: view_tensor(ref, memory).clone())
         for scheduler, state in pair_states(self.schedulers, values["classes"], values["schedulers"]):
             scheduler.load_state_dict(state)
         self.progress = TrainingProgress.from_values(values["progress"])
@@ -125,6 +120,10 @@ class TorchTrainingState:
             hasher.update(name.encode())
             hasher.update(view_bytes(tensor)[0].data)
         return hasher.hexdigest()
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, TensorRef)
 
 
 def _replace(value: Any, matches: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
@@ -156,7 +155,7 @@ class TorchCodec:
     """Values in torch's own format."""
 
     def dumps(self, values: Any) -> bytes:
-        return dump_values(_replace(values, lambda v: isinstance(v, TensorRef), _write_ref))
+        return dump_values(_replace(values, _is_ref, _write_ref))
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
         values = _restore_arrays(_load(data, weights_only=not trusted))
@@ -175,8 +174,7 @@ def _read_ref(written: dict[str, Any]) -> TensorRef:
 
 def dump_values(values: Mapping[str, Any]) -> bytes:
     """Encode tensors and plain values, such as a module's state dict with what `get_extra_state` returned."""
-    on_host = _replace(values, lambda v: isinstance(v, torch.Tensor), lambda tensor: tensor.cpu())
-    return _save(_simplify(on_host, "the state"))
+    return _save(_simplify(_replace(values, torch.is_tensor, torch.Tensor.cpu), "the state"))
 
 
 def load_values(data: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,27 +21,19 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, HostCopy, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.modes import OneBucketMode
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary
-from spark_elastic.training.batch import Chunk, LocalBatch, gather_columns, join_chunks
+from spark_elastic.training.batch import Chunk, gather_columns, join_chunks
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.torch.buffers import BufferMerge, BufferSnapshot, has_buffers, shares_statistics
 from spark_elastic.training.torch.determinism import RowDropout, draw_rows, exchanges_statistics
-from spark_elastic.training.torch.loss import LossFn, autocast, to_float32
+from spark_elastic.training.torch.loss import Batch, LossFn, autocast, to_float32
 from spark_elastic.training.torch.metrics import Metrics
+from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.trainer import ModelStep, WorkClock
 from spark_elastic.training.transformation import list_output_parts
-
-Batch = LocalBatch[torch.Tensor]
-
-
-class _Column(NamedTuple):
-    """A tensor of the output, of all rows of the step. See `step_columns.Column`."""
-
-    tensor: torch.Tensor
-    by_row: bool
 
 
 class StepLoss:
@@ -55,7 +47,8 @@ class StepLoss:
         """Begin a step, also after one that was given up."""
         self._chunks: list[tuple[int, HostCopy]] = []
         self._output: Any = None  # of the newest chunk, detached
-        self._outputs: list[_Column] = []  # of all rows, after `compute`
+        # After `compute`: of all rows, and whether it has an entry for each; see `Column`.
+        self._outputs: list[tuple[torch.Tensor, bool]] = []
         self.first = 0  # after `compute`: where the rows of this rank begin among those of the step
         # Whether `backward` compares outputs with those that were gathered; whether it found other bits.
         self.compares, self.differs = False, False
@@ -98,11 +91,11 @@ class StepLoss:
         count = len(list_tensors(self._output))
         # Copies: torch's memory begins at the same alignment on every rank.
         tensors = [(torch.from_numpy(values).clone(), by_row) for values, by_row in columns]
-        self._outputs = [_Column(each.to(self._device), by_row) for each, by_row in tensors[:count]]
+        self._outputs = [(each.to(self._device), by_row) for each, by_row in tensors[:count]]
         for each, _ in self._outputs:
             each.requires_grad_(backward is not None and (each.is_floating_point() or each.is_complex()))
         outputs = iter(self._outputs)
-        output = tree_map_only(torch.Tensor, lambda _: next(outputs).tensor, self._output)
+        output = tree_map_only(torch.Tensor, lambda _: next(outputs)[0], self._output)
         whole = self._make_batch(batch, [each for each, _ in tensors[count:]])
         with seeded_rng(*key):
             result = self._loss_fn(lambda *_: output, whole)  # type: ignore[arg-type] # in place of the model
@@ -138,7 +131,7 @@ class StepLoss:
         for tensor, (whole, by_row) in zip(list_tensors(output), self._outputs, strict=True):
             if self.compares and by_row:
                 own, gathered = (to_float32(each.detach()) for each in (tensor, whole[rows]))
-                self.differs |= not torch.equal(_to_bytes(own), _to_bytes(gathered))
+                self.differs |= view_bytes(own)[0].tobytes() != view_bytes(gathered)[0].tobytes()
             if whole.grad is not None and tensor.requires_grad and (by_row or has_shared):
                 gradient = whole.grad[rows] if by_row else whole.grad
                 pairs.append((tensor, gradient.to(tensor.dtype)))
@@ -153,13 +146,7 @@ def list_tensors(output: Any) -> list[torch.Tensor]:
 
 def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
     """outputs: of the model, each of so many rows. Raises InvalidInput: they do not make one output of all rows."""
-    join_chunks(
-        [Chunk(rows, [to_float32(each).numpy() for each in list_tensors(one)]) for rows, one in outputs]
-    )
-
-
-def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    join_chunks([Chunk(n, [to_float32(each).numpy() for each in list_tensors(one)]) for n, one in outputs])
 
 
 # ---- a loss of all rows of the step
@@ -212,10 +199,8 @@ class GradientScaling:
             self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
-            "skipped": self.skipped,
-        }
+        scaler = {} if self._scaler is None else self._scaler.state_dict()
+        return {"scaler": scaler, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state["skipped"]
@@ -241,8 +226,7 @@ class TrainStep(ModelStep[torch.Tensor]):
     ) -> None:
         super().__init__(config, ledger)
         self._state, self._metrics = state, metrics
-        self._loss_fn = loss_fn
-        self._exchange = exchange
+        self._loss_fn, self._exchange = loss_fn, exchange
         # Walking through a model in each step would cost as much as a small model's forward pass.
         self._modules = tuple(state.model.modules())
         self._exchanging = tuple(filter(exchanges_statistics, self._modules))
@@ -250,7 +234,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._buffers = BufferMerge(state.model, state.merges)
         self._scaling = scaling
         # None: each part of the rows has a loss of its own.
-        self._step_loss = StepLoss(loss_fn) if config.loss_scope == "step" else None
+        self._step_loss = StepLoss(loss_fn) if config.loss.loss_scope == "step" else None
         self._worked = 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
         self._has_exchanged_buffers = False
@@ -267,7 +251,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._before.restore()
 
     def _exchange_sums(
-        self, group: Group, batch: LocalBatch[torch.Tensor], summarize: Callable[..., StepSummary]
+        self, group: Group, batch: Batch, summarize: Callable[..., StepSummary]
     ) -> StepSummary:
         assert self._before is not None
         loss, denominator = self._compute_gradients(group, batch, self._before)
@@ -295,15 +279,13 @@ class TrainStep(ModelStep[torch.Tensor]):
         previous()
         written.restore(attributes=False)
 
-    def _compute_gradients(
-        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
-    ) -> tuple[float, float]:
+    def _compute_gradients(self, group: Group, batch: Batch, before: BufferSnapshot) -> tuple[float, float]:
         """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator.
         before: the buffers before the step."""
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
         one_pass = shares_statistics(self._exchanging)
-        parts = [batch] if one_pass else list(batch.micro_batches(self._config.batch_size))
+        parts = [batch] if one_pass else list(batch.micro_batches(self._config.data.batch_size))
         self._loss_fn.begin(group, batch, position)
         self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
@@ -320,26 +302,19 @@ class TrainStep(ModelStep[torch.Tensor]):
 
     @property
     def _key(self) -> tuple[int, ...]:
-        """What the step's random numbers are drawn by, with the number of a rank or a virtual share."""
         position = self._state.position
-        return self._config.seed, position.epoch, position.phase, position.step
+        return self._config.data.seed, position.epoch, position.phase, position.step
 
     # ---- a loss of all rows of the step
 
     def _backward_from_all(
-        self,
-        step_loss: StepLoss,
-        group: Group,
-        batch: LocalBatch[torch.Tensor],
-        parts: Sequence[LocalBatch[torch.Tensor]],
-        before: BufferSnapshot,
+        self, step_loss: StepLoss, group: Group, batch: Batch, parts: Sequence[Batch], before: BufferSnapshot
     ) -> tuple[HostSum, float]:
         """`_backward` where the loss is of all rows of the step: the graphs of two parts are never in memory together,
         so all but the newest part take a second forward pass."""
         step_loss.begin()
         output = self._run_parts(parts, group.rank, step_loss.add)
-        backward, work = self._scaling.backward, self.work
-        loss = step_loss.compute(group, batch, self._key, self._metrics, backward, work)
+        loss = step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
         if parts:
             step_loss.seek(step_loss.first + len(batch) - len(parts[-1]))
             step_loss.backward(output, parts[-1])
@@ -351,12 +326,7 @@ class TrainStep(ModelStep[torch.Tensor]):
             after.restore()
         return loss
 
-    def _run_parts(
-        self,
-        parts: Sequence[LocalBatch[torch.Tensor]],
-        number: int,
-        use: Callable[[Any, LocalBatch[torch.Tensor]], None],
-    ) -> Any:
+    def _run_parts(self, parts: Sequence[Batch], number: int, use: Callable[[Any, Batch], None]) -> Any:
         """Give the model's output for each part to `use`, each time with the same random numbers. Returns the newest,
         with its graph. number: of the rank or virtual share."""
         output = None
@@ -365,16 +335,14 @@ class TrainStep(ModelStep[torch.Tensor]):
                 seed(*self._key, number, index)
                 self._draw_rows(part)
                 output = None  # frees the graph of the part before
-                with autocast(self._config.precision):
+                with autocast(self._config.optimizer.precision):
                     output = self._state.model(*part.features)
                 use(output, part)
         return output
 
     # ---- buffers
 
-    def _exchange_buffers(
-        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
-    ) -> bool:
+    def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
         """Exchange the buffers that the step wrote. Returns whether there is something to apply."""
         if group.size == 1 or not has_buffers(self._modules):
             return False
@@ -390,21 +358,20 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._buffers.exchange(group, before, batch, self._try, reduce)
         return True
 
-    def _try(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> None:
-        """A forward pass of a copy of the model, which leaves no trace."""
+    def _try(self, model: torch.nn.Module, part: Batch) -> None:
         with seeded_rng(*self._key, 0):
             if self._has_row_dropout:
                 draw_rows(model, part.row_ids, *self._key)
             if self._step_loss is None:
                 self._loss_fn(model, part)
             else:  # which may fail on so few rows
-                with autocast(self._config.precision):
+                with autocast(self._config.optimizer.precision):
                     model(*part.features)
 
     def _apply_buffers(self) -> None:
         self._buffers.apply()
 
-    def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[HostSum, float]:
+    def _backward(self, parts: Sequence[Batch]) -> tuple[HostSum, float]:
         """Accumulate the gradients of (sum of losses / planned rows). Returns that sum and its denominator."""
         loss, denominator = HostSum(), 0.0
         for part in parts:
@@ -422,7 +389,7 @@ class TrainStep(ModelStep[torch.Tensor]):
             denominator += result.denominator
         return loss, denominator
 
-    def _draw_rows(self, part: LocalBatch[torch.Tensor]) -> None:
+    def _draw_rows(self, part: Batch) -> None:
         if self._has_row_dropout:
             draw_rows(self._state.model, part.row_ids, *self._key)
 
@@ -440,7 +407,7 @@ class TrainStep(ModelStep[torch.Tensor]):
 
 
 def _clip(parameters: Sequence[torch.nn.Parameter], config: FitConfig) -> None:
-    if config.gradient_clip_value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, config.gradient_clip_value)
-    if config.gradient_clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, config.gradient_clip_norm)
+    if config.optimizer.gradient_clip_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.optimizer.gradient_clip_value)
+    if config.optimizer.gradient_clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.gradient_clip_norm)

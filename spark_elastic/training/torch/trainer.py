@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +24,9 @@ from spark_elastic.gradients.devices import (
     select_device,
 )
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import options_from_env
 from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
-from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
@@ -42,7 +40,7 @@ from spark_elastic.training.torch.determinism import (
     exchanges_statistics,
     use_deterministic_arithmetic,
 )
-from spark_elastic.training.torch.loss import autocast
+from spark_elastic.training.torch.loss import Batch, autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator
 from spark_elastic.training.torch.share_step import ShareChecker, ShareStep, build_shares, sum_over_shares
 from spark_elastic.training.torch.spec import (
@@ -53,7 +51,7 @@ from spark_elastic.training.torch.spec import (
 )
 from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.training.torch.step import GradientScaling, StepLoss, TrainStep
-from spark_elastic.training.trainer import StepCall, WorkClock, take_validation_step
+from spark_elastic.training.trainer import ModelTrainer, StepCall, take_validation_step
 from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_collective_thread
 
@@ -66,29 +64,32 @@ class TorchTrainProgram(TrainingLoop):
         super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shapes_nothing)
 
 
-@dataclass(frozen=True)
-class ArrivingBatch:
+class ArrivingBatch(NamedTuple):
     """A batch on its way to the device."""
 
     rows: StepRows  # what it is made of
-    batch: LocalBatch[torch.Tensor]  # on the device; complete once `arrival` is
+    batch: Batch  # on the device; complete once `arrival` is
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
 
-def _list_tensors(batch: LocalBatch[torch.Tensor]) -> list[torch.Tensor]:
-    arrays = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
-    return [tensor for each in arrays for tensor in each if tensor is not None]
+def _list_tensors(batch: Batch) -> list[torch.Tensor]:
+    parts = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
+    return [tensor for tensors in parts for tensor in tensors if tensor is not None]
 
 
 def _advise_on_memory(config: FitConfig) -> str:
     return (
-        f"lower batch_size={config.batch_size} and raise backward_passes_per_step by as much, set precision='bf16', or "
-        "see that no other process uses this GPU"
+        f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
+        "precision='bf16', or see that no other process uses this GPU"
     )
 
 
-class TorchTrainer:
+class TorchTrainer(ModelTrainer):
     """Model, optimizer, loss and metrics of one worker. See `training.trainer.ModelTrainer`."""
+
+    state: TorchTrainingState
+    callbacks: TorchCallbackList
+    _train_step: TrainStep
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         self._spec = spec
@@ -99,33 +100,31 @@ class TorchTrainer:
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
-        if config.shares:
+        if config.exchange.shares:
             use_deterministic_arithmetic()
         self._device = select_device()
         initialize_device(self._device)
         self._copier = None if self._device == CPU else DeviceCopier(self._device)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.data.seed)
         model = objects.model
         # A fitted model is in evaluation mode; single parts in it are the user's choice
         if not model.training:
             model.train()
-        if config.shares:
+        if config.exchange.shares:
             align_tensors((*model.parameters(), *model.buffers()))
         optimizer, schedules = build_optimizer(
-            model, objects.optimizer, config.learning_rate, spec.lr_scale, build_trainer_plan(spec)
+            model, objects.optimizer, config.optimizer.learning_rate, spec.lr_scale, build_trainer_plan(spec)
         )
-        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision, self._device)
-        metrics = [
-            Metrics(objects.metrics, config.label_cols, self._loss_fn.logs, prefix) for prefix in ("", "val_")
-        ]
+        self._loss_fn, self._scaling = (
+            objects.loss_fn(spec),
+            GradientScaling(config.optimizer.precision, self._device),
+        )
+        logs = self._loss_fn.logs
+        metrics = [Metrics(objects.metrics, config.data.label_cols, logs, prefix) for prefix in ("", "val_")]
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
-        self.state = TorchTrainingState(
-            model,
-            optimizer,
-            [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks],
-            progress,
-        )
+        others = [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks]
+        self.state = TorchTrainingState(model, optimizer, others, progress)
         self._ledger = ledger
         self._batches = make_batch_builder(spec, objects, model, self._copier)
 
@@ -136,12 +135,12 @@ class TorchTrainer:
         self._memory_advice = ExhaustedMemoryAdvice(_advise_on_memory(config))
         with self._memory_advice:
             move_to_device(model, self.state.optimizer, self._device)
-        if config.compile_model:
+        if config.optimizer.compile_model:
             model.compile()
         options = options_from_env(
-            wire=config.gradient_compression,
-            shares=config.shares,
-            arithmetic=describe_arithmetic() if config.shares else "",
+            wire=config.exchange.gradient_compression,
+            shares=config.exchange.shares,
+            arithmetic=describe_arithmetic() if config.exchange.shares else "",
         )
         self._exchange = GradientExchange(
             model.named_parameters(),
@@ -149,23 +148,17 @@ class TorchTrainer:
             get_thread=get_collective_thread,
             count_message_bytes=count_summary_bytes,
         )
-        self._train_step = (ShareStep if config.shares else TrainStep)(
+        self._train_step = (ShareStep if config.exchange.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
         )
-        self._train_step.shows_buffers = not config.shares and any(
+        self._train_step.shows_buffers = not config.exchange.shares and any(
             not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
         )
-        if config.verify_steps and isinstance(self._train_step, ShareStep):
+        if config.exchange.verify_steps and isinstance(self._train_step, ShareStep):
+            transformation = bind_transformation(config, self._objects.transformation)
             self._train_step.checker = ShareChecker(
-                self._spec,
-                config.verify_steps,
-                bind_transformation(config, self._objects.transformation),
-                self._build_checked_shares,
+                self._spec, config.exchange.verify_steps, transformation, self._build_checked_shares
             )
-
-    @property
-    def work(self) -> WorkClock:
-        return self._train_step.work
 
     @property
     def bulk_seconds(self) -> float | None:
@@ -182,38 +175,30 @@ class TorchTrainer:
         return self.state.module.evaluate()
 
     def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision:
-        config, position, metrics, group = (
-            self._spec.config,
-            self.state.position,
-            self._metrics[1],
-            call.group,
-        )
+        config, position, group = self._spec.config, self.state.position, call.group
         batch = self._build(rows, group)
-        first = batch.first_share if config.shares else group.rank
+        first = batch.first_share if config.exchange.shares else group.rank
 
         def compute() -> tuple[float, float]:
             self._loss_fn.begin(group, batch, position)
-            step_loss = StepLoss(self._loss_fn) if config.loss_scope == "step" else None
-            losses = [
-                self._validate(part, number, step_loss)
-                for number, part in enumerate(batch.shares or [batch], first)
-            ]
+            step_loss = StepLoss(self._loss_fn) if config.loss.loss_scope == "step" else None
+            parts = enumerate(batch.shares or [batch], first)
+            losses = [self._validate(part, number, step_loss) for number, part in parts]
             self._build_ahead(call)
             sums = [(total.compute(), denominator) for total, denominator in losses]
             if step_loss is not None:
-                key = (config.seed, position.epoch, position.phase, position.step)
+                key = (config.data.seed, position.epoch, position.phase, position.step)
                 with torch.no_grad():
-                    of_all, denominator = step_loss.compute(group, batch, key, metrics)
+                    of_all, denominator = step_loss.compute(group, batch, key, self._metrics[1])
                 return of_all.compute(), denominator
-            if config.shares:  # all ranks have the same sums, so the step summary has them once
+            if config.exchange.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
                 return (loss, denominator) if group.rank == 0 else (0.0, 0.0)
             return sums[0]
 
-        return take_validation_step(self.state, batch, metrics, call, compute)
+        return take_validation_step(self.state, batch, self._metrics[1], call, compute)
 
-    def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
-        """The batch of these rows, for the computation that is launched from now on."""
+    def _build(self, rows: StepRows, group: Group) -> Batch:
         coming, self._coming = self._coming, None
         if coming is None or coming.rows.row_ids is not rows.row_ids:
             coming = self._start_build(rows, group)
@@ -230,29 +215,25 @@ class TorchTrainer:
             self._coming = None if rows is None else self._start_build(rows, call.group)
 
     def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
-        if self._spec.config.shares:
-            batch = build_shares(self._batches, rows, group.rank)
-        else:
-            batch = self._batches.build(rows)
+        shared = self._spec.config.exchange.shares
+        batch = build_shares(self._batches, rows, group.rank) if shared else self._batches.build(rows)
         return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
 
-    def _build_checked_shares(self, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
+    def _build_checked_shares(self, rows: StepRows, rank: int) -> Batch:
         batch = build_shares(self._batches, rows, rank)
         if self._copier is not None:
             self._copier.record().wait(_list_tensors(batch))
         return batch
 
-    def _validate(
-        self, batch: LocalBatch[torch.Tensor], part_number: int, step_loss: StepLoss | None
-    ) -> tuple[HostSum, float]:
+    def _validate(self, batch: Batch, part_number: int, step_loss: StepLoss | None) -> tuple[HostSum, float]:
         """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
         part_number: their rank or virtual share."""
         config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
-        key = (config.seed, position.epoch, position.phase, position.step, part_number)
+        key = (config.data.seed, position.epoch, position.phase, position.step, part_number)
         with torch.no_grad(), seeded_rng(*key):
-            for part in batch.micro_batches(config.validation_batch):
+            for part in batch.micro_batches(config.data.validation_batch):
                 if step_loss is not None:
-                    with autocast(config.precision):
+                    with autocast(config.optimizer.precision):
                         step_loss.add(self.state.model(*part.features), part)
                     continue
                 result = self._loss_fn(self.state.model, part)
@@ -263,18 +244,14 @@ class TorchTrainer:
 
     def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
-        losses = _list_losses(self._objects, self._spec.config.label_cols)
-        for metrics, prefix, sums in zip(
-            self._metrics,
-            ("", "val_"),
-            (self.state.progress.epoch, self.state.progress.validation),
-            strict=True,
-        ):
+        losses = _list_losses(self._objects, self._spec.config.data.label_cols)
+        sums_of_both = self.state.progress.epoch, self.state.progress.validation
+        for metrics, prefix, sums in zip(self._metrics, ("", "val_"), sums_of_both, strict=True):
             found.update(sums.correct_losses(metrics.results(), [prefix + name for name in losses]))
             if losses and prefix + losses[0] in found:
                 parts = zip(self._objects.loss_weights, losses, strict=True)
                 found[prefix + "loss"] = sum(weight * found[prefix + name] for weight, name in parts)
-        if self._spec.config.precision == "fp16":
+        if self._spec.config.optimizer.precision == "fp16":
             found["skipped_steps"] = self._scaling.skipped
         return found
 
@@ -283,17 +260,16 @@ class TorchTrainer:
             metrics.reset()
 
     def describe_world_dependence(self) -> str | None:
-        return None if self._spec.config.shares else describe_world_dependence(self.state.model)
+        return None if self._spec.config.exchange.shares else describe_world_dependence(self.state.model)
 
     def export_weights(self) -> bytes:
         return dump_values(self.state.module.export())
 
     def close(self) -> None:
-        if self._exchange is None:
-            return
-        self._exchange.close()
-        if isinstance(self._train_step, ShareStep) and self._train_step.checker is not None:
-            self._train_step.checker.close()
+        if self._exchange is not None:
+            self._exchange.close()
+            if isinstance(self._train_step, ShareStep) and self._train_step.checker is not None:
+                self._train_step.checker.close()
 
 
 # ---- the numbers that callbacks watch
@@ -312,26 +288,19 @@ def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: b
     # The user's own callbacks may add any number in `on_epoch_end`.
     may_add = any(not _is_own(callback.on_epoch_end) for callback in objects.callbacks)
     check_watched_names(
-        objects.watched,
-        known,
-        validates,
-        lambda name: may_add or name in NOT_METRICS or name.startswith(prefixes),
+        objects.watched, known, validates, lambda n: may_add or n in NOT_METRICS or n.startswith(prefixes)
     )
 
 
 def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
     """Names of the losses and metrics of each epoch. Those of its validation have the prefix `val_`."""
-    several = len(labels) > 1
-    losses = _list_losses(objects, labels)
-    outputs = [f"{name}_{label}" for name in objects.metrics for label in labels] if several else []
-    return ["loss", *losses, *objects.metrics, *outputs]
+    outputs = [f"{name}_{label}" for name in objects.metrics for label in labels if len(labels) > 1]
+    return ["loss", *_list_losses(objects, labels), *objects.metrics, *outputs]
 
 
 def _list_losses(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
-    """Names of the losses of single outputs."""
     return [f"loss_{label}" for label in labels] if len(objects.losses) > 1 else []
 
 
 def _is_own(hook: object) -> bool:
-    """Whether a callback's method is this package's."""
     return str(getattr(hook, "__module__", "")).startswith("spark_elastic.")

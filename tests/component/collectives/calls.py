@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
+import logging.handlers
 import os
 import resource
 import threading
@@ -14,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from elastic_collectives import Group, connect
-from elastic_collectives.arithmetic import narrow, widen
-from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, divide_evenly
+from elastic_collectives import CollectiveError, Group, connect
+from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, divide_evenly, narrow, widen
 from tests.component.collectives.ranks import Member
 from tests.reductions import reduce_parts
 
@@ -85,19 +86,16 @@ def compute_packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (
     """
     if len(hosts) > 1:
         ends = itertools.accumulate(hosts)
-        parts = [
-            reduce_parts(parts[end - count : end], "float32", "sum", after)
-            for count, end in zip(hosts, ends, strict=True)
-        ]
+        groups = [parts[end - count : end] for count, end in zip(hosts, ends, strict=True)]
+        parts = [reduce_parts(group, "float32", "sum", after) for group in groups]
     return widen(reduce_parts([narrow(part, wire) for part in parts], wire, "sum", 1.0), wire)
 
 
 def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
     """Arrays of several chunks, which are under way at the same time: what was wrong here."""
     group, wrong = member.live, []
-    whole = [
-        np.random.default_rng(rank).normal(size=2_300_003).astype(np.float32) for rank in range(group.size)
-    ]
+    makers = [np.random.default_rng(rank) for rank in range(group.size)]
+    whole = [maker.normal(size=2_300_003).astype(np.float32) for maker in makers]
     own = _slice_part(group, len(whole[0]))
     for compression, wire in (("fp16", "float16"), ("bf16", "bfloat16")):
         array = whole[group.rank].copy()
@@ -112,9 +110,8 @@ def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
         if not np.allclose(large, 20000.0, rtol=1e-2):
             wrong.append(f"average of large numbers {compression}")
         mine = group.reducescatter(whole[group.rank], "average", compression=compression)
-        expected = widen(
-            reduce_parts([narrow(part[own], wire) for part in whole], wire, "average", 1.0), wire
-        )
+        packed = [narrow(part[own], wire) for part in whole]
+        expected = widen(reduce_parts(packed, wire, "average", 1.0), wire)
         if not np.array_equal(mine, expected):
             wrong.append(f"reducescatter {compression}")
     mine = group.reducescatter(whole[group.rank])
@@ -127,9 +124,7 @@ def exchange_everything(member: Member) -> list[str]:
     """alltoall of all dtypes with even, ragged and empty splits: what was wrong here."""
     group, wrong = member.live, []
     for dtype, rows in itertools.product(DTYPES, (0, 1, 7, 5000)):
-        splits = [
-            rows * ((source + to) % 3) for source, to in itertools.product([group.rank], range(group.size))
-        ]
+        splits = [rows * ((group.rank + to) % 3) for to in range(group.size)]
         received, came = group.alltoall(share(group.rank, sum(splits), dtype), splits)
         parts = []
         for source in range(group.size):
@@ -140,9 +135,8 @@ def exchange_everything(member: Member) -> list[str]:
             wrong.append(f"alltoall {dtype} {rows}")
         even, _ = group.alltoall(share(group.rank, rows * group.size, dtype))
         mine = slice(group.rank * rows, (group.rank + 1) * rows)
-        if not np.array_equal(
-            even, np.concatenate([share(r, rows * group.size, dtype)[mine] for r in range(group.size)])
-        ):
+        parts = [share(source, rows * group.size, dtype)[mine] for source in range(group.size)]
+        if not np.array_equal(even, np.concatenate(parts)):
             wrong.append(f"even alltoall {dtype} {rows}")
     return wrong
 
@@ -267,20 +261,14 @@ def try_everything(member: Member) -> set[str]:
 def rebuild(
     member: Member, everybody: list[str], rank: int, first: int, count: int, shared: bool
 ) -> list[dict[str, int]]:
-    """That many generations, one after the other; what the process holds after a tenth and at the end.
-
-    shared: the ranks are those of one host.
-    """
+    """That many generations; what the process holds after a tenth and at the end. shared: all ranks are of one host."""
     blobs, held = [address.encode() for address in everybody], []
     local = list(range(len(blobs))) if shared else None
     for turn in range(count):
-        fence = (1, first + turn)
-        with connect(
-            member.endpoint, rank, len(blobs), fence, lambda own: blobs, 30.0, local_ranks=local
-        ) as group:
-            array = (
-                group.buffer(64 << 10) if shared else np.ones(1000, np.float16 if turn % 2 else np.float64)
-            )
+        place = rank, len(blobs), (1, first + turn)
+        with connect(member.endpoint, *place, lambda own: blobs, 30.0, local_ranks=local) as group:
+            kind = np.float16 if turn % 2 else np.float64
+            array = group.buffer(64 << 10) if shared else np.ones(1000, kind)
             array[:] = 1
             group.allreduce(array)
             assert array[0] == len(blobs)
@@ -332,3 +320,109 @@ def reduce_once_limited(member: Member, limit: float) -> None:
     member.live.set_timeout(None)
     threading.Timer(0.3, member.live.set_timeout, (limit,)).start()
     member.live.allreduce(np.ones(100_000))
+
+
+LIMITS = {"files": resource.RLIMIT_FSIZE, "mappings": resource.RLIMIT_AS}
+KEPT: list[Any] = []  # in the rank's process
+
+
+def reduce_in_buffers(member: Member) -> list[str]:
+    """Sums of arrays that lie in buffers, at their begin and inside, on all ranks and on some: what was wrong."""
+    group, wrong = member.live, []
+    total = group.size * (group.size + 1) // 2
+    buffer = group.buffer(3 << 20)
+    for count, start in ((5, 0), (8193, 0), (500_003, 16), (700_000, 1)):
+        for alone in (None, 0, group.size - 1):
+            array = buffer[4 * start : 4 * (start + count)].view(np.float32)
+            if group.rank == alone:
+                array = np.empty(count, np.float32)
+            array[:] = np.arange(count) % 97 + group.rank + 1
+            group.allreduce(array)
+            expected = (np.arange(count) % 97) * group.size + total
+            if not np.array_equal(array, expected):
+                wrong.append(f"sum of {count} from {start}, without {alone}")
+    for root in range(group.size):
+        buffer[:] = group.rank
+        group.broadcast(buffer, root)
+        if not (buffer == root).all():
+            wrong.append(f"broadcast from {root}")
+    return wrong
+
+
+def scatter_and_exchange(member: Member) -> list[str]:
+    """Parts of less than a staging buffer's slot, and of several, equally and unequally long: what was wrong."""
+    group, wrong = member.live, []
+    rank, size = group.rank, group.size
+    for dtype, rows in itertools.product(("float32", "float16", "int64"), (size, 5, 300_001)):
+        array = (np.arange(rows) % 13 + rank).astype(dtype)
+        expected = np.array_split(size * (np.arange(rows) % 13) + size * (size - 1) // 2, size)[rank]
+        if not np.array_equal(group.reducescatter(array), expected.astype(dtype)):
+            wrong.append(f"reducescatter of {rows} {dtype}")
+        if not np.array_equal(array, (np.arange(rows) % 13 + rank).astype(dtype)):
+            wrong.append(f"operand of {rows} {dtype}")
+    for unit in (1, 70_001):
+        splits = [unit * (rank + 2 * other) for other in range(size)]  # nothing from 0 to 0
+        array = np.arange(sum(splits)) + (rank << 32)
+        came, counts = group.alltoall(array, splits)
+        begins = [unit * sum(r + 2 * other for other in range(rank)) for r in range(size)]
+        parts = [begins[r] + np.arange(counts[r]) + (r << 32) for r in range(size)]
+        right = counts == [unit * (r + 2 * rank) for r in range(size)]
+        if not right or not np.array_equal(came, np.concatenate(parts)):
+            wrong.append(f"alltoall of {unit}")
+    return wrong
+
+
+def record_warnings(member: Member) -> None:
+    """From here on the process keeps what the engine logs."""
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("elastic_collectives").addHandler(heard)
+    KEPT.append(heard)
+
+
+def read_warnings(member: Member) -> list[str]:
+    heard = KEPT.pop()
+    logging.getLogger("elastic_collectives").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer]
+
+
+def segments(member: Member) -> int:
+    """How many pieces of unnamed shared memory this process maps, by file."""
+    with open("/proc/self/maps") as maps:
+        return len({line.split()[4] for line in maps if "memfd:elastic-segment" in line})
+
+
+def time_end_of_barrier(member: Member, aborts: bool) -> float:
+    """When this rank's barrier failed, or when it aborted instead of meeting; by the machine's monotonic clock."""
+    if aborts:
+        time.sleep(0.02)  # for the others to be blocked; sooner is just as right
+        now = time.perf_counter()
+        member.live.abort("enough")
+        return now
+    try:
+        while True:
+            member.live.barrier()
+    except CollectiveError:
+        return time.perf_counter()
+
+
+def refuse_memory(member: Member, limit: str) -> None:
+    """From now on this process may not make files of any size, or map anything more."""
+    member.live.close()
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    most = {"files": 1 << 16, "mappings": mapped + (1 << 20)}[limit]
+    resource.setrlimit(LIMITS[limit], (most, resource.RLIM_INFINITY))
+
+
+def allow_memory(member: Member, limit: str) -> None:
+    resource.setrlimit(LIMITS[limit], (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def keep_buffer(member: Member) -> None:
+    buffer = member.live.buffer(1 << 20)
+    buffer[:] = 7
+    KEPT.append(buffer)
+
+
+def is_kept_buffer_unchanged(member: Member) -> bool:
+    return bool((KEPT.pop() == 7).all())

@@ -94,9 +94,8 @@ class Rank:
         ours, theirs = socketpair()
         code = f"from tests.component.collectives.ranks import serve; serve({theirs.fileno()})"
         paths = os.pathsep.join([str(ROOT), str(ROOT / "python")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": paths}
-        )
+        environment, shared = {**os.environ, "PYTHONPATH": paths}, [theirs.fileno()]
+        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=shared, env=environment)
         theirs.close()
         self.pipe = Connection(ours.detach())
         self._address: str | None = None
@@ -184,26 +183,20 @@ class Pool:
 
 def local_ranks(rank: int, hosts: Sequence[int]) -> list[int] | None:
     """Those on the rank's host, of hosts with that many ranks each."""
-    ends = list(itertools.accumulate(hosts))
-    return next(
-        (list(range(end - count, end)) for end, count in zip(ends, hosts, strict=True) if rank < end), None
-    )
+    for end, count in zip(itertools.accumulate(hosts), hosts, strict=True):
+        if rank < end:
+            return list(range(end - count, end))
+    return None
 
 
-def join(
-    member: Member,
-    rank: int,
-    everybody: list[str],
-    fence: tuple[int, int],
-    timeout: float,
-    local: list[int] | None,
-) -> None:
+def join(member: Member, rank: int, everybody: list[str], *how: Any) -> None:
+    """how: fence, timeout, local ranks."""
     if member.group is not None:
         member.group.close()
     blobs = [address.encode() for address in everybody]
-    member.group = connect(
-        member.endpoint, rank, len(blobs), fence, lambda own: blobs, timeout, local_ranks=local
-    )
+    fence, timeout, local = how
+    place = rank, len(blobs), fence
+    member.group = connect(member.endpoint, *place, lambda own: blobs, timeout, local_ranks=local)
 
 
 def call_all(ranks: Sequence[Rank], function: Callable[..., Any], *arguments: Any) -> list[Any]:

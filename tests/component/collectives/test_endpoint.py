@@ -113,8 +113,9 @@ def test_a_process_without_free_descriptors_waits_without_using_the_cpu(pool: Po
     assert busy < 0.25, "it span on the connection that it could not accept"
 
 
-def test_a_peer_with_another_key_is_refused() -> None:
-    with Endpoint(b"key") as first, Endpoint(b"another key") as second:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_peer_with_another_key_is_refused(encrypted: bool) -> None:
+    with Endpoint(b"key", encrypted=encrypted) as first, Endpoint(b"another", encrypted=encrypted) as second:
         low, high = _pair(first, second, (1, 1), (1, 1))
         with low, high, ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(high.barrier)

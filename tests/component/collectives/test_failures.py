@@ -34,7 +34,10 @@ def test_every_survivor_names_the_killed_rank(
     record_property("milliseconds to a new world's sum", 1000 * (time.perf_counter() - begin))
 
 
-@pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+BOTH_WAYS = pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+
+
+@BOTH_WAYS
 def test_a_rank_that_died_before_it_connected_is_named_as_missing(pool: Pool, hosts: tuple[int, ...]) -> None:
     """The lower rank of two opens their connection; where memory is shared, while they settle who shares it."""
     ranks = pool.take(2)
@@ -46,7 +49,7 @@ def test_a_rank_that_died_before_it_connected_is_named_as_missing(pool: Pool, ho
     assert "died before it connected" in end.reason
 
 
-@pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+@BOTH_WAYS
 def test_a_kill_is_noticed_although_a_forked_child_of_the_rank_survives(
     pool: Pool, hosts: tuple[int, ...]
 ) -> None:
@@ -71,28 +74,19 @@ LAYOUTS: list[tuple[int, ...]] = [(), (3,), (2, 1)]
 # Hosts, and the rank that comes to an end.
 ENDS = [((3,), 1), ((2, 2), 0), ((2, 2), 3), ((3, 1), 2)]
 IN_MEMORY = ("ring", "buffer", "reducescatter", "alltoall", "barrier", "broadcast", "allgather", "buffer")
-IN_CI = (
-    "ring",
-    "broadcast",
-    "alltoall",
-    "barrier",
-)  # where the machine itself pauses for a second, others are named
+# Where the machine itself pauses for a second, others are named.
+IN_CI = ("ring", "broadcast", "alltoall", "barrier")
 
 
 def cross(*, slow: bool = False) -> list[Any]:
-    """Every collective in each layout, rank 2 coming to an end; then other ends on hosts of several ranks.
-
-    slow: leave most of them to the long runs.
-    """
-    found = [
-        pytest.param(
-            hosts, 2, work, marks=[pytest.mark.faults] * (slow and (bool(hosts) or work not in IN_CI))
-        )
-        for hosts in LAYOUTS
-        for work in calls.WORK
-    ]
+    """Every collective in each layout, rank 2 coming to an end; then other ends on hosts of several ranks. slow: leave
+    most of them to the long runs."""
+    cases: list[Any] = []
+    for hosts, work in itertools.product(LAYOUTS, calls.WORK):
+        is_long = slow and (bool(hosts) or work not in IN_CI)
+        cases.append(pytest.param(hosts, 2, work, marks=[pytest.mark.faults] * is_long))
     others = IN_MEMORY[1:2] * 4 if slow else IN_MEMORY
-    return found + [(*end, work) for end, work in zip(itertools.cycle(ENDS), others, strict=False)]
+    return cases + [(*end, work) for end, work in zip(itertools.cycle(ENDS), others, strict=False)]
 
 
 def begin_work(
@@ -142,13 +136,11 @@ def test_an_abort_ends_every_collective(pool: Pool, hosts: tuple[int, ...], vict
     assert call_all(others, calls.try_everything) == [{end.kind} for end in ends]
 
 
-@pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+@BOTH_WAYS
 @pytest.mark.parametrize(
     ("reason", "heard"),
-    [
-        pytest.param("x" + "é" * 2100, "x" + "é" * 2047, id="longer than a close frame holds"),
-        pytest.param("no file \udcff", "no file \\udcff", id="with a lone surrogate"),
-    ],
+    [("x" + "é" * 2100, "x" + "é" * 2047), ("no file \udcff", "no file \\udcff")],
+    ids=["longer than a close frame holds", "with a lone surrogate"],
 )
 def test_any_text_can_be_the_reason_of_an_abort(
     pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]

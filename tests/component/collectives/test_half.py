@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import _engine
-from elastic_collectives.arithmetic import narrow, widen
+from elastic_collectives.operands import narrow, widen
 
 HALVES = ("float16", "bfloat16")
 ALL = np.arange(1 << 16, dtype=np.uint16)

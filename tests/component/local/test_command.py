@@ -83,7 +83,6 @@ from pathlib import Path
 import numpy as np, psutil
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState
-from spark_elastic.handwritten.session import get_session
 from spark_elastic.worker.context import get_context
 
 steps, struck = int(sys.argv[1]), Path("struck")
@@ -103,7 +102,7 @@ def loop(state):
         state.commit()
 
 state = ObjectState(step=0, total=0.0)
-elastic(loop, get_session)(state)
+elastic(loop)(state)
 print("total", state.total, flush=True)
 """
 

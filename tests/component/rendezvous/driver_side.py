@@ -7,17 +7,16 @@ import queue
 import socket
 import ssl
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import build_status_pages
+from spark_elastic.monitoring.job_history import JobHistory, build_status_pages
 from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Fence, Member, Position, World
@@ -28,6 +27,7 @@ from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
+from tests.patience import until
 
 KEY = b"0123456789abcdef0123456789abcdef"
 ATTEMPT = 7
@@ -78,16 +78,10 @@ class Driver:
                 return heard
 
     def client(self, **options: Any) -> RendezvousClient:
-        made = RendezvousClient(
-            options.pop("address", self.server.address),
-            options.pop("key", KEY),
-            options.pop("attempt", ATTEMPT),
-            SystemClock(),
-            certificate=options.pop("certificate", self.server.certificate),
-            **options,
-        )
-        self._clients.append(made)
-        return made
+        contact = {"address": self.server.address, "key": KEY, "attempt": ATTEMPT}
+        options = {**contact, "certificate": self.server.certificate, **options}
+        self._clients.append(RendezvousClient(clock=SystemClock(), **options))
+        return self._clients[-1]
 
     def call_in_thread(self, call: Callable[[], R]) -> Future[R]:
         """`call` in a thread of its own."""
@@ -113,10 +107,7 @@ class Driver:
     def until_polls(self, number: int) -> None:
         """Returns when the server holds that many long polls open."""
         waiters = self.server._state.waiters
-        deadline = time.monotonic() + PATIENCE
-        while (held := self.call_in_loop(lambda: len(waiters))) != number:
-            assert time.monotonic() < deadline, f"{held} long polls are open, not {number}"
-            time.sleep(0.002)
+        until(lambda: self.call_in_loop(lambda: len(waiters)) == number)
 
     def close(self) -> None:
         for client in self._clients:
@@ -140,12 +131,21 @@ def start_driver(
     return Driver(server, events, logs, reports)
 
 
-def start_driver_with_pages() -> Driver:
-    """With a status page, and a first world of one worker."""
+def make_status_app(history: JobHistory | None = None, name: str = "job") -> StatusApp:
     clock = SystemClock()
-    made = start_driver(status_app=StatusApp(build_status_pages(JobHistory(clock), "job"), clock))
-    made.server.publish(world(1, "0-0.1"))
-    return made
+    return StatusApp(build_status_pages(history or JobHistory(clock), name), clock)
+
+
+@contextmanager
+def serve_pages(
+    history: JobHistory | None = None, bind: Bind | None = None, pages: bool = True
+) -> Iterator[tuple[RendezvousServer, StatusApp]]:
+    """A server without a driver. pages: it shows the status page."""
+    status_app = make_status_app(history)
+    callbacks = ServerCallbacks(lambda event: None, lambda lines: None)
+    shown = status_app if pages else None
+    with RendezvousServer(KEY, ATTEMPT, callbacks, SystemClock(), bind, shown) as server:
+        yield server, status_app
 
 
 @dataclass(frozen=True)

@@ -59,4 +59,4 @@ def test_a_closed_clients_connections_are_closed_once_its_threads_left(driver: D
         client.ask(Heartbeat("1-0"))
     client.close()
     gc.collect()
-    assert not client._pool._sockets
+    assert not client._sockets

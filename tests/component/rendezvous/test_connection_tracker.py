@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
 import socket
 import struct
 import subprocess
@@ -16,8 +15,11 @@ import pytest
 
 from spark_elastic.errors import ConnectionClosed
 from spark_elastic.protocol import events
+from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
+from spark_elastic.rendezvous.routes import ConnectionTracker
+from spark_elastic.testing.fakes import FakeClock
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
 
 PROGRAM = """
@@ -101,39 +103,29 @@ def process(driver: Driver) -> Iterator[Start]:
         child.communicate()
 
 
-def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) -> None:
-    child = process('client.ask(RequestNextWorld("1-0.1"), 20.0)')
-    driver.await_event(RequestNextWorld)
-    child.send_signal(signal.SIGKILL)
-    lost = driver.await_event(events.ConnectionLost)
-    assert (lost.slot, lost.worker, lost.reset) == ("1-0", "1-0.1", False)
-    driver.client().ask(RequestNextWorld("1-0.1", None, None), hold=0.0)
-    back = driver.await_event(events.ConnectionBack)
-    assert (back.slot, back.worker) == ("1-0", "1-0.1")
-
-
-def test_a_killed_worker_is_noticed_by_its_watch(driver: Driver, process: Start) -> None:
-    child = process('client.ask(WatchWorker("1-0.1"), 20.0)')
-    driver.until_polls(1)
-    child.kill()
-    assert driver.await_event(events.ConnectionLost).worker == "1-0.1"
-
-
-def test_a_killed_slot_task_is_noticed_and_comes_back(driver: Driver, process: Start) -> None:
-    child = process('(client.ask(Heartbeat("1-0")), client.ask(WatchSlot("1-0"), 20.0))')
-    driver.await_event(Heartbeat)
-    driver.until_polls(1)
-    child.kill()
-    lost = driver.await_event(events.ConnectionLost)
-    assert (lost.slot, lost.worker) == ("1-0", None)
-    driver.client().ask(Heartbeat("1-0"))
-    back = driver.await_event(events.ConnectionBack)
-    assert (back.slot, back.worker) == ("1-0", None)
-
-
-def test_r18_a_connection_reset_by_the_network_differs_from_one_closed_by_the_kernel(
-    driver: Driver,
+@pytest.mark.parametrize(
+    ("call", "worker"),
+    [
+        ('client.ask(RequestNextWorld("1-0.1"), 20.0)', "1-0.1"),
+        ('client.ask(WatchWorker("1-0.1"), 20.0)', "1-0.1"),
+        ('(client.ask(Heartbeat("1-0")), client.ask(WatchSlot("1-0"), 20.0))', None),
+    ],
+)
+def test_a_killed_process_is_noticed_and_comes_back(
+    driver: Driver, process: Start, call: str, worker: str | None
 ) -> None:
+    child = process(call)
+    driver.until_polls(1)
+    child.kill()
+    lost = driver.await_event(events.ConnectionLost)
+    assert (lost.slot, lost.worker, lost.reset) == ("1-0", worker, False)
+    again = Heartbeat("1-0") if worker is None else RequestNextWorld(worker, None, None)
+    driver.client().ask(again)
+    back = driver.await_event(events.ConnectionBack)
+    assert (back.slot, back.worker) == ("1-0", worker)
+
+
+def test_r18_a_reset_by_the_network_differs_from_a_close_by_the_kernel(driver: Driver) -> None:
     with Relay(driver.port) as relay:
         client = driver.client(address=relay.address)
         waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
@@ -165,3 +157,15 @@ def test_a_long_poll_that_ends_in_time_is_no_lost_connection(driver: Driver) -> 
     client.ask(WatchWorker("1-0.1"), hold=0.05)
     client.close()
     assert driver.events.empty()
+
+
+def test_slots_are_counted() -> None:
+    posted: list[DriverEvent] = []
+    tracker = ConnectionTracker(posted.append, FakeClock())
+    slot, worker, other = ("1-0", None), ("1-0", "1-0.1"), ("2-0", None)
+    counts = []
+    for change, peer in ((1, slot), (1, worker), (1, slot), (1, other), (-1, slot), (-1, other), (-1, slot)):
+        tracker.open_poll(peer) if change > 0 else tracker.close_poll(peer, None)
+        counts.append(tracker.slot_count)
+    assert counts == [1, 1, 1, 2, 2, 1, 0]
+    assert not posted

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.protocol.events import Received
-from spark_elastic.protocol.messages import Request
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous.messages import REQUESTS, GetValues, ListKeys, SetValues
 from tests.component.rendezvous.cut_connections import CuttableNetwork, Way
@@ -49,7 +49,9 @@ def make_value(hint: Any) -> Any:
     return {str: "scope", int: 0, float: 1.0, bool: False, bytes: b"value"}[hint]
 
 
-def ask_cut(driver: Driver, network: CuttableNetwork, request: Request[Any], way: Way, byte: int) -> Any:
+def ask_cut(
+    driver: Driver, network: CuttableNetwork, request: DriverRequest[Any], way: Way, byte: int
+) -> Any:
     """The answer to a request whose connection is cut."""
     with driver.client(address=network.address) as client:
         client.ask(ListKeys("scope"))  # so that what passes next is the request alone
@@ -58,7 +60,7 @@ def ask_cut(driver: Driver, network: CuttableNetwork, request: Request[Any], way
 
 
 def count_bytes(
-    driver: Driver, network: CuttableNetwork, request: Request[Any]
+    driver: Driver, network: CuttableNetwork, request: DriverRequest[Any]
 ) -> tuple[Any, dict[Way, int]]:
     answer = ask_cut(driver, network, request, Way.REQUEST, 1 << 30)
     return answer, network.count()
@@ -69,7 +71,7 @@ def count_bytes(
     "sampled", [SAMPLED, pytest.param(1 << 30, marks=pytest.mark.faults)], ids=["some bytes", "every byte"]
 )
 def test_a_request_that_is_cut_anywhere_is_answered_as_an_undisturbed_one(
-    driver: Driver, network: CuttableNetwork, request_class: type[Request[Any]], sampled: int
+    driver: Driver, network: CuttableNetwork, request_class: type[DriverRequest[Any]], sampled: int
 ) -> None:
     driver.server.publish(world(1, "0-0.1"))
     values = driver.server._state.values
@@ -97,9 +99,7 @@ def test_a_request_that_is_cut_anywhere_is_answered_as_an_undisturbed_one(
             assert bool(heard) == bool(expected)
 
 
-def test_a_request_that_the_network_held_back_changes_nothing_after_its_repeat(
-    driver: Driver, network: CuttableNetwork
-) -> None:
+def test_a_held_back_request_changes_nothing_after_a_repeat(driver: Driver, network: CuttableNetwork) -> None:
     with driver.client(address=network.address) as client:
         client.ask(ListKeys("s"))
         network.hold()

@@ -21,9 +21,7 @@ def _ask_for_worlds(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("small_world", [3, 2])
-def test_members_of_a_small_world_are_told_all_addresses_and_others_ask(
-    driver: Driver, small_world: int
-) -> None:
+def test_members_of_a_small_world_are_told_all_addresses(driver: Driver, small_world: int) -> None:
     driver.server._state._small_world = small_world
     _ask_for_worlds(driver)
     driver.server.publish(world(1, *WORKERS[::-1]))

@@ -14,17 +14,25 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.protocol.messages import Heartbeat, Request
+from spark_elastic.protocol.messages import DriverRequest, Heartbeat
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.messages import REQUESTS, path_of
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, RawClient, start_driver_with_pages
+from tests.component.rendezvous.driver_side import (
+    PATIENCE,
+    Driver,
+    RawClient,
+    make_status_app,
+    start_driver,
+    world,
+)
 from tests.component.rendezvous.generated_requests import ask_without_key, for_pages, of_noise, with_key
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
     """With the status page; one server for all, since each test asks whether it still serves."""
-    made = start_driver_with_pages()
+    made = start_driver(status_app=make_status_app())
+    made.server.publish(world(1, "0-0.1"))
     yield made
     made.close()
 
@@ -42,7 +50,7 @@ def asking(driver: Driver, caplog: pytest.LogCaptureFixture) -> Iterator[http.cl
 
 @pytest.mark.parametrize("request_class", REQUESTS, ids=path_of)
 def test_any_signed_request_is_answered(
-    asking: http.client.HTTPConnection, request_class: type[Request[Any]]
+    asking: http.client.HTTPConnection, request_class: type[DriverRequest[Any]]
 ) -> None:
     with_key(asking, request_class)()
 
@@ -55,43 +63,14 @@ def test_unsigned_requests_get_no_information(driver: Driver, asking: http.clien
 
 
 HEADERS = (
-    *(
-        "host",
-        "authorization",
-        "content-length",
-        "transfer-encoding",
-        "connection",
-        "expect",
-        "upgrade",
-        "cookie",
-    ),
-    *("content-type", "content-encoding", "accept-encoding", "origin", "referer", "range", "te", "trailer"),
-    *("x-forwarded-for", "x-forwarded-prefix", "x-http-method-override", "x-elastic-signature", "x-unknown"),
-)
+    "host", "authorization", "content-length", "transfer-encoding", "connection", "expect", "upgrade", "cookie",
+    "content-type", "content-encoding", "accept-encoding", "origin", "referer", "range", "te", "trailer", "x-unknown",
+    "x-forwarded-for", "x-forwarded-prefix", "x-http-method-override", "x-elastic-signature",
+)  # fmt: skip
 HOSTILE = (
-    *(
-        "",
-        "0",
-        "-1",
-        "1e9",
-        "9" * 400,
-        "0x10",
-        "chunked",
-        "close",
-        "100-continue",
-        "gzip",
-        "../../etc/passwd",
-    ),
-    *(
-        "%s%n",
-        "${jndi:x}",
-        "\xff" * 99,
-        "a,b",
-        "Elastic ..",
-        "Elastic " + "0" * 32 + ".1." + "0" * 64,
-        "x" * 15_000,
-    ),
-)
+    "", "0", "-1", "1e9", "9" * 400, "0x10", "chunked", "close", "100-continue", "gzip", "../../etc/passwd", "%s%n",
+    "${jndi:x}", "\xff" * 99, "a,b", "Elastic ..", "Elastic " + "0" * 32 + ".1." + "0" * 64, "x" * 15_000,
+)  # fmt: skip
 PATHS = [auth.HELLO, *map(path_of, REQUESTS), "/status/", "/metrics"]
 
 

@@ -53,19 +53,6 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
         driver.events.get_nowait()
 
 
-def test_the_server_survives_repeated_deaths_of_its_loop(
-    driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
-    slot = driver.client()
-    with caplog.at_level(logging.CRITICAL):
-        for _ in range(3):
-            slot.ask(Heartbeat("1-0"))
-            driver.await_event(Heartbeat)
-            _kill_loop(driver)
-    slot.ask(Heartbeat("1-0"))
-    driver.await_event(Heartbeat)
-
-
 def _kill_thread(driver: Driver) -> None:
     """Raise SystemExit inside the server's thread, wherever it is."""
     serving = driver.server._http_server

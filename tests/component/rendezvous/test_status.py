@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,26 +14,13 @@ from urllib.parse import urljoin
 
 import pytest
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.rendezvous.status_app import StatusApp
-from tests.component.rendezvous.driver_side import PATIENCE, Visitor, get
+from tests.component.rendezvous.driver_side import PATIENCE, Visitor, get, serve_pages
+from tests.patience import until
 
 PREFIX = "/driver-proxy/4040"
 ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
-
-
-@contextmanager
-def serve(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusApp]]:
-    clock = SystemClock()
-    status_app = StatusApp(build_status_pages(JobHistory(clock), "job"), clock)
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, clock, bind, status_app) as server:
-        yield server, status_app
 
 
 @contextmanager
@@ -72,7 +58,7 @@ def proxy(address: str) -> Iterator[str]:
 
 
 def test_page_data_and_metrics_behind_a_path_prefix() -> None:
-    with serve() as (server, status_app), proxy(server.address) as prefix:
+    with serve_pages() as (server, status_app), proxy(server.address) as prefix:
         visitor = Visitor()
         short = visitor.get(f"{prefix}/status?token={status_app.token}")
         assert short.url.startswith(f"{prefix}/status/?")
@@ -85,7 +71,7 @@ def test_page_data_and_metrics_behind_a_path_prefix() -> None:
 
 
 def test_the_token_of_the_status_page_does_not_admit_to_the_rendezvous() -> None:
-    with serve() as (server, status_app):
+    with serve_pages() as (server, status_app):
         headers = {"x-status-token": status_app.token, "authorization": f"Bearer {status_app.token}"}
         for path in ("/rendezvous/hello", "/rendezvous/Report", "/status/data"):
             assert get(f"http://{server.address}{path}", headers, "POST").status == 401
@@ -94,7 +80,7 @@ def test_the_token_of_the_status_page_does_not_admit_to_the_rendezvous() -> None
 
 @pytest.mark.parametrize("size", [20_000, 60_000])
 def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> None:
-    with serve() as (server, status_app):
+    with serve_pages() as (server, status_app):
         try:
             assert get(f"http://{server.address}/status/?token={'x' * size}").status in (400, 401)
         except (OSError, http.client.HTTPException):
@@ -103,8 +89,7 @@ def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> 
 
 
 def test_without_a_status_app_there_is_no_page() -> None:
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, SystemClock()) as server:
+    with serve_pages(pages=False) as (server, _):
         assert get(f"http://{server.address}/status/").status == 401
 
 
@@ -113,7 +98,7 @@ def on_localhost(server: RendezvousServer) -> str:
 
 
 def test_a_proxy_on_localhost_reaches_the_page_and_nothing_else() -> None:
-    with serve(Bind(ELSEWHERE)) as (server, status_app), proxy(on_localhost(server)) as prefix:
+    with serve_pages(bind=Bind(ELSEWHERE)) as (server, status_app), proxy(on_localhost(server)) as prefix:
         page = get(f"{prefix}/status/?token={status_app.token}")
         assert "<h2>Workers" in page.text
         assert get(f"{prefix}/status/data").status == 401
@@ -123,13 +108,12 @@ def test_a_proxy_on_localhost_reaches_the_page_and_nothing_else() -> None:
 def test_a_port_that_another_process_uses_on_localhost_is_not_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         port = theirs.getsockname()[1]
-        with serve(Bind(ELSEWHERE, port)) as (server, status_app):
+        with serve_pages(bind=Bind(ELSEWHERE, port)) as (server, status_app):
             assert get(status_app.url(server.url)).status == 200
 
 
 def test_without_pages_nothing_listens_on_localhost() -> None:
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, SystemClock(), Bind(ELSEWHERE)) as server:
+    with serve_pages(bind=Bind(ELSEWHERE), pages=False) as (server, _):
         host, port = on_localhost(server).split(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)), timeout=5)
@@ -138,14 +122,11 @@ def test_without_pages_nothing_listens_on_localhost() -> None:
 def test_a_failure_of_the_page_on_localhost_does_not_disturb_the_rendezvous(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serve(Bind(ELSEWHERE)) as (server, status_app):
+    with serve_pages(bind=Bind(ELSEWHERE)) as (server, status_app):
         assert server._http_server is not None
-        beside = server._http_server._loopback
+        http_server, beside = server._http_server, server._http_server._loopback
         assert beside is not None
         beside.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + 20
-        while server._http_server._loopback is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(lambda: http_server._loopback is None)
         assert get(status_app.url(server.url)).status == 200
     assert "starts again on the same port" in caplog.text

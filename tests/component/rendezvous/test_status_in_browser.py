@@ -16,14 +16,11 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.page import save_page
-from spark_elastic.monitoring.status import build_status, build_status_pages
+from spark_elastic.monitoring.job_history import build_status
+from spark_elastic.monitoring.report import save_page
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.rendezvous.status_app import StatusApp
+from tests.component.rendezvous.driver_side import serve_pages
 from tests.unit.monitoring.played_job import SimulatedJob
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: nox -s browser")
@@ -31,6 +28,7 @@ BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-c
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 SHOWN = 10_000  # milliseconds until a page must show what is waited for
 WIDTH, HEIGHT = 1180, 700
+SIDES = ("right", "left"), ("bottom", "top")
 INSIDE = (
     "[...document.querySelectorAll('.tile, section')].every(part => part.scrollWidth <= part.clientWidth)"
 )
@@ -100,10 +98,7 @@ class BrowserPage:
         """Nothing sticks out to the side, and no part lies over another or out of its frame."""
         boxes = self.page.evaluate(BOXES)
         apart = all(
-            a["right"] <= b["left"]
-            or b["right"] <= a["left"]
-            or a["bottom"] <= b["top"]
-            or b["bottom"] <= a["top"]
+            any(one[end] <= two[begin] for one, two in ((a, b), (b, a)) for end, begin in SIDES)
             for i, a in enumerate(boxes)
             for b in boxes[:i]
         )
@@ -123,10 +118,7 @@ def job() -> SimulatedTraining:
 
 @pytest.fixture
 def url(job: SimulatedTraining) -> Iterator[str]:
-    clock = SystemClock()
-    status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
+    with serve_pages(job.history) as (server, status_app):
         yield status_app.url(server.url)
 
 
@@ -140,7 +132,7 @@ def screen(tmp_path: Path) -> Iterator[BrowserPage]:
 
 
 def test_the_page_at_four_moments_of_a_job(job: SimulatedTraining, url: str, screen: BrowserPage) -> None:
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.train(1, 40)
     screen.page.goto(url)
     screen.expect_texts("3 of 3", "running", "39 / 100")
@@ -183,7 +175,7 @@ def test_the_page_is_readable_in_any_scheme_width_and_number_of_workers(
     workers: int, width: int, scheme: str, screen: BrowserPage, tmp_path: Path
 ) -> None:
     job = SimulatedTraining(workers)
-    job.start(range(1, workers + 1))
+    job.begin(range(1, workers + 1))
     job.train(1, 40)
     job.lose_host(2, step=40, regroup=0.4)
     job.form()
@@ -217,7 +209,7 @@ def test_the_page_is_readable_in_any_scheme_width_and_number_of_workers(
 
 def test_a_notebooks_frame_shows_the_page_of_a_report(screen: BrowserPage) -> None:
     job = SimulatedTraining(3)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.train(1, 40)
     screen.page.set_content(f"<body>{job.result._repr_html_()}</body>")
     screen.page.frame_locator("iframe").get_by_text("rows/s").first.wait_for(timeout=SHOWN)
@@ -227,17 +219,14 @@ def test_a_notebooks_frame_shows_the_page_of_a_report(screen: BrowserPage) -> No
 def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
     job: SimulatedTraining, url: str, screen: BrowserPage
 ) -> None:
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     screen.page.set_content(f'<iframe src="{url}" width="900" height="700"></iframe>')
     screen.page.frame_locator("iframe").get_by_text("3 of 3").first.wait_for(timeout=SHOWN)
 
 
 def test_the_page_shows_that_the_server_is_gone(job: SimulatedTraining, screen: BrowserPage) -> None:
-    clock = SystemClock()
-    status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
-    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    job.start([1, 2, 3])
-    with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
+    job.begin([1, 2, 3])
+    with serve_pages(job.history) as (server, status_app):
         screen.page.goto(status_app.url(server.url))
         screen.expect_texts("3 of 3")
     screen.expect_texts("the job is over, or the driver cannot be reached")

@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
-from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.protocol import events
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited
@@ -25,7 +22,14 @@ from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.status_app import StatusApp
 from tests.component.rendezvous.cut_connections import CuttableNetwork
-from tests.component.rendezvous.driver_side import PATIENCE, Driver, Visitor, read_all, start_driver
+from tests.component.rendezvous.driver_side import (
+    PATIENCE,
+    Driver,
+    Visitor,
+    make_status_app,
+    read_all,
+    start_driver,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +39,7 @@ def certificate() -> auth.Certificate:
 
 @pytest.fixture
 def status_app() -> StatusApp:
-    clock = SystemClock()
-    return StatusApp(build_status_pages(JobHistory(clock), "job"), clock)
+    return make_status_app()
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
 def test_a_client_of_a_tls_server_refuses_a_plain_one(certificate: auth.Certificate) -> None:
     plain = start_driver()
     try:
-        client = plain.client(certificate=certificate.public, timeout=0.5)
+        client = plain.client(certificate=certificate.public, timeout=0.3)
         with pytest.raises(DriverUnreachable):
             client.ask(Heartbeat("1-0"))
         assert plain.events.empty()
@@ -77,7 +80,7 @@ def test_a_client_of_a_tls_server_refuses_a_plain_one(certificate: auth.Certific
 
 
 def test_plain_requests_to_a_tls_server_get_no_answer(driver: Driver) -> None:
-    client = driver.client(certificate=None, timeout=0.5)
+    client = driver.client(certificate=None, timeout=0.3)
     with pytest.raises(DriverUnreachable):
         client.ask(Heartbeat("1-0"))
     with socket.create_connection(("127.0.0.1", driver.port), timeout=PATIENCE) as connection:

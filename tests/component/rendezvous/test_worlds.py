@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
 
 from spark_elastic.errors import StaleGeneration
-from spark_elastic.protocol.messages import NextWorld, RequestNextWorld, WorkerDone, WorkerRaised, WorldFormed
+from spark_elastic.protocol.messages import (
+    DriverRequest,
+    NextWorld,
+    RequestNextWorld,
+    WorkerDone,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
+from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.codec import encode_numbers
 from spark_elastic.rendezvous.connections import ConnectionLimits
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Report, WatchWorker, WorkerUpdate
-from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
+from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, R, world
 
 A, B, C = WorkerId("1-0.1"), WorkerId("2-0.1"), WorkerId("3-0.1")
 HERE = Position(1, Phase.VALIDATE, 5)
+
+
+def hold(driver: Driver, client: RendezvousClient, request: DriverRequest[R]) -> Future[R]:
+    return driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
 
 
 def test_a_join_waits_for_its_world(driver: Driver) -> None:
     client = driver.client()
     driver.server.publish(world(1, A, B))
     request = RequestNextWorld(A, Fence(ATTEMPT, 1), HERE, reason="connection reset", suspected_ranks=(1, 2))
-    waiting = driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
+    waiting = hold(driver, client, request)
     # The driver knows its suspects by name.
     assert driver.await_event(RequestNextWorld) == dataclasses.replace(request, suspects=(B,))
     assert not waiting.done()
@@ -48,9 +60,7 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     """The reply may have been lost on the way."""
     worker = driver.client()
     new = world(1, A)
-    waiting = driver.call_in_thread(
-        lambda: worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS)
-    )
+    waiting = hold(driver, worker, RequestNextWorld(A, None, None))
     driver.await_event(RequestNextWorld)
     driver.server.publish(new)
     assert waiting.result(PATIENCE).world == new.view_of(A)
@@ -68,7 +78,7 @@ def test_a_watch_returns_a_new_membership_version(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
     assert worker.ask(WatchWorker(A), hold=0.05) == WorkerUpdate(INITIAL_VERSION)
-    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    waiting = hold(driver, worker, WatchWorker(A))
     newer = INITIAL_VERSION.next()
     news = WorkerUpdate(newer)
     driver.server.announce(newer)
@@ -99,15 +109,13 @@ def test_polls_that_wait_are_no_unauthenticated_connections(driver: Driver) -> N
 def test_a_watch_returns_an_abort_once(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(4, A, B))
-    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    waiting = hold(driver, worker, WatchWorker(A))
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
     news = waiting.result(PATIENCE)
     assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
     # Asked by what was heard last: it waits for the next one, and hears again after a lost reply.
-    waiting = driver.call_in_thread(
-        lambda: worker.ask(WatchWorker(A, news.ended_fence), hold=MAX_POLL_SECONDS)
-    )
+    waiting = hold(driver, worker, WatchWorker(A, news.ended_fence))
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
     driver.until_polls(1)
     assert not waiting.done()
@@ -118,33 +126,26 @@ def test_a_watch_returns_an_abort_once(driver: Driver) -> None:
 def test_a_watch_of_an_older_world_returns_the_next_one(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
-    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    waiting = hold(driver, worker, WatchWorker(A))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
     news = waiting.result(PATIENCE)
     assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
 
 
-def test_progress_becomes_an_event(driver: Driver) -> None:
-    worker = driver.client()
-    worker.ask(Report(A, encode_numbers({"loss": 0.5, "step": 3})))
-    report = driver.reports.get(timeout=PATIENCE)
-    assert (report.worker, report.numbers) == (A, {"loss": 0.5, "step": 3})
-
-
 def test_progress_with_nan_and_infinity_becomes_an_event(driver: Driver) -> None:
     """JSON has no NaN: the server refused every such report, and people saw a job that stood still."""
     driver.client().ask(Report(A, encode_numbers({"loss": math.nan, "norm": -math.inf, "step": 3})))
-    numbers = driver.reports.get(timeout=PATIENCE).numbers
+    report = driver.reports.get(timeout=PATIENCE)
+    numbers = report.numbers
+    assert report.worker == A
     assert math.isnan(numbers.pop("loss"))
     assert numbers == {"norm": -math.inf, "step": 3}
 
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:
     worker = driver.client()
-    joining = driver.call_in_thread(
-        lambda: worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS)
-    )
-    watching = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    joining = hold(driver, worker, RequestNextWorld(A, None, None))
+    watching = hold(driver, worker, WatchWorker(A))
     driver.await_event(RequestNextWorld)
     driver.server.stop_worker(A, "its slot is drained")
     assert joining.result(PATIENCE) == NextWorld(stop="its slot is drained")
@@ -158,32 +159,16 @@ def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver)
     worker = driver.client()
     driver.server.publish(world(1, A, B))
     fence = Fence(ATTEMPT, 1)
-    waiting = driver.call_in_thread(
-        lambda: worker.ask(WorkerDone(A, fence, HERE, '{"loss": 1}'), hold=MAX_POLL_SECONDS)
-    )
+    waiting = hold(driver, worker, WorkerDone(A, fence, HERE, '{"loss": 1}'))
     done = driver.await_event(WorkerDone)
     assert (done.worker, done.fence, done.position, done.result) == (A, fence, HERE, '{"loss": 1}')
     again = world(2, A)
     driver.server.publish(again)
     assert waiting.result(PATIENCE) == NextWorld(again.view_of(A))
-    waiting = driver.call_in_thread(
-        lambda: worker.ask(WorkerDone(A, again.fence, HERE, "{}"), hold=MAX_POLL_SECONDS)
-    )
+    waiting = hold(driver, worker, WorkerDone(A, again.fence, HERE, "{}"))
     driver.await_event(WorkerDone)
     driver.server.stop_worker(A, "the model is safe")
     assert waiting.result(PATIENCE).stop == "the model is safe"
-
-
-def test_world_formed_and_worker_failed_become_events(driver: Driver) -> None:
-    worker = driver.client()
-    driver.server.publish(world(1, A))
-    fence = Fence(ATTEMPT, 1)
-    worker.ask(WorldFormed(A, fence))
-    assert driver.await_event(WorldFormed).fence == fence
-    worker.ask(WorkerRaised(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
-    failed = driver.await_event(WorkerRaised)
-    assert (failed.worker, failed.fence, failed.position) == (A, fence, HERE)
-    assert (failed.fingerprint, failed.traceback) == ("ValueError@loss:3", "Traceback …")
 
 
 def test_r10_another_attempt_and_an_older_generation_are_stale(driver: Driver) -> None:

@@ -30,9 +30,7 @@ class WatchedJob(Job):
             return str(answer.read(), "utf-8")
 
 
-def test_the_journal_of_a_real_job_with_a_loss_tells_its_story_and_replays_to_the_same_decisions(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_real_jobs_journal_tells_its_story(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "spark_elastic.driver")
     path, page = tmp_path / "journal", list[str]()
     job = WatchedJob(HeldProgram(steps=15, seconds=0.02), size=2)

@@ -48,9 +48,8 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
         while state.step < steps:
             hold(state, holds.get(state.step))
             time.sleep(PACE)
-            batch = torch.randn(
-                6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
-            )
+            drawn = torch.Generator().manual_seed(state.step)
+            batch = torch.randn(6, 4, generator=drawn, dtype=torch.float64)
             optimizer.zero_grad()
             model(batch.to(device)).pow(2).mean().backward()
             optimizer.step()
@@ -77,9 +76,7 @@ def hold(state: Any, awaited: int | str | None) -> None:
     notice what was struck."""
     from spark_elastic.worker.context import get_context
 
-    worker = get_context()
-    assert worker is not None
-    assert worker.world is not None
+    worker: Any = get_context()
     while isinstance(awaited, str) and not os.path.exists(awaited):
         time.sleep(PACE)
     while isinstance(awaited, int) and worker.world.fence.generation < awaited:
@@ -91,8 +88,7 @@ def await_size(state: Any, size: int) -> None:
     """Stand still until the world has that many workers."""
     from spark_elastic.worker.context import get_context
 
-    worker = get_context()
-    assert worker is not None
+    worker: Any = get_context()
     while worker.group is None or worker.group.size < size:
         time.sleep(PACE)
         state.check_host_updates()
@@ -101,23 +97,17 @@ def await_size(state: Any, size: int) -> None:
 def count(
     steps: int, commit_every: int, check: bool = False, holds: dict[int, int | str] | None = None
 ) -> dict[str, Any]:
-    """Without a framework: each step adds 1 to a vector, summed over the ranks and divided by their number.
-
-    holds: what `hold` awaits before those steps.
-    """
+    """Without a framework: each step adds 1 to a vector, summed over the ranks and divided by their number."""
     import numpy as np
 
     from spark_elastic.handwritten.elastic_loop import elastic
     from spark_elastic.handwritten.object_state import ObjectState
-    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     trained: list[int] = []
 
     def loop(state: Any) -> None:
-        worker = get_context()
-        assert worker is not None
-        assert worker.group is not None
+        worker: Any = get_context()
         while state.step < steps:
             hold(state, (holds or {}).get(state.step))
             time.sleep(PACE)
@@ -133,7 +123,7 @@ def count(
                 state.check_host_updates()
 
     state: Any = ObjectState(numbers=np.zeros(1000), step=0)
-    elastic(loop, get_session)(state)
+    elastic(loop)(state)
     assert float(state.numbers.min()) == float(state.numbers.max())
     return {"number": float(state.numbers[0]), "trained": trained}
 
@@ -170,10 +160,8 @@ def exchange_around(go: str) -> list[Any]:
 
 
 class Run:
-    """One call of `run` on plain processes. `at` does something once a worker says that it took a step.
-
-    spares: whether slots start warm spares, at once. modules: that workers import in advance.
-    """
+    """One call of `run` on plain processes. `at` does something once a worker says that it took a step. spares: slots
+    start warm spares, at once. modules: that workers import in advance."""
 
     def __init__(
         self,
@@ -191,12 +179,9 @@ class Run:
         config = ElasticConfig(gather_timeout=60.0, lease=3.0)
         arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: RunCall = prepare(fn, given, arguments, config)
+        preload, spare_after = (*self.call.preload, *modules), 0.0 if spares else NEVER
         self.cluster = DeviceLauncher(
-            device,
-            self.call.program,
-            preload=(*self.call.preload, *modules),
-            room=room,
-            spare_after=0.0 if spares else NEVER,
+            device, self.call.program, preload=preload, room=room, spare_after=spare_after
         )
 
     def at(self, step: int, act: Callable[[], object]) -> None:
@@ -285,10 +270,8 @@ def assert_exact(results: list[dict[str, Any]], steps: int = STEPS) -> None:
 
 
 def assert_continued(run: Run, results: list[Any], alone: dict[str, Any], ledger: float, *names: str) -> None:
-    """P1 and P2 of a Trainer of another library: a worker was lost and another one took its place.
-
-    alone: what one process has. ledger: how much each row counts at the end. names: of what all have alike besides.
-    """
+    """P1 and P2 of a Trainer of another library: a worker was lost and another one took its place. alone: what one
+    process has. ledger: how much each row counts at the end. names: of what all have alike besides."""
     assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
     expected = torch.tensor(alone["weights"], dtype=torch.float64)
     for result in results:

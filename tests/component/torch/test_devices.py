@@ -37,9 +37,11 @@ from tests.component.torch.elastic_jobs import compare_rows
 from tests.component.torch.hooked_job import check_history, make_job, train_hooked_plain
 from tests.component.torch.job import CLASSES, WIDTH, Job, difference, make_data, train_plain
 from tests.devices import DEVICES, use_device
+from tests.fit_configs import change
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+Data = tuple[Store, Manifest]
 
 
 @pytest.fixture(params=DEVICES)
@@ -49,7 +51,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> tuple[Store, Manifest]:
+def data(tmp_path: Path) -> Data:
     return make_data(tmp_path)
 
 
@@ -63,9 +65,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def net(*layers: torch.nn.Module) -> torch.nn.Module:
     torch.manual_seed(3)
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 20), *layers, torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
-    ).double()
+    first, last = torch.nn.Linear(WIDTH, 20), torch.nn.Linear(20, CLASSES)
+    return torch.nn.Sequential(first, *layers, torch.nn.Tanh(), last).double()
 
 
 def train(
@@ -79,9 +80,7 @@ def train(
     return {name: value.cpu() for name, value in task._trainer.state.model.state_dict().items()}, outcome
 
 
-def test_p2_losses_metrics_schedules_callbacks_and_validation(
-    device: torch.device, data: tuple[Store, Manifest]
-) -> None:
+def test_p2_losses_metrics_schedules_callbacks_and_validation(device: torch.device, data: Data) -> None:
     job, told = make_job(), list[Any]()
 
     def work(group: Group) -> tuple[dict[str, torch.Tensor], Any]:
@@ -114,9 +113,7 @@ def check_reports(told: list[Any], history: list[Any]) -> None:
     for entry in history:
         closing = told[(entry["epoch"] + 1) * (steps + 1) - 1]
         assert (closing["epoch"], closing["step"]) == (entry["epoch"], steps)
-        assert {name: closing[name] for name in (*names, "loss")} == {
-            name: entry[name] for name in (*names, "loss")
-        }
+        assert all(closing[name] == entry[name] for name in (*names, "loss"))
     assert told[steps + 1]["val_loss"] == history[0]["val_loss"], "stays until the next epoch's is known"
     assert told[-1] == closing
 
@@ -131,18 +128,14 @@ def check_reports(told: list[Any], history: list[Any]) -> None:
     ],
     ids=["clipped", "ignored class, one worker", "row weights", "rows compared"],
 )
-def test_p2_weights_equal_a_plain_loop_of_the_cpu(
-    device: torch.device, data: tuple[Store, Manifest], job: Job
-) -> None:
+def test_p2_weights_equal_a_plain_loop_of_the_cpu(device: torch.device, data: Data, job: Job) -> None:
     replicas = run_in_world(job.workers, lambda group: train(job.task(*data), group)[0])
     assert len({hash_state(weights) for weights in replicas}) == 1, "replicas differ (P4)"
     expected = train_plain(replace(job, weight=job.weight), *data)
     assert difference(replicas[0], expected) < 1e-9
 
 
-def test_statistics_of_batch_norm_are_the_same_on_all_ranks(
-    device: torch.device, data: tuple[Store, Manifest]
-) -> None:
+def test_statistics_of_batch_norm_are_the_same_on_all_ranks(device: torch.device, data: Data) -> None:
     job = Job(net(torch.nn.BatchNorm1d(20)), sgd, torch.nn.CrossEntropyLoss(), workers=2, epochs=1)
     with pytest.warns(UserWarning, match="BatchNorm1d: statistics of each worker's own rows"):
         replicas = run_in_world(2, lambda group: train(job.task(*data), group)[0])
@@ -152,9 +145,7 @@ def test_statistics_of_batch_norm_are_the_same_on_all_ranks(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_forward_passes_under_autocast(
-    device: torch.device, data: tuple[Store, Manifest], precision: str
-) -> None:
+def test_forward_passes_under_autocast(device: torch.device, data: Data, precision: str) -> None:
     class Recording(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +161,7 @@ def test_forward_passes_under_autocast(
 
     def work(group: Group) -> dict[str, torch.Tensor]:
         task = job.task(*data)
-        spec = replace(task._spec, config=replace(task._spec.config, precision=precision))
+        spec = replace(task._spec, config=change(task._spec.config, precision=precision))
         return train(TorchTrainProgram(spec, job.objects()), group)[0]
 
     replicas = run_in_world(2, work)
@@ -185,20 +176,16 @@ def test_bitwise_mode_gives_the_same_bits_for_one_and_two_workers(
     device: torch.device, tmp_path: Path
 ) -> None:
     store, manifest = make_data(tmp_path)
-    job = BitwiseJob(
-        without_dropout(everything()), sgd, torch.nn.CrossEntropyLoss(), shape=(1, 6, 6), epochs=1
-    )
+    model = without_dropout(everything())
+    job = BitwiseJob(model, sgd, torch.nn.CrossEntropyLoss(), shape=(1, 6, 6), epochs=1)
     threads = torch.get_num_threads()
     try:
-        found = [
-            hash_state(weights)
-            for size in (1, 2)
-            for weights in run_in_world(size, lambda group: train(job.task(store, manifest), group)[0])
-        ]
+        work = lambda group: train(job.task(store, manifest), group)[0]  # noqa: E731
+        hashes = {hash_state(weights) for size in (1, 2) for weights in run_in_world(size, work)}
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
-    assert len(set(found)) == 1
+    assert len(hashes) == 1
 
 
 def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
@@ -209,9 +196,7 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def test_a_newcomer_takes_over_the_state_and_the_generator(
-    device: torch.device, data: tuple[Store, Manifest]
-) -> None:
+def test_a_newcomer_takes_over_the_state_and_the_generator(device: torch.device, data: Data) -> None:
     job = Job(net(torch.nn.Dropout(0.5)), adam, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
     world = make_world(receives=True)
 
@@ -234,7 +219,7 @@ def test_a_newcomer_takes_over_the_state_and_the_generator(
 
 
 def test_the_next_batch_is_on_its_way_while_the_device_computes(
-    device: torch.device, data: tuple[Store, Manifest], monkeypatch: pytest.MonkeyPatch
+    device: torch.device, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
     record = DeviceCopier.record
@@ -265,7 +250,7 @@ def test_the_next_batch_is_on_its_way_while_the_device_computes(
         assert ahead > steps / 2
 
 
-def test_exhausted_memory_is_one_sentence(device: torch.device, data: tuple[Store, Manifest]) -> None:
+def test_exhausted_memory_is_one_sentence(device: torch.device, data: Data) -> None:
     class Greedy(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.device.type == "cuda":
@@ -273,16 +258,13 @@ def test_exhausted_memory_is_one_sentence(device: torch.device, data: tuple[Stor
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB. More.")
 
     job = Job(Greedy(WIDTH, CLASSES).double(), sgd, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
-    with pytest.raises(
-        InvalidInput, match=r"memory of the GPU is exhausted \(CUDA out of memory\): lower batch_size=8"
-    ):
+    says = r"memory of the GPU is exhausted \(CUDA out of memory\): lower batch_size=8"
+    with pytest.raises(InvalidInput, match=says):
         run_in_world(1, lambda group: train(job.task(*data), group))
 
 
 @pytest.mark.parametrize("weight", [None, "w"])
-def test_a_step_does_not_wait_for_the_device(
-    device: torch.device, data: tuple[Store, Manifest], weight: str | None
-) -> None:
+def test_a_step_does_not_wait_for_the_device(device: torch.device, data: Data, weight: str | None) -> None:
     """But once, where the ranks exchange. On a GPU torch itself raises at any other wait."""
     if device.type == "cpu":
         pytest.skip("nothing is waited for")
@@ -323,7 +305,7 @@ def forbid_waits(device: torch.device) -> Iterator[list[int]]:
     counted.append(1)
 
 
-def test_results_are_loaded_without_the_device(device: torch.device, data: tuple[Store, Manifest]) -> None:
+def test_results_are_loaded_without_the_device(device: torch.device, data: Data) -> None:
     job = Job(net(), sgd, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
     store, _ = data
     weights, outcome = run_in_world(1, lambda group: train(job.task(*data), group))[0]
@@ -349,16 +331,15 @@ def test_predictions_are_those_of_the_cpu(device: torch.device) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
-def test_a_compiled_model_trains_the_same_weights(device: torch.device, data: tuple[Store, Manifest]) -> None:
+def test_a_compiled_model_trains_the_same_weights(device: torch.device, data: Data) -> None:
     if device.type == "pretend":
         pytest.skip("the compiler knows no such device")
-    job = Job(
-        net(torch.nn.BatchNorm1d(20)), sgd, torch.nn.CrossEntropyLoss(), workers=1, batch_size=24, epochs=1
-    )
+    model = net(torch.nn.BatchNorm1d(20))
+    job = Job(model, sgd, torch.nn.CrossEntropyLoss(), workers=1, batch_size=24, epochs=1)
 
     def work(group: Group, compiles: bool) -> dict[str, torch.Tensor]:
         task = job.task(*data)
-        spec = replace(task._spec, config=replace(task._spec.config, compile_model=compiles))
+        spec = replace(task._spec, config=change(task._spec.config, compile_model=compiles))
         return train(TorchTrainProgram(spec, job.objects()), group)[0]
 
     (compiled,) = run_in_world(1, lambda group: work(group, True))
@@ -425,13 +406,8 @@ def test_collectives_of_torch_distributed(device: torch.device) -> None:
 
     found = run_in_world(2, work)
     for rank, lists in enumerate(found):
-        assert lists == [
-            [3.0] * 4,
-            [0.0, 0.0, 1.0, 1.0],
-            [[0.0, 2.0], [4.0, 6.0]][rank],
-            [6.0] * 3,
-            [7.0] * 2,
-        ]
+        scattered = [[0.0, 2.0], [4.0, 6.0]][rank]
+        assert lists == [[3.0] * 4, [0.0, 0.0, 1.0, 1.0], scattered, [6.0] * 3, [7.0] * 2]
 
 
 class TwofoldPlane:
@@ -459,10 +435,8 @@ def test_each_bucket_is_summed_where_it_is(
     device: torch.device, has_plane: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer of the model is on the host: shared memory holds its gradients, and those of no device."""
-    monkeypatch.setattr(
-        "spark_elastic.gradients.exchange.get_or_start_bulk_plane",
-        lambda group, device, options: TwofoldPlane(group, device) if has_plane else None,
-    )
+    make = (lambda group, device, options: TwofoldPlane(group, device)) if has_plane else lambda *_: None
+    monkeypatch.setattr("spark_elastic.gradients.exchange.get_or_start_bulk_plane", make)
 
     def work(group: Group) -> tuple[int, list[torch.device], list[list[float]]]:
         first, second = torch.nn.Linear(16, 4, bias=False), torch.nn.Linear(4, 4, bias=False).to(device)

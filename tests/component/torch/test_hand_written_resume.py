@@ -51,9 +51,7 @@ def is_unfinished(folder: Path) -> bool:
     return any(each.needed for each in list_entries(Store.open(str(folder))))
 
 
-def test_p7_a_loop_resumes_after_its_driver_and_then_all_workers_are_killed(
-    tmp_path: Path, fault: Fault
-) -> None:
+def test_p7_a_loop_resumes_after_its_driver_and_all_workers_died(tmp_path: Path, fault: Fault) -> None:
     first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
     try:
         deadline = time.monotonic() + 120
@@ -94,9 +92,7 @@ def test_p7_a_loop_resumes_after_its_driver_and_then_all_workers_are_killed(
     assert not is_unfinished(tmp_path)
 
 
-def test_max_runtime_leaves_a_checkpoint_of_the_very_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_runtime_leaves_a_checkpoint_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is up once steps were taken, however long the start took."""
     taken_some = threading.Event()
     monkeypatch.setattr(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Position, WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
@@ -60,6 +64,25 @@ class HeldProgram(CountingProgram):
                 return Stopped(CHANGE)
             if told[:, 1].any():
                 return None
+
+
+class ActListener(JobListener):
+    """Calls `act` once, in a thread, when rank 0 has reported that step, and `then` in each world but the first."""
+
+    def __init__(self, step: int, act: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:
+        self._step, self._then = step, then
+        self._act: Callable[[], object] | None = act
+        self.sizes: list[int] = []
+
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
+        if self._act is not None and metrics["step"] >= self._step:
+            act, self._act = self._act, None
+            threading.Thread(target=act, name="act").start()
+
+    def on_world(self, size: int, reason: str) -> None:
+        self.sizes.append(size)
+        if len(self.sizes) > 1:
+            self._then()
 
 
 class SlowSync(HeldProgram):

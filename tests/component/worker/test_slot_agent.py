@@ -22,16 +22,16 @@ from spark_elastic.protocol.events import is_heartbeat
 from spark_elastic.protocol.messages import (
     Heartbeat,
     RegisterSlot,
-    RequestNextWorld,
     WorkerExited,
     WorkerStarted,
 )
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
-from spark_elastic.worker import child, pickling, slot_agent
+from spark_elastic.worker import child, slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT, Child
 from spark_elastic.worker.forking import fork_server_cache
+from spark_elastic.worker.program import pickle_for_workers
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 
@@ -67,7 +67,7 @@ def serve(
 ) -> str:
     """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    payload = pickling.dumps(program)
+    payload = pickle_for_workers(program)
 
     spec = SlotSpec(
         address=driver.server.address,
@@ -205,25 +205,7 @@ def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
-    driver: Driver,
-) -> None:
-    def play() -> None:
-        driver.await_event(RegisterSlot)
-        assert driver.await_event(WorkerStarted).worker == f"{SLOT}.1"
-        driver.await_event(RequestNextWorld)
-        (worker,) = await_children(1)
-        worker.kill()
-        assert driver.await_event(WorkerStarted).worker == f"{SLOT}.2"
-        assert await_children(2)[0].pid != worker.pid
-        driver.server.release_slot(SLOT, "enough")
-
-    assert serve(driver, AnnouncingProgram(1), play, spare_after=1000.0) == "enough"
-
-
-def test_a_missing_spare_and_a_growing_memory_shortage_are_reported_once_and_cost_no_worker(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_or_of_a_spare_is_told_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_agent, "MEMORY_CHECK_EVERY", 0.05)
     monkeypatch.setattr(slot_agent, "SPARE_RETRY", 0.05)
     starts: list[OSError | None] = [None, OSError(errno.EMFILE, "Too many open files"), None]
@@ -284,26 +266,6 @@ def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Dri
     finally:
         for process in left:
             process.kill()
-
-
-class PrintAndExitProgram(CountingProgram):
-    """Says something and is gone."""
-
-    def prepare(self) -> None:
-        sys.stdout.write("farewell\n")
-        sys.exit(3)
-
-
-def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
-    def play() -> None:
-        exited = driver.await_event(WorkerExited)
-        assert (exited.worker, exited.exit_code) == (f"{SLOT}.1", 3)
-        driver.server.release_slot(SLOT, "enough")
-
-    assert serve(driver, PrintAndExitProgram(1), play) == "enough"
-    first = driver.logs.get(timeout=20.0)  # handed on by a thread of the server's
-    assert first.lines[0] == "farewell"
-    assert first.worker == f"{SLOT}.1"
 
 
 class LongOutputProgram(CountingProgram):

@@ -14,7 +14,6 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver import discovery
 from spark_elastic.driver.discovery import (
     CombinedDiscovery,
-    FixedHosts,
     HostPoller,
     JobHandle,
     ScriptFinder,
@@ -89,9 +88,7 @@ def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptu
     assert "its last answer holds: the cluster manager restarts" in caplog.text
 
 
-def test_a_discovery_call_that_hangs_does_not_block_the_driver(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hanging_call_is_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     calls, late = 0, threading.Event()
 
     def find() -> dict[str, int]:
@@ -180,9 +177,7 @@ def test_what_is_no_host_is_refused_where_slots_have_a_default(text: str) -> Non
         parse_hosts(text, 4)
 
 
-def test_a_discovery_script_that_takes_too_long_ends_with_what_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_script_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_elastic.driver.discovery.ANSWER_TIMEOUT", 0.5)
     path = tmp_path / "hosts.sh"
     path.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/started\nwait\n")
@@ -224,28 +219,17 @@ def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> No
     other.close()
 
 
-def test_a_drain_without_a_name_says_what_to_give() -> None:
-    with pytest.raises(InvalidInput, match=r"by name: drain\(rank=1\), or drain\(worker='0-0\.1'\)"):
-        JobHandle().drain("0-0.1")
-
-
-@pytest.mark.parametrize("choices", [{}, {"rank": 1, "host": "a"}])
-def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput, match="exactly one"):
-        JobHandle().drain(**choices)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("given", "choices"), [((), {}), ((), {"rank": 1, "host": "a"}), (("0-0.1",), {})])
+def test_a_drain_names_one_target(given: tuple[str, ...], choices: dict[str, object]) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"exactly one .* by name: drain\(rank=1\), or drain\(worker='0-0\.1'\)"
+    ):
+        JobHandle().drain(*given, **choices)  # type: ignore[arg-type]
 
 
 def test_a_value_that_is_no_job_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
         build_discovery(SilentDiscovery(), None, "handle", CLOCK)
-
-
-def test_fixed_hosts_are_listed_once() -> None:
-    posted: list[DriverEvent] = []
-    hosts = FixedHosts({"a": 2}, CLOCK)
-    hosts.start(posted.append)
-    hosts.close()
-    assert [_read_hosts(event) for event in posted] == [{"a": 2}]
 
 
 def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) -> None:
@@ -280,9 +264,7 @@ def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
     assert closed == parts
 
 
-def test_neither_a_lack_of_threads_nor_an_exit_of_the_function_ends_the_discovery(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_ends_discovery(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     calls = 0
 
     def find() -> dict[str, int]:

@@ -51,9 +51,7 @@ def test_r17_one_job_gathers_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("where", ["__exit__", "_leave", "finish_gathering"])
-def test_r17_a_job_that_is_interrupted_while_it_ends_leaves_the_queue(
-    monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_r17_a_job_that_is_interrupted_leaves_the_queue(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     queue = JobQueue()
 
     def interrupt(self: GangScheduler, *error: object) -> None:
@@ -108,9 +106,7 @@ def test_r17_slots_are_given_back_if_other_jobs_wait_and_there_is_no_world() -> 
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-def test_r17_a_job_alone_keeps_its_slots_and_those_that_wait_for_their_turn_take_none_away(
-    waiting: bool,
-) -> None:
+def test_r17_a_job_alone_keeps_its_slots_and_those_that_wait_take_none(waiting: bool) -> None:
     queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
     with _enter_queue(queue, "only") as turn:

@@ -13,13 +13,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
-from spark_elastic.protocol.events import (
-    CancelRequested,
-    DriverEvent,
-    LaunchEnded,
-    Received,
-    Tick,
-)
+from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, Received, Tick
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot
 from spark_elastic.protocol.types import Checkpoint, Limits, SlotId, WorkerId
 
@@ -89,9 +83,7 @@ def test_every_event_and_command_comes_back_as_it_was(name: str, data: st.DataOb
 
 @settings(max_examples=20, deadline=None)
 @given(limits=st.from_type(Limits), attempt=st.integers(), checkpoints=st.from_type(tuple[Checkpoint, ...]))
-def test_the_initial_state_of_a_machine_is_read_back(
-    limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...]
-) -> None:
+def test_the_initial_state_is_read(limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...]) -> None:
     state = driver_machine.DriverState(limits, attempt, checkpoints=checkpoints)
     values = json.loads(json.dumps(codec.encode_initial(state)))
     expected = {"limits": limits, "attempt": attempt, "checkpoints": checkpoints}

@@ -43,9 +43,7 @@ def test_events_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(("event", "woken"), [(BEAT, False), (CANCEL, True), (None, True)])
-def test_a_heartbeat_does_not_wake_the_driver_loop(
-    event: Heartbeat | CancelRequested | None, woken: bool
-) -> None:
+def test_a_heartbeat_does_not_wake_the_loop(event: Heartbeat | CancelRequested | None, woken: bool) -> None:
     inbox, bell, taken = EventQueue(), WaitedEvent(), threading.Event()
     inbox._wakeup = bell
 

@@ -18,10 +18,7 @@ def test_requests_reach_the_client_and_its_events_the_driver() -> None:
     requests: list[Any] = []
     events: list[Any] = []
     client = StoreChannel(
-        ChannelEnd(store, "m", b"key", "client", "task"),
-        [ClientCall],
-        requests.append,
-        clock,
+        ChannelEnd(store, "m", b"key", "client", "task"), [ClientCall], requests.append, clock
     )
     launcher = RemoteLauncher(ChannelEnd(store, "m", b"key", "task", "client"), clock, 60.0)
     launcher.start(SlotSpec(address="10.0.0.1:7", key=b"key", attempt=1), events.append)

@@ -13,6 +13,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.keras import callbacks as schedules
 
+SAVES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
 X = np.random.default_rng(0).normal(size=(24, 3))
 Y = X.sum(axis=1, keepdims=True)
 
@@ -60,18 +61,24 @@ class PositionRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untype
         self.steps.append((self.state.epoch, self.state.batch))
 
 
+class RateRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+    """The learning rate of each batch."""
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__()
+        self._rates = rates
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._rates.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 6))
+
+
 def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -> None:
     def rates(interrupt_at: tuple[int, ...]) -> list[float]:
-        state, found = Position(interrupt_at), []
-
-        class Rates(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                found.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 4))
-
+        state, seen = Position(interrupt_at), list[float]()
         model = build_compiled(keras.optimizers.SGD(0.4))
         while state.epoch < 2:
             callbacks = [
-                Rates(),
+                RateRecorder(seen),
                 hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False),
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),
@@ -82,9 +89,9 @@ def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -
                 model.fit(X, Y, initial_epoch=state.epoch, epochs=2, callbacks=callbacks, **how)
             except hvd.HostsUpdatedInterrupt:
                 state.restore()
-        return found
+        return seen
 
-    assert rates((3, 5, 9)) == rates(()) == [round(0.4 / (1 + k / 6), 4) for k in range(12)]
+    assert rates((3, 5, 9)) == rates(()) == [round(0.4 / (1 + k / 6), 6) for k in range(12)]
 
 
 @pytest.mark.parametrize("commit_first", [True, False])
@@ -141,14 +148,9 @@ def test_commits_count_the_batches_of_a_call() -> None:
 
 def test_a_schedule_takes_the_steps_of_each_fit() -> None:
     rates: list[float] = []
-
-    class Rates(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            rates.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 4))
-
     ramp = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
     for batch_size in (6, 12):
-        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, Rates()])
+        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, RateRecorder(rates)])
     assert rates == [0.0, 0.25, 0.5, 0.75, 0.0, 0.5]
 
 
@@ -164,15 +166,12 @@ def test_ranks_keep_their_own_seeds_of_random_layers(monkeypatch: pytest.MonkeyP
 def test_learning_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "size", lambda: 4)
     rates: list[float] = []
-
-    class Rates(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            rates.append(round(float(self.model.optimizer.learning_rate.numpy()), 6))
-
     warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
     steps = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2)
     model = build_compiled(keras.optimizers.SGD(0.4, momentum=0.5))
-    history = model.fit(X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, Rates()])
+    history = model.fit(
+        X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, RateRecorder(rates)]
+    )
     assert rates == pytest.approx([0.175, 0.25, 0.325, 0.4, 0.004, 0.004, 0.0004, 0.0004])
     assert history.history["lr"] == pytest.approx([0.25, 0.4, 0.004, 0.0004])
     scheduled = build_compiled(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)))
@@ -204,7 +203,7 @@ def test_momentum_is_corrected_as_the_learning_rate_changes(scaled: bool) -> Non
     np.testing.assert_allclose(steps.momentums[0].numpy(), velocity / 2)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+@SAVES
 def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_one(tmp_path: Path) -> None:
     plain = keras.optimizers.Adam(0.01)
     optimizer = hvd.DistributedOptimizer(plain)
@@ -212,12 +211,8 @@ def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_on
     assert optimizer.learning_rate is plain.learning_rate
     model = build_compiled(optimizer)
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / "best.keras"))
-    callbacks = [
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        hvd.callbacks.MetricAverageCallback(),
-        best,
-    ]
-    model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks)
+    begin, average = hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[begin, average, best])
     for load in (keras.models.load_model, hvd.load_model):
         loaded = load(best.filepath)
         assert isinstance(loaded.optimizer, keras.optimizers.Adam)
@@ -232,14 +227,14 @@ class Registered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
     """An optimizer of the user's that Keras knows."""
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+@SAVES
 def test_an_optimizer_registered_with_keras_is_found_by_its_name(tmp_path: Path) -> None:
     model = build_compiled(hvd.DistributedOptimizer(Registered(0.1)))
     model.save(tmp_path / "model.keras")
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+@SAVES
 def test_a_class_of_custom_objects_that_exchanges_gradients_is_not_wrapped_again(tmp_path: Path) -> None:
     optimizer = hvd.DistributedOptimizer(Unregistered(0.1), backward_passes_per_step=2)
     build_compiled(optimizer).save(tmp_path / "model.keras")
@@ -272,9 +267,8 @@ def test_loss_scaling_wraps_inside_the_distributed_optimizer() -> None:
     np.testing.assert_allclose(model.get_weights()[0], expected.get_weights()[0], rtol=1e-5)
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        with pytest.raises(
-            InvalidInput, match=r"use DistributedOptimizer\(keras\.optimizers\.LossScaleOptimizer"
-        ):
+        says = r"use DistributedOptimizer\(keras\.optimizers\.LossScaleOptimizer"
+        with pytest.raises(InvalidInput, match=says):
             build_compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     finally:
         keras.config.set_dtype_policy("float32")
@@ -283,9 +277,8 @@ def test_loss_scaling_wraps_inside_the_distributed_optimizer() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_passes_are_summed_before_they_are_applied(eager: bool) -> None:
     expected, model = build_compiled(), build_compiled(run_eagerly=eager)
-    wrapped = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.1), backward_passes_per_step=3, average_aggregated_gradients=True
-    )
+    how = {"backward_passes_per_step": 3, "average_aggregated_gradients": True}
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **how)
     model.compile(wrapped, "mse", run_eagerly=eager)
     expected.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)

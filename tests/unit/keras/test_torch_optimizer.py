@@ -12,9 +12,9 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
-from spark_elastic.horovod.keras import torch_optimizer
-from spark_elastic.horovod.keras.torch_optimizer import TorchExchange
+from spark_elastic.horovod.keras.optimizer import TorchExchange
 from spark_elastic.horovod.ops.distributed_optimizer import GradientOptions, wrap_optimizer
+from spark_elastic.horovod.torch import allreduce
 from spark_elastic.runs.handlers import to_array
 
 
@@ -53,7 +53,7 @@ def test_passes_are_summed_before_they_are_applied() -> None:
 def test_a_local_gradient_is_divided_as_an_average(
     monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
 ) -> None:
-    monkeypatch.setattr(torch_optimizer, "start", lambda tensors, *how, **when: lambda: tensors)
+    monkeypatch.setattr(allreduce, "start", lambda tensors, *how, **when: lambda: tensors)
     four: Any = SimpleNamespace(size=lambda: 4, included=lambda: True)
     optimizer: Any = distribute(RecordingOptimizer(), process_set=four, scale_local=scaled)
     mine, shared = object(), object()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import stamp_event
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
@@ -56,9 +57,7 @@ class FullDisk(Listener):
         super().on_output(worker, rank, line)
 
 
-def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_listener_is_logged_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
     clock, listener = FakeClock(), FullDisk()
     monitor = JobMonitor(listener, clock)
     monitor._ranks = {"1-0.1": 0}
@@ -71,9 +70,7 @@ def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
     assert listener.heard == ["shown", "shown"]
 
 
-def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_observer_is_logged_once_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(JobListener):
         def on_output(self, worker: str, rank: int | None, line: str) -> None:
             raise ValueError("no such luck")
@@ -107,7 +104,7 @@ def test_the_listener_gets_a_loss_before_the_next_world() -> None:
 
 def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
-    monitor = JobMonitor(JobListener(), clock, on_slots_missing=heard.append)
+    monitor = JobMonitor(JobListener(), clock, scheduler=SimpleNamespace(report_shortage=heard.append))
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
 
     def play(played: on.DriverEvent | DriverMessage) -> None:
@@ -128,26 +125,19 @@ def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
     assert heard == [True, False, True]
 
 
-def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_its_next_hook(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_r17_a_failing_scheduler_costs_no_monitor_nor_next_call(caplog: pytest.LogCaptureFixture) -> None:
     called: list[str] = []
 
     def fail(name: str) -> None:
         called.append(name)
         raise ValueError("the queue is broken")
 
-    clock = FakeClock()
-    monitor = JobMonitor(
-        JobListener(),
-        clock,
-        on_gathered=lambda: fail("gathered"),
-        on_slots_missing=lambda missing: fail(f"missing: {missing}"),
+    scheduler = SimpleNamespace(
+        finish_gathering=lambda: fail("gathered"), report_shortage=lambda missing: fail(f"missing: {missing}")
     )
-    journal, bench = (
-        Journal(listener=monitor.on_transition),
-        Bench(replace(FOUR, num_workers=1, max_workers=1)),
-    )
+    monitor = JobMonitor(JobListener(), FakeClock(), scheduler=scheduler)
+    journal = Journal(listener=monitor.on_transition)
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     with monitor.notifier:
         for event in (
             RegisterSlot(SlotId("1-0"), "h1", 1),
@@ -164,8 +154,7 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
 
 def test_the_log_has_the_reason_of_each_world_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "spark_elastic")
-    bench = Bench(FOUR)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=FOUR)
     monitor = JobMonitor(JobListener(), FakeClock())
     monitor.on_transition(on.Tick(1.0), bench.find_commands(PublishWorld), None)
     assert caplog.messages == [bench.world.reason]

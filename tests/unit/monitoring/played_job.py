@@ -6,22 +6,13 @@ from collections.abc import Sequence
 
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.report import JobReport, WorldChange
-from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import PublishWorld
-from spark_elastic.protocol.messages import (
-    DriverMessage,
-    RegisterSlot,
-    RequestNextWorld,
-    WorkerDone,
-    WorkerStarted,
-    WorldFormed,
-)
-from spark_elastic.protocol.types import Limits, Phase, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.messages import DriverMessage, WorkerDone
+from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp_event
-
-STARTED = 100.0
+from tests.simulator.invariants import stamp_event
+from tests.unit.protocol.driver_bench import Bench, at, name
 
 
 class SimulatedJobClock(FakeClock):
@@ -32,38 +23,27 @@ class SimulatedJobClock(FakeClock):
         self._job = job
 
     def now(self) -> float:
-        return STARTED + self._job.now
+        return self._job.now
 
 
-class SimulatedJob:
+class SimulatedJob(Bench):
     """A driver machine whose transitions a job history observes; `now` is seconds since the launch."""
 
     def __init__(self, workers: int, all_results: bool = False) -> None:
-        self.now = 0.0
+        super().__init__(Limits(workers, 1, workers, all_results=all_results))
         self.world_changes: list[WorldChange] = []
         self.history = JobHistory(SimulatedJobClock(self), self.world_changes.append)
-        self.state, _ = driver_machine.initial(Limits(workers, 1, workers, all_results=all_results), 1)
-        self.world: World | None = None
 
-    def on(self, played: on.DriverEvent | DriverMessage) -> None:
-        event = stamp_event(played, STARTED + self.now)
-        self.state, commands = driver_machine.step(self.state, event)
-        self.history.on_transition(event, commands, self.state)
-        for command in commands:
-            if isinstance(command, PublishWorld):
-                self.world = command.world
+    def on(self, played: on.DriverEvent | DriverMessage) -> tuple[DriverCommand, ...]:
+        commands = super().on(played)
+        self.history.on_transition(stamp_event(played, self.now), commands, self.state)
+        return commands
 
     def start_worker(self, job: int) -> None:
-        self.on(RegisterSlot(SlotId(f"{job}-0"), f"host-{job}", job))
-        self.on(WorkerStarted(SlotId(f"{job}-0"), WorkerId(f"{job}-0.1")))
-        self.on(RequestNextWorld(WorkerId(f"{job}-0.1"), None, None))
+        self.slot(job, f"host-{job}")
+        self.join(name(job))
 
-    def form(self) -> None:
-        assert self.world is not None
-        for member in self.world.members:
-            self.on(WorldFormed(member.worker, self.world.fence))
-
-    def start(self, jobs: Sequence[int]) -> None:
+    def begin(self, jobs: Sequence[int]) -> None:
         for job in jobs:
             self.start_worker(job)
         self.now += 1.0
@@ -71,7 +51,6 @@ class SimulatedJob:
 
     def lose_host(self, job: int, step: int, regroup: float) -> None:
         """The host of a member goes; the others come again at `step`."""
-        assert self.world is not None
         (member,) = [member for member in self.world.members if member.slot == f"{job}-0"]
         for worker in (member.worker, None):
             self.on(on.ConnectionLost(0, member.slot, worker))
@@ -81,21 +60,18 @@ class SimulatedJob:
 
     def leave_world(self, step: int, but: int = 0, planned: bool = False) -> None:
         """All members leave the world at `step`, but that of one slot job."""
-        assert self.world is not None
-        fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
-        for member in self.world.members:
+        world = self.world
+        for member in world.members:
             if member.slot != f"{but}-0":
-                self.on(RequestNextWorld(member.worker, fence, position, planned=planned))
+                self.join(member.worker, world.fence, at(step), planned=planned)
 
     def report(self, step: int, **more: float) -> None:
         metrics = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
         self.history.on_progress({**metrics, **more})
 
     def finish(self) -> None:
-        assert self.world is not None
         for member in self.world.members:
-            end = Position(1, Phase.TRAIN, 0)
-            self.on(WorkerDone(member.worker, self.world.fence, end, "null"))
+            self.on(WorkerDone(member.worker, self.fence, Position(1, Phase.TRAIN, 0), "null"))
 
     @property
     def result(self) -> JobReport:

@@ -10,13 +10,13 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
 from spark_elastic.protocol.messages import WorkerDone
 from spark_elastic.protocol.types import Fence, Phase, Position
-from tests.unit.monitoring.played_job import STARTED, SimulatedJob
+from tests.unit.monitoring.played_job import SimulatedJob
 
 
 def play_loss() -> SimulatedJob:
     """3 workers for 4 s, half a second of recovery, 2 workers for 2 s."""
     job = SimulatedJob(3)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.now = 5.0
     job.report(41)
     job.lose_host(2, step=40, regroup=0.5)
@@ -55,7 +55,7 @@ def test_each_second_of_a_job_belongs_to_one_phase() -> None:
 
 def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
     job = SimulatedJob(2)
-    job.start([1, 2])
+    job.begin([1, 2])
     job.now = 11.0
     assert job.result.phases["training"] == pytest.approx(10.0)
     assert job.result.useful_hours * 3600 == pytest.approx(20.0)
@@ -63,7 +63,7 @@ def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
 
 def test_the_bulk_planes_time_belongs_to_its_world_however_late_it_arrives() -> None:
     job = SimulatedJob(3)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     first = job.world_changes[0].generation
     job.lose_host(2, step=40, regroup=0.5)
     job.form()
@@ -94,7 +94,7 @@ def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
 
 def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> None:
     job = SimulatedJob(3)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.lose_host(2, step=1, regroup=0.5)
     job.lose_host(3, step=1, regroup=0.25)
     job.form()
@@ -116,7 +116,7 @@ def test_a_loss_before_the_first_world_is_complete_counts_as_a_loss() -> None:
 
 def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
     job = SimulatedJob(3, all_results=True)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.now = 5.0
     assert job.world is not None
     member = job.world.members[0]
@@ -133,7 +133,7 @@ def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
 
 def test_restarts_before_the_next_report_do_not_lose_the_same_steps_again() -> None:
     job = SimulatedJob(1)
-    job.start([1])
+    job.begin([1])
     job.report(7)
     for host in (1, 2, 3):
         job.lose_host(host, step=0, regroup=0.0)
@@ -151,7 +151,7 @@ def test_restarts_before_the_next_report_do_not_lose_the_same_steps_again() -> N
 
 def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
     job = SimulatedJob(1)
-    job.start([1])
+    job.begin([1])
     job.lose_host(1, step=0, regroup=0.0)
     job.on(on.LaunchEnded(0, 1, "its host is lost"))
     job.start_worker(2)
@@ -175,7 +175,7 @@ def test_checkpoint_seconds_of_successive_rank_0_processes_add_up() -> None:
 def test_history_entries_are_bounded_and_repeated_ones_are_merged() -> None:
     job = SimulatedJob(1)
     for number in range(1000):
-        job.history.on_transition(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
+        job.history.on_transition(on.Tick(0.0), (LaunchSlot("wanted", number),), None)
     (entry,) = job.history.view().entries
     assert (entry.kind, entry.times) == ("launch slot", 1000)
     for _ in range(2 * MAX_ENTRIES):

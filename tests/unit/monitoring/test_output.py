@@ -5,30 +5,22 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
-from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
-from spark_elastic.monitoring.log_files import FileListener
+from spark_elastic.monitoring.console import FileListener, LineRateLimiter, OutputListener
 from spark_elastic.testing.fakes import FakeClock
 
 
-def output(
-    stream: IO[str],
-    folder: Path | None = None,
-    show_output: bool = True,
-    limiter: LineRateLimiter | None = None,
-) -> FileListener:
-    return FileListener(
-        folder,
-        stream,
-        FakeClock(),
-        timestamps=False,
-        show_messages=True,
-        show_output=show_output,
-        limiter=limiter,
-    )
+def output(stream: IO[str], folder: Path | None = None, **options: Any) -> FileListener:
+    options = {
+        "clock": FakeClock(),
+        "timestamps": False,
+        "show_messages": True,
+        "show_output": True,
+    } | options
+    return FileListener(folder, stream, **options)
 
 
 @pytest.mark.parametrize("limited", [True, False])
@@ -42,19 +34,21 @@ def test_the_output_of_a_worker_is_limited_on_a_screen_and_whole_in_files(
     listener.on_output("", 0, "another")
     listener.on_message("world 2")
     listener.close()
+    unseen = output(stream, tmp_path, show_output=False)
+    unseen.on_output("", None, "a line")
+    unseen.close()
     shown = stream.getvalue().splitlines()
     lines = [f"line {number}" for number in range(5)]
     first = [f"[1] {line}" for line in (lines[:3] if limited else lines)]
     last = ["[1] 2 lines were dropped"] if limited else []
     assert shown == [*first, "[0] another", "[driver] world 2", *last]
     assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == lines
+    assert (tmp_path / "rank.none" / "stdout").read_text() == "a line\n"
 
 
 def test_messages_among_sparks_log_have_its_form_and_workers_lines_stay() -> None:
-    stream, clock = io.StringIO(), FakeClock()
-    shown = OutputListener(
-        stream, clock, timestamps=False, show_messages=True, show_output=True, as_spark=True
-    )
+    stream = io.StringIO()
+    shown = OutputListener(stream, FakeClock(), False, True, True, as_spark=True)
     shown.on_message("world of 2: started")
     shown.on_output("", 1, "hello")
     first, second = stream.getvalue().splitlines()
@@ -89,18 +83,9 @@ def test_characters_that_a_streams_encoding_lacks_are_escaped() -> None:
     assert written.getvalue() == b"[0] \\xe9\n"
 
 
-def test_files_are_written_even_if_output_is_not_shown(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    listener = output(stream, tmp_path, show_output=False)
-    listener.on_output("", None, "a line")
-    listener.close()
-    assert stream.getvalue() == ""
-    assert (tmp_path / "rank.none" / "stdout").read_text() == "a line\n"
-
-
 def test_metrics_of_a_loop_are_shown_as_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    shown = OutputListener(stream, clock, timestamps=False, show_messages=True, show_output=True)
+    shown = output(stream, clock=clock)
     shown.on_progress({"step": 1, "world": 2})
     for step in (2, 3, 4):
         shown.on_progress({"step": step, "world": 2, "loss": 0.5, "auc": 0.75})

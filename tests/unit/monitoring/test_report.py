@@ -99,23 +99,14 @@ def test_the_example_in_the_docs_is_what_a_report_prints() -> None:
     assert textwrap.indent(str(report), "    ") in (ROOT / "docs" / "report.md").read_text()
 
 
-@pytest.mark.parametrize("report", [REPORT, JobReport()])
-def test_the_plot_of_a_report_has_three_axes(report: JobReport) -> None:
-    pytest.importorskip("matplotlib")
-    figure = report.plot()
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "rows/s", "workers"]
-
-
 def test_a_plot_of_a_fit_shows_training_and_validation_by_epoch_with_the_losses_where_they_were() -> None:
     pytest.importorskip("matplotlib")
-    figure = FITTED.plot()
-    *over_time, by_epoch = figure.axes
-    assert [axes.get_ylabel() for axes in over_time] == ["loss", "rows/s", "workers"]
+    *over_time, by_epoch = FITTED.plot().axes
+    for axes in (over_time, REPORT.plot().axes, JobReport().plot().axes):
+        assert [part.get_ylabel() for part in axes] == ["loss", "rows/s", "workers"]
     lines = {line.get_label(): line for line in by_epoch.get_lines()}
-    assert [list(lines[name].get_ydata()) for name in ("training", "validation")] == [
-        [0.75, 0.5],
-        [1.0, 0.625],
-    ]
+    assert list(lines["training"].get_ydata()) == [0.75, 0.5]
+    assert list(lines["validation"].get_ydata()) == [1.0, 0.625]
     marks = [line for line in by_epoch.get_lines() if str(line.get_label()).startswith("_")]
     assert [line.get_xdata()[0] for line in marks] == [0.5]
 
@@ -150,20 +141,11 @@ def test_a_metric_series_is_thinned_and_keeps_its_ends_and_means() -> None:
     assert [point.at for point in points] == sorted(point.at for point in points)
     assert points[0].loss == pytest.approx(0.5)
     assert {point.rows_per_second for point in points} == {10.0}
-
-
-def test_a_thinned_metric_series_has_the_newest_point() -> None:
-    curve = MetricSeries(max_points=8)
+    short = MetricSeries(max_points=8)
     for number in range(9):
-        curve.add(MetricPoint(float(number), number, None, 0.0, 1))
-    assert [point.at for point in curve.points] == [1.0, 3.0, 5.0, 7.0, 8.0]
-
-
-def test_a_short_metric_series_is_kept_as_it_is() -> None:
-    curve, points = MetricSeries(max_points=8), [MetricPoint(float(n), n, None, 0.0, 1) for n in range(8)]
-    for point in points:
-        curve.add(point)
-    assert curve.points == tuple(points)
+        assert [point.at for point in short.points] == list(range(number))
+        short.add(MetricPoint(float(number), number, None, 0.0, 1))
+    assert [point.at for point in short.points] == [1.0, 3.0, 5.0, 7.0, 8.0]
 
 
 def numbers(epoch: int, step: int) -> dict[str, int]:

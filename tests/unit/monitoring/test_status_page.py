@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.monitoring.job_history import LOST_SECONDS, JobHistory
-from spark_elastic.monitoring.page import MAX_TEXT, encode_json, read_page, save_page
-from spark_elastic.monitoring.report import JobReport
-from spark_elastic.monitoring.status import MAX_SLOTS, build_status, build_status_pages, format_prometheus
+from spark_elastic.monitoring.job_history import (
+    LOST_SECONDS,
+    MAX_SLOTS,
+    JobHistory,
+    build_status,
+    build_status_pages,
+    format_prometheus,
+)
+from spark_elastic.monitoring.report import MAX_TEXT, JobReport, encode_json, read_page, save_page
 from spark_elastic.protocol import events as on
 from spark_elastic.testing.fakes import FakeClock
 from tests.unit.monitoring.played_job import SimulatedJob
@@ -28,7 +33,6 @@ const make_element = () => ({
   textContent: "", className: "", children: [], style: {}, dataset: {}, attributes: {},
   append(...added) { this.children.push(...added); }, prepend(added) { this.children.unshift(added); },
   replaceChildren(...added) { this.children = added; }, setAttribute(name, value) { this.attributes[name] = value; },
-  text() { return this.textContent + " " + this.children.map(child => child.text()).join(" "); },
 });
 const elements = {}, location = { search: "" };
 const document = {
@@ -41,7 +45,7 @@ const document = {
 def create_job(workers: int) -> SimulatedJob:
     """A job whose first world stands, and whose rank 1 is stuck."""
     job = SimulatedJob(workers)
-    job.start(range(1, workers + 1))
+    job.begin(range(1, workers + 1))
     assert job.world is not None
     stack = "rank 1 keeps others waiting\n" + "  File x\n" * MAX_TEXT
     job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, stack))
@@ -106,7 +110,7 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
 
 def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
     job = SimulatedJob(3)
-    job.start([1, 2, 3])
+    job.begin([1, 2, 3])
     job.lose_host(2, step=4, regroup=0.4)
     broken = [event["text"] for event in read_status(job)["events"]]
     assert [text for text in broken if "world" in text][-1].startswith("world of 2: 1 of 3 lost")
@@ -119,7 +123,7 @@ def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
 
 def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
     job = SimulatedJob(2)
-    job.start([1, 2])
+    job.begin([1, 2])
     job.now += 1.0
     job.report(3, loss=0.125)
     job.lose_host(2, step=4, regroup=0.4)
@@ -138,41 +142,27 @@ def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
 def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
     job = SimulatedJob(2)
     job.now = 30.0
-    job.start([1, 2])
+    job.begin([1, 2])
     for step in range(20):
         job.now += 0.5
         job.report(step, loss=118.9 * 0.6**step, a_very_large_number=4.25e12)
-    page = save_page(build_status(job.history, "mine"))
-    data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    program = tmp_path / "page.js"
-    program.write_text(
-        f"{DOCUMENT}\nelements.saved = make_element(); elements.saved.textContent = {json.dumps(data)};\n"
-    )
-    with program.open("a") as file:
-        file.write(f"{script}\nconsole.log(JSON.stringify(Object.fromEntries(Object.entries(elements)\n")
-        file.write("  .map(([name, element]) => [name, element.text()]))));\n")
-        file.write("console.log(elements.loss.children.at(-1).attributes.points);\n")
-        file.write("console.log([null, 59.96, 119.7, 1679.9, 3599.6, 7199].map(time).join());\n")
-    done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    shown, points, times = done.stdout.splitlines()
-    assert times == "–,1 min 0 s,2 min 0 s,28 min 0 s,1 h 0 min,2 h 0 min"
-    seen = json.loads(shown)
-    assert seen["name"].strip() == "mine"
-    assert seen["loss-title"].strip() == "Loss (logarithmic scale)"
-    assert "4.25e+12" in seen["tiles"], "short enough for its tile"
-    assert "world of 2: started in 31.00 s" in seen["events"]
-    heights = [float(point.split(",")[1]) for point in points.split()]
+    shown = run_script(save_page(build_status(job.history, "mine")), tmp_path)
+    assert shown["times"] == "–,1 min 0 s,2 min 0 s,28 min 0 s,1 h 0 min,2 h 0 min"
+    assert find_text(shown["name"]) == "mine"
+    assert find_text(shown["loss-title"]) == "Loss (logarithmic scale)"
+    assert "4.25e+12" in find_text(shown["tiles"]), "short enough for its tile"
+    assert "world of 2: started in 31.00 s" in find_text(shown["events"])
+    points = shown["loss"]["children"][-1]["attributes"]["points"].split()
+    lefts, heights = zip(*(map(float, point.split(",")) for point in points), strict=True)
     drops = [after - before for before, after in itertools.pairwise(heights)]
     assert min(drops) > 0.8 * max(drops), "an exponential loss falls as a straight line"
-    lefts = [float(point.split(",")[0]) for point in points.split()]
     assert lefts[0] < 60, "the start-up of 30 s takes no room"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_the_page_shows_training_and_validation_by_epoch(tmp_path: Path) -> None:
     job = SimulatedJob(2)
-    job.start([1, 2])
+    job.begin([1, 2])
     for step in range(1, 101):
         job.now += 0.1
         job.report(step)
@@ -190,19 +180,20 @@ def test_the_script_of_the_page_shows_training_and_validation_by_epoch(tmp_path:
     assert "training 0.25 validation 0.5 epochs 1 to 2" in texts[0]
     assert "last 0.05 epochs 1 to 2" in texts[1]
     drawn = [child["attributes"] for child in loss["children"][1]["children"]]
-    (mark,) = [each["x1"] for each in drawn if each["class"] == "mark loss"]
+    (mark,) = [line["x1"] for line in drawn if line["class"] == "mark loss"]
     assert mark == 150, "the worker was lost at the end of the first of two epochs, of 300 units"
-    curves = {each["class"]: each["points"] for each in drawn if "points" in each}
+    curves = {line["class"]: line["points"] for line in drawn if "points" in line}
     assert curves == {"curve training": "150.0,50.0 300.0,96.0", "curve validation": "150.0,4.0 300.0,50.0"}
     assert "rows missing 2 rows twice 0" in find_text(shown["tiles"])
 
 
 def run_script(page: str, folder: Path) -> dict[str, Any]:
-    """The elements of the page by their id, once its script has run."""
+    """The elements of the page by their id, once its script has run; and "times", which it has formatted."""
     data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
     program = folder / "page.js"
     saved = f"elements.saved = make_element(); elements.saved.textContent = {json.dumps(data)};"
-    program.write_text(f"{DOCUMENT}\n{saved}\n{script}\nconsole.log(JSON.stringify(elements));\n")
+    tail = "elements.times = [null, 59.96, 119.7, 1679.9, 3599.6, 7199].map(time).join();"
+    program.write_text(f"{DOCUMENT}\n{saved}\n{script}\n{tail}\nconsole.log(JSON.stringify(elements));\n")
     done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -10,19 +10,11 @@ import pytest
 from hypothesis import given, strategies
 
 from elastic_collectives import MismatchError
-from spark_elastic.horovod.ops.negotiation import (
-    ALLGATHER,
-    ALLREDUCE,
-    BROADCAST,
-    Message,
-    Negotiation,
-    OperationRequest,
-    RoundResult,
-)
+from spark_elastic.horovod.ops.negotiation import Message, Negotiation, OperationRequest, RoundResult
 
 
 def reduction(name: str | None, length: int = 4, op: str = "sum") -> OperationRequest:
-    return OperationRequest(ALLREDUCE, name, ("float32",), ((length,),), op)
+    return OperationRequest("allreduce", name, ("float32",), ((length,),), op)
 
 
 class Ranks:
@@ -92,7 +84,7 @@ def test_a_request_that_was_sent_before_takes_two_bytes() -> None:
         (reduction("x", 5), r"'x': rank 0 has shapes \(4,\), rank 1 \(5,\)"),
         (reduction("x", op="max"), "rank 0 has op sum, rank 1 max"),
         (replace(reduction("x"), dtypes=("float64",)), "has dtypes float32, rank 1 float64"),
-        (replace(reduction("x"), kind=BROADCAST), "has kind allreduce, rank 1 broadcast"),
+        (replace(reduction("x"), kind="broadcast"), "has kind allreduce, rank 1 broadcast"),
         (replace(reduction("x"), root=1), "has root 0, rank 1 1"),
         (replace(reduction("x"), scale=(1.0, 0.5)), "has scale"),
         (replace(reduction("x"), compression="fp16"), "has compression None, rank 1 fp16"),
@@ -117,7 +109,7 @@ def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:
 def test_operations_other_than_reductions_fail_while_a_rank_has_joined() -> None:
     ranks = Ranks(2)
     ranks.say([Message()], [])
-    (due,) = ranks.say([], [OperationRequest(ALLGATHER, "g", ("float32",), ((-1,),))]).responses
+    (due,) = ranks.say([], [OperationRequest("allgather", "g", ("float32",), ((-1,),))]).responses
     assert "no allgather while rank(s) 0 have joined" in str(due.error)
 
 

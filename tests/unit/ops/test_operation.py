@@ -1,33 +1,52 @@
-"""What travels together, what a joined rank adds, and what a world of one computes."""
+"""What travels together, what a joined rank adds, what arguments come to, which backward passes make a step."""
 
 from __future__ import annotations
 
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from elastic_collectives import Group
+from elastic_collectives.operands import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
-from spark_elastic.gradients.process_sets import SingleProcessGroup
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
-from spark_elastic.horovod.ops.operation import CompletionSignal, Task, fuse_tasks, make_neutral_arrays
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.flat_allreduce import ALIGN, FlatAllreduce, FlatBuffer
+from spark_elastic.gradients.process_sets import SingleProcessGroup, global_process_set
+from spark_elastic.gradients.reduction import (
+    Adasum,
+    Average,
+    Compressor,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    ReduceOptions,
+    Sum,
+)
+from spark_elastic.horovod.ops import distributed_optimizer
+from spark_elastic.horovod.ops.distributed_optimizer import GradientAccumulator, validate_backward_passes
+from spark_elastic.horovod.ops.negotiation import OperationRequest
+from spark_elastic.horovod.ops.operation import Task, fuse_tasks, make_neutral_arrays
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from tests.fake_group import FakeFabric
+from tests.reductions import reduce_parts
+from tests.unit.torch.worlds import run_in_world
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 def reduction(name: str, length: int = 1, dtype: str = "float32", op: str = "sum") -> OperationRequest:
-    return OperationRequest(ALLREDUCE, name, (dtype,), ((length,),), op)
+    return OperationRequest("allreduce", name, (dtype,), ((length,),), op)
 
 
 def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
     requests = [
         reduction("a", 10), reduction("wide", 10, "float64"), reduction("b", 10), reduction("big", 1 << 20),
         reduction("c", 10), reduction("max", 1, op="max"), reduction("s1", 1, op="adasum"),
-        reduction("s2", 1, op="adasum"), OperationRequest(BARRIER, "barrier"),
+        reduction("s2", 1, op="adasum"), OperationRequest("barrier", "barrier"),
     ]  # fmt: skip
     tasks = [Task(request.name or "", request, None) for request in requests]
     told = [[task.label for task in batch] for batch in fuse_tasks(tasks, 100)]
@@ -44,17 +63,13 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
     values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])
     own = values.astype("uint16" if dtype == "bfloat16" else dtype)
     assert added.dtype == own.dtype
-    from tests.reductions import reduce_parts
-
     assert reduce_parts([own, added], dtype, op, 1.0).tolist() == own.tolist()
     group.close()
 
 
 @pytest.mark.parametrize(("op", "factor"), [("min", -1.0), ("max", -2.0), ("product", 2.0), ("min", 0.0)])
 def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, factor: float) -> None:
-    from tests.reductions import reduce_parts
-
-    request = OperationRequest(ALLREDUCE, "x", ("float32",), ((3,),), op, (factor, 1.0))
+    request = OperationRequest("allreduce", "x", ("float32",), ((3,),), op, (factor, 1.0))
     (added,) = make_neutral_arrays(request)
     own = np.array([1.0, -3.0, 0.5], np.float32) * np.float32(factor)
     assert reduce_parts([own, added * np.float32(factor)], "float32", op, 1.0).tolist() == own.tolist()
@@ -63,14 +78,127 @@ def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, f
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     kind = "uint16" if dtype == "bfloat16" else dtype
-    request = OperationRequest(ALLREDUCE, "x", (dtype,), ((2,),), "average", (2.0, 0.5))
+    request = OperationRequest("allreduce", "x", (dtype,), ((2,),), "average", (2.0, 0.5))
     results = []
     for group in (cast("Group", SingleProcessGroup()), FakeFabric(1).group(0)):
         array = np.array([16256, 4] if dtype == "bfloat16" else [3, 4]).astype(kind)
-        results.append(
-            OperationQueue(group, CompletionSignal(SystemClock()), OperationConfig())
-            .submit(request, [array])
-            .wait()[0]
-            .tolist()
-        )
+        queue = OperationQueue(group, SystemClock(), OperationConfig())
+        results.append(queue.submit(request, [array]).wait()[0].tolist())
     assert results[0] == results[1]
+
+
+class HalfPrecision(Compressor):
+    wire = "fp16"
+
+
+@pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
+def test_reducescatter_refuses_other_reductions_and_no_tensors(count: int, op: Any) -> None:
+    with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
+        ReduceOptions.from_reducescatter_args(count, op, (1.0, 1.0), global_process_set)
+
+
+@pytest.mark.parametrize(
+    ("op", "predivide", "says"),
+    [
+        (Max, 1.0, "op must be Average, Sum or Adasum; got"),
+        (Average, 0.0, "must be above 0"),
+        (Sum, 2.0, "left out with op=Sum"),
+        (Adasum, 2.0, "and op=Adasum"),
+    ],
+)
+def test_exchanges_of_gradients_refuse_wrong_arguments(op: ReduceOp, predivide: float, says: str) -> None:
+    assert ReduceOptions.from_gradient_args(Average, 2, global_process_set).scale == (0.5, 2.0)
+    with pytest.raises(InvalidInput, match=says):
+        ReduceOptions.from_gradient_args(op, predivide, global_process_set)
+
+
+@pytest.mark.parametrize(
+    ("op", "compression", "all_float32", "wire"),
+    [
+        (Sum, HalfPrecision, True, "fp16"),
+        (Sum, HalfPrecision, False, None),
+        (Adasum, HalfPrecision, True, None),
+        (Sum, Compressor, True, None),
+    ],
+)
+def test_only_float32_has_a_wire_format(
+    op: ReduceOp, compression: type[Compressor], all_float32: bool, wire: str | None
+) -> None:
+    assert ReduceOptions(op, compression=compression).choose_wire_format(all_float32) == wire
+
+
+def test_the_gradient_factor_of_a_reducescatter() -> None:
+    def fail_if_asked() -> int:
+        raise AssertionError("an average's factor does not depend on the size")
+
+    assert ReduceOptions(Sum, (0.5, 3.0)).reducescatter_gradient_factor(lambda: 4) == 6.0
+    assert ReduceOptions(Average, (0.5, 3.0)).reducescatter_gradient_factor(fail_if_asked) == 1.5
+    for op in (Min, Max, Product):
+        with pytest.raises(InvalidInput, match="has no gradient"):
+            ReduceOptions(op).reducescatter_gradient_factor(fail_if_asked)
+
+
+def make_accumulator(passes: int, average: bool = False) -> GradientAccumulator[Array]:
+    return GradientAccumulator(passes, average, lambda arrays: [array.copy() for array in arrays])
+
+
+def add(accumulator: GradientAccumulator[Array], *values: float | None) -> list[float | None] | None:
+    sums = accumulator.add([None if value is None else np.array(value) for value in values])
+    return None if sums is None else [None if total is None else float(total) for total in sums]
+
+
+def test_sums_are_not_written_into_the_gradients_of_a_pass() -> None:
+    accumulator, first = make_accumulator(2), np.array([1.0])
+    accumulator.add([first])
+    accumulator.add([np.array([2.0])])
+    assert first.tolist() == [1.0]
+
+
+def test_a_new_world_starts_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(fence=(1, 1))
+    monkeypatch.setattr(distributed_optimizer, "world", lambda: world)
+    accumulator = make_accumulator(2)
+    assert add(accumulator, 1.0) is None
+    world.fence = (1, 2)
+    assert [add(accumulator, 2.0), add(accumulator, 4.0)] == [None, [6.0]]
+
+
+def test_a_step_has_at_least_one_backward_pass() -> None:
+    assert validate_backward_passes(1) == 1
+    with pytest.raises(InvalidInput, match="at least 1; got 0"):
+        make_accumulator(0)
+
+
+def test_arrays_of_one_dtype_lie_next_to_each_other_and_begin_aligned() -> None:
+    buffer = FlatBuffer([(2, 3), (4,), (), (0,)], ["float32", "float64", "float32", "int64"])
+    lengths = [("float32", ALIGN // 4 + 1), ("float64", 4), ("int64", 0)]
+    assert [(flat.dtype.name, len(flat)) for flat in buffer.flat] == lengths
+    assert [view.shape for view in buffer.views] == [(2, 3), (4,), (), (0,)]
+    assert all(view.ctypes.data % ALIGN == 0 for view in buffer.views if view.size)
+
+
+def test_filling_copies_arrays_in_and_writes_zeros_for_none() -> None:
+    buffer = FlatBuffer([(2,), (2,)], ["float32", "float32"])
+    buffer.fill([np.array([1, 2], np.float32), np.array([3, 4], np.float32)])
+    buffer.fill([None, np.array([5, 6], np.float32)])
+    assert [view.tolist() for view in buffer.views] == [[0.0, 0.0], [5.0, 6.0]]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sums_are_those_of_all_ranks_in_each_dtype(size: int) -> None:
+    def work(group: Group) -> list[list[float]]:
+        exchange = FlatAllreduce([(2,), (1,)], ["float32", "float64"])
+        for _ in range(2):
+            mine = [np.full(2, group.rank + 1.0, np.float32), None if group.rank else np.array([0.25])]
+            sums = exchange.allreduce(group, mine, None)
+        result = [array.tolist() for array in sums]
+        exchange.close()
+        return result
+
+    total = float(sum(range(1, size + 1)))
+    assert run_in_world(size, work) == [[[total, total], [0.25]]] * size
+
+
+def test_ranks_with_other_shapes_have_another_layout_hash() -> None:
+    hashes = [FlatAllreduce([shape], ["float32"]).layout_hash for shape in [(2, 3), (3, 2), (2, 3)]]
+    assert hashes[0] == hashes[2] != hashes[1]

@@ -17,13 +17,8 @@ from elastic_collectives import CollectiveError, CollectiveTimeout, Group, Misma
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
-from spark_elastic.horovod.ops.negotiation import (
-    ALLREDUCE,
-    ALLTOALL,
-    BROADCAST,
-    OperationRequest,
-)
-from spark_elastic.horovod.ops.operation import CompletionSignal, Operation
+from spark_elastic.horovod.ops.negotiation import OperationRequest
+from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from tests.fake_group import FakeFabric
 
@@ -31,10 +26,14 @@ CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed
 
 
+def make_queue(group: Group, limits: OperationConfig | None = None) -> OperationQueue:
+    return OperationQueue(group, CLOCK, limits or OperationConfig())
+
+
 def submit_sum(
     queue: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
 ) -> Operation:
-    return queue.submit(OperationRequest(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
+    return queue.submit(OperationRequest("allreduce", name, (array.dtype.name,), (array.shape,), op), [array])
 
 
 def on_ranks(
@@ -49,7 +48,7 @@ def on_groups(
 ) -> list[Any]:
     """As `on_ranks`, on groups that are there."""
     size = len(groups)
-    queues = [OperationQueue(group, CompletionSignal(CLOCK), limits or OperationConfig()) for group in groups]
+    queues = [make_queue(group, limits) for group in groups]
     all_done = threading.Barrier(size)
 
     def work_as(queue: OperationQueue) -> Any:
@@ -180,15 +179,18 @@ def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: 
     assert (second[0][0], second[1]) == (expected, 2)
 
 
-@pytest.mark.parametrize("end", ["kill", "abort"])
-def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
+@pytest.mark.parametrize("end", ["kill", "abort", "close"])
+def test_a_broken_world_or_a_closed_queue_fails_all_handles_at_once(end: str) -> None:
     fabric = FakeFabric(3)
-    queues = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
-    handles = [submit_sum(queues[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
+    queues = list(map(make_queue, fabric.groups))
+    ranks = [0] if end == "close" else [0, 1]
+    handles = [submit_sum(queues[rank], f"t{n}", np.ones(1)) for rank in ranks for n in range(5)]
     if end == "kill":
         fabric.kill(2)
-    else:
+    elif end == "abort":
         fabric.group(0).abort("enough")
+    else:
+        queues[0].close()
     began = CLOCK.now()
     for handle in handles:
         with pytest.raises(CollectiveError):
@@ -209,7 +211,7 @@ class _FullDisk:
 
 def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_error_elsewhere() -> None:
     fabric = FakeFabric(2)
-    queues = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
+    queues = list(map(make_queue, fabric.groups))
     queues[1].timeline = _FullDisk()  # type: ignore[assignment]
     handles = [submit_sum(queue, "x", np.ones(1)) for queue in queues]
     with pytest.raises(OSError, match="No space left") as raised:
@@ -226,48 +228,25 @@ def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_err
 @pytest.mark.parametrize(
     ("request_", "array", "says"),
     [
-        (
-            OperationRequest(ALLREDUCE, "x", ("float64",), ((2,),), "sum"),
-            np.arange(2),
-            "'x': dtype 'float64'",
-        ),
-        (
-            OperationRequest(ALLREDUCE, "x", ("bool",), ((2,),), "average"),
-            np.ones(2, bool),
-            "neither averages",
-        ),
-        (OperationRequest(ALLTOALL, "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
-        (OperationRequest(BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
+        (("allreduce", "x", ("float64",), ((2,),), "sum"), np.arange(2), "'x': dtype 'float64'"),
+        (("allreduce", "x", ("bool",), ((2,),), "average"), np.ones(2, bool), "neither averages"),
+        (("alltoall", "x", ("int64",), ((-1,),)), np.arange(3), "cannot be shared evenly"),
+        (("broadcast", "x", ("int64",), ((3,),), "", (1.0, 1.0), None, 2), np.arange(3), "root must be in"),
     ],
 )
 def test_invalid_operations_are_refused_before_they_are_announced(
-    request_: OperationRequest, array: np.ndarray[Any, Any], says: str
+    request_: Any, array: np.ndarray[Any, Any], says: str
 ) -> None:
-    queue = OperationQueue(FakeFabric(2).group(0), CompletionSignal(CLOCK), OperationConfig())
+    queue = make_queue(FakeFabric(2).group(0))
     with pytest.raises(InvalidInput, match=says):
-        queue.submit(request_, [array])
+        queue.submit(OperationRequest(*request_), [array])
 
 
 def test_operations_of_a_single_process_are_done_at_once_and_need_no_thread() -> None:
-    queue = OperationQueue(FakeFabric(1).group(0), CompletionSignal(CLOCK), OperationConfig())
+    queue = make_queue(FakeFabric(1).group(0))
     assert submit_sum(queue, "x", np.ones(2)).done
     assert queue.join().wait()[0].tolist() == [0]
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]
-
-
-def test_closing_a_queue_fails_operations_in_progress() -> None:
-    fabric = FakeFabric(2)
-    first, second = (
-        OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
-    )
-    handles = [submit_sum(queue, "x", np.ones(1)) for queue in (first, second)]
-    assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
-    assert not first._by_name
-    waiting = submit_sum(first, "y", np.ones(1))
-    first.close()
-    with pytest.raises(CollectiveError):
-        waiting.wait()
-    second.close()
 
 
 class _BusyRank:
@@ -291,14 +270,15 @@ class _BusyRank:
         self._free.set()
 
 
+Pair = tuple[OperationQueue, OperationQueue, _BusyRank]
+
+
 @pytest.fixture
-def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, OperationQueue, _BusyRank]]:
+def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Two queues that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
     fabric = FakeFabric(2, timeout=0.5)
     busy = _BusyRank(fabric.group(1), monkeypatch)
-    first, second = (
-        OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
-    )
+    first, second = map(make_queue, fabric.groups)
     for handle in [submit_sum(queue, "x", np.ones(1)) for queue in (first, second)]:
         handle.wait()
     yield first, second, busy
@@ -306,19 +286,15 @@ def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, O
         queue.close()
 
 
-def test_an_idle_round_has_no_timeout(
-    pair_of: tuple[OperationQueue, OperationQueue, _BusyRank],
-) -> None:
+def test_an_idle_round_has_no_timeout(pair_of: Pair) -> None:
     first, second, busy = pair_of
     with busy:
-        CLOCK.sleep(2.0)  # longer than the first one's idle time and the group's timeout
+        CLOCK.sleep(1.5)  # longer than the first one's idle time and the group's timeout
     handles = [submit_sum(queue, "y", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
 
 
-def test_an_operation_requested_in_an_idle_round_has_the_usual_timeout(
-    pair_of: tuple[OperationQueue, OperationQueue, _BusyRank],
-) -> None:
+def test_an_operation_requested_in_an_idle_round_has_the_usual_timeout(pair_of: Pair) -> None:
     first, _, busy = pair_of
     with busy:
         CLOCK.sleep(1.2)  # the first one is in such a round

@@ -18,7 +18,7 @@ from spark_elastic.gradients.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE, OperationRequest
+from spark_elastic.horovod.ops.negotiation import OperationRequest
 from spark_elastic.horovod.ops.operations import get_queue
 from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
@@ -31,7 +31,7 @@ def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compute_total(process_set: ProcessSet, value: float) -> float:
     array = np.array([value], np.float64)
-    request = OperationRequest(ALLREDUCE, "x", ("float64",), ((1,),), "sum")
+    request = OperationRequest("allreduce", "x", ("float64",), ((1,),), "sum")
     return float(get_queue(process_set).submit(request, [array]).wait()[0][0])
 
 
@@ -112,7 +112,7 @@ def test_a_set_keeps_its_own_names_where_it_comes_to_have_the_ranks_of_another()
             return None
         kind = ("float64",), ((1,),), "sum"
         handles = [
-            get_queue(one).submit(OperationRequest(ALLREDUCE, "loss", *kind), [np.array([10.0**place])])
+            get_queue(one).submit(OperationRequest("allreduce", "loss", *kind), [np.array([10.0**place])])
             for place, one in enumerate([global_process_set, *sets])
         ]
         return tuple(float(handle.wait()[0][0]) for handle in handles)

@@ -14,7 +14,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.timeline import start_timeline, stop_timeline
-from spark_elastic.horovod.ops.negotiation import ALLREDUCE, BARRIER, OperationRequest
+from spark_elastic.horovod.ops.negotiation import OperationRequest
 from spark_elastic.horovod.ops.operations import get_queue
 from spark_elastic.rendezvous.server_state import KeyValueStore
 from spark_elastic.worker import context
@@ -22,15 +22,18 @@ from tests.fake_group import FakeFabric
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
-def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def context_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
 
+
+def test_rank_0_writes_the_phases_of_each_operation(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
         for name in ("a", "b", "a"):
-            request = OperationRequest(ALLREDUCE, name, ("float64",), ((1,),), "sum")
+            request = OperationRequest("allreduce", name, ("float64",), ((1,),), "sum")
             get_queue().submit(request, [np.ones(1)]).wait()
-        get_queue().submit(OperationRequest(BARRIER)).wait()
+        get_queue().submit(OperationRequest("barrier")).wait()
         stop_timeline()
 
     run_in_fake_world(2, work)
@@ -48,10 +51,7 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
     assert any(event["name"] == "CYCLE_START" for event in events)
 
 
-def test_only_one_timeline_is_written_and_only_to_a_writable_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    use_context_per_thread(monkeypatch)
+def test_only_one_timeline_is_written_and_only_to_a_writable_path(tmp_path: Path) -> None:
     enter_group(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
         start_timeline(str(tmp_path / "nowhere" / "trace.json"))
@@ -62,37 +62,43 @@ def test_only_one_timeline_is_written_and_only_to_a_writable_path(
     stop_timeline()
 
 
-def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use_context_per_thread(monkeypatch)
+def test_a_new_rank_0_continues_the_timeline(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
     enter_group(FakeFabric(2).group(1))
     start_timeline(str(tmp_path / "trace.json"))
     enter_group(FakeFabric(1, fence=(1, 2)).group(0))
     get_queue()
     stop_timeline()
-    assert json.loads((tmp_path / "trace.json").read_text()) == [
-        {"name": "of the former rank 0", "ph": "i"},
-        {},
-    ]
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert events == [{"name": "of the former rank 0", "ph": "i"}, {}]
+
+
+def enter_as_process(monkeypatch: pytest.MonkeyPatch, generation: int, driver: Any) -> None:
+    """Another process, alone in the world of that generation."""
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1, fence=(1, generation)).group(0))
+    worker = context.get_context()
+    assert worker is not None
+    context.set_context(dataclasses.replace(worker, driver=driver))
+
+
+def write_operation(label: str) -> Any:
+    timeline = get_queue().timeline
+    assert timeline is not None
+    timeline.write_gradients(label, 8, 0.0, 1.0, 2.0)
+    return timeline
 
 
 def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The former rank 0 was lost before its first operation."""
-    use_context_per_thread(monkeypatch)
     path, driver = tmp_path / "trace.json", _Driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
     for generation in (2, 3):
-        use_context_per_thread(monkeypatch)  # another process
-        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-        worker = context.get_context()
-        assert worker is not None
-        context.set_context(dataclasses.replace(worker, driver=driver))
-        timeline = get_queue().timeline
-        assert timeline is not None
-        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        enter_as_process(monkeypatch, generation, driver)
+        write_operation(f"of {generation}")
         stop_timeline()
     text = path.read_text()
     assert all(f"of {generation}" in text for generation in (2, 3))
@@ -119,7 +125,6 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The path's folder may be on another host alone."""
-    use_context_per_thread(monkeypatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
     enter_group(FakeFabric(2).group(1))
     get_queue()
@@ -137,37 +142,18 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
 def test_a_function_that_begins_again_continues_its_timeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    use_context_per_thread(monkeypatch)
-    path = tmp_path / "trace.json"
-    for generation in (1, 2):
-        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-        start_timeline(str(path))
-        timeline = get_queue().timeline
-        assert timeline is not None
-        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
-    stop_timeline()
-    assert all(f"of {generation}" in path.read_text() for generation in (1, 2))
-
-
-def test_a_function_that_begins_again_in_another_process_continues_its_timeline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    """In the same process, and in another one, the first of which was killed."""
     path, driver = tmp_path / "trace.json", _Driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     for generation in (1, 2):
-        use_context_per_thread(monkeypatch)  # another process: the first one was killed
-        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-        worker = context.get_context()
-        assert worker is not None
-        context.set_context(dataclasses.replace(worker, driver=driver))
-        start_timeline(str(path))
-        timeline = get_queue().timeline
-        assert timeline is not None
-        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        enter_as_process(monkeypatch, generation, driver)
+        for turn in range(2):
+            start_timeline(str(path))
+            timeline = write_operation(f"of {generation}, {turn}")
         if generation == 1:
             timeline._file.close()
     text = path.read_text()
-    assert all(f"of {generation}" in text for generation in (1, 2))
+    assert all(f"of {generation}, {turn}" in text for generation in (1, 2) for turn in range(2))
     assert "of an older job" not in text
     stop_timeline()
     start_timeline(str(path))
@@ -175,16 +161,13 @@ def test_a_function_that_begins_again_in_another_process_continues_its_timeline(
     assert "of 1" not in path.read_text(), "a timeline that was stopped is another one"
 
 
-def test_a_full_disk_ends_the_timeline_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    use_context_per_thread(monkeypatch)
-
+def test_a_full_disk_ends_the_timeline_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     def work(group: Group) -> float:
         start_timeline("/dev/full", mark_cycles=True)
         array = np.ones(1)
         for _ in range(2):
-            get_queue().submit(OperationRequest(ALLREDUCE, "a", ("float64",), ((1,),), "sum"), [array]).wait()
+            request = OperationRequest("allreduce", "a", ("float64",), ((1,),), "sum")
+            get_queue().submit(request, [array]).wait()
         stop_timeline()
         return float(array[0])
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, PublishWorld, ReleaseSlot
-from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.driver.forming import assign_ranks, find_source
+from spark_elastic.protocol.driver.state import DriverState, WorkerRecord
 from spark_elastic.protocol.messages import (
     DriverMessage,
     Heartbeat,
@@ -20,10 +21,9 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, SlotId, WorkerId, World
-from tests.simulator.invariants import DriverInvariants
-from tests.simulator.stamping import stamp_event
+from tests.simulator.invariants import DriverInvariants, stamp_event
 
-C = TypeVar("C", bound=DriverCommand)
+C = TypeVar("C", bound=do.DriverCommand)
 FOUR = Limits(num_workers=4, min_workers=1, max_workers=4)
 
 
@@ -51,7 +51,14 @@ class Bench:
         self.invariants.check(self.state, None, self.state, self.commands)
         self.log = list(self.commands)
 
-    def on(self, played: on.DriverEvent | DriverMessage) -> tuple[DriverCommand, ...]:
+    @classmethod
+    def running(cls, *jobs: int, limits: Limits = FOUR, **changes: Any) -> Bench:
+        """With a world of these jobs' workers."""
+        bench = cls(limits, **changes)
+        bench.start(*jobs)
+        return bench
+
+    def on(self, played: on.DriverEvent | DriverMessage) -> tuple[do.DriverCommand, ...]:
         event = stamp_event(played, self.now)
         before = self.state
         self.state, self.commands = driver_machine.step(before, event)
@@ -77,19 +84,24 @@ class Bench:
 
     @property
     def released(self) -> list[SlotId]:
-        return [release.slot for release in self.find_commands(ReleaseSlot)]
+        return [release.slot for release in self.find_commands(do.ReleaseSlot)]
 
     @property
     def world(self) -> World:
-        return self.find_commands(PublishWorld)[-1].world
+        return self.find_commands(do.PublishWorld)[-1].world
 
     @property
     def fence(self) -> Fence:
         return self.world.fence
 
     @property
-    def end(self) -> End:
-        return self.find_commands(End)[-1]
+    def end(self) -> do.End:
+        return self.find_commands(do.End)[-1]
+
+    def check_end(self, outcome: do.JobOutcome, *said: str) -> None:
+        """The job has ended so, with these words in its reason."""
+        assert self.end.outcome is outcome
+        assert all(words in self.end.reason for words in said), self.end.reason
 
     # ---- what usually happens
 
@@ -124,7 +136,7 @@ class Bench:
     def start(self, *jobs: int) -> None:
         """A world that runs."""
         self.start_warm(*jobs)
-        if not self.find_commands(PublishWorld):
+        if not self.find_commands(do.PublishWorld):
             self.wait(self.limits.gather_timeout, heartbeats_of=jobs)
         self.form()
 
@@ -134,10 +146,18 @@ class Bench:
             self.join(worker, self.fence, at(step))
 
     def stop_planned(self, step: int, *workers: str) -> None:
-        assert self.find_commands(AnnounceChange)
+        assert self.find_commands(do.AnnounceChange)
         fence = self.fence
         for worker in workers:
             self.join(worker, fence, at(step), planned=True)
 
     def members(self) -> list[str]:
         return [member.worker for member in self.world.members]
+
+
+def make_world(generation: int, positions: Mapping[str, Position | None], **more: Any) -> World:
+    """A world of these workers on one host, in order of rank."""
+    workers = [WorkerRecord(name, f"slot {name}", "h", 0.0, position=p) for name, p in positions.items()]
+    source = 0 if more.get("resume") else find_source(workers)
+    members = assign_ranks(workers, dict.fromkeys(positions, "h"))
+    return World(Fence(1, generation), members, source, "because", **more)

@@ -4,22 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.protocol import driver_machine
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import (
-    AbortWorld,
-    AnnounceChange,
-    End,
-    JobOutcome,
-    LaunchSlot,
-    PublishWorld,
-    ReleaseSlot,
-    StopWorker,
-)
-from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import (
     RegisterSlot,
-    RequestNextWorld,
     WorkerDone,
     WorkerRaised,
     WorkerStarted,
@@ -33,7 +21,7 @@ from spark_elastic.protocol.types import (
     SlotId,
     WorkerId,
 )
-from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
+from tests.unit.protocol.driver_bench import Bench, at, name
 
 CLOSE = Position(0, Phase.CLOSE, 0)
 ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
@@ -48,26 +36,24 @@ def _finish(bench: Bench, *jobs: int) -> None:
 
 
 def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.LaunchEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
-    assert bench.end.outcome is JobOutcome.CANCELLED
-    assert len(bench.find_commands(LaunchSlot)) == 4
+    assert bench.end.outcome is do.JobOutcome.CANCELLED
+    assert len(bench.find_commands(do.LaunchSlot)) == 4
 
 
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
-    bench = Bench(max_workers=2, num_workers=2)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, max_workers=2, num_workers=2)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
     bench.join(WorkerId("1-1.1"))
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.find_commands(AnnounceChange)
+    assert not bench.find_commands(do.AnnounceChange)
     assert not bench.released
     bench.exit(name(2), -9)
     bench.regroup(3, name(1))
     assert bench.members() == [name(1), "1-1.1"]  # capacity allows
-    assert len(bench.find_commands(LaunchSlot)) == 2
+    assert len(bench.find_commands(do.LaunchSlot)) == 2
 
 
 def test_r14_slots_of_second_attempts_join_after_others() -> None:
@@ -87,7 +73,7 @@ def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> Non
     bench = Bench(min_workers=2)
     bench.start_warm(1)
     bench.wait(11.0, heartbeats_of=[1])
-    assert not bench.find_commands(PublishWorld)
+    assert not bench.find_commands(do.PublishWorld)
     bench.start_warm(2)
     assert bench.world.size == 2
 
@@ -98,7 +84,7 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
     bench.start_warm(1)
     bench.slot(2)
     bench.wait(21.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
+    assert bench.end.outcome is do.JobOutcome.NOT_ENOUGH_WORKERS
     for part in (
         "1 workers came within 20 s and 3 are needed",
         "lower num_workers or min_workers, give the application more cores, or raise start_timeout",
@@ -109,34 +95,19 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
         assert part in bench.end.reason
 
 
-def test_survivors_below_min_workers_wait_for_others() -> None:
-    bench = Bench(min_workers=4, start_timeout=20.0)
-    bench.start(1, 2, 3, 4)
-    bench.exit(name(2), -9)
-    bench.regroup(3, name(1), name(3), name(4))
-    bench.wait(3.0, heartbeats_of=[1, 3, 4])
-    assert len(bench.find_commands(PublishWorld)) == 1
-    bench.restart(name(2, 2))
-    assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
-    assert bench.world.position == at(3)
-    assert bench.world.receivers == (3,)
-
-
 def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
-    bench = Bench(regroup_timeout=30.0)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, regroup_timeout=30.0)
     bench.exit(name(1), -9)
     bench.regroup(3, name(3), name(2))
     bench.wait(31.0, heartbeats_of=[2, 3, 4])
     assert bench.members() == [name(2), name(3)]
-    assert name(4) in [stop.worker for stop in bench.find_commands(StopWorker) if stop.kill]
+    assert name(4) in [stop.worker for stop in bench.find_commands(do.StopWorker) if stop.kill]
     bench.join(name(4), Fence(1, 1), at(3))
-    assert [type(command) for command in bench.commands] == [StopWorker]
+    assert [type(command) for command in bench.commands] == [do.StopWorker]
 
 
 def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     before = replace(bench.state.workers[name(2)], last_seen=0.0)
     bench.join(name(2))
     assert bench.commands == ()
@@ -144,8 +115,7 @@ def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
 
 
 def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.exit(name(1), -9)
     for job in (2, 3, 4):
         bench.join(name(job))
@@ -154,19 +124,17 @@ def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() 
 
 
 def test_reset_limit_counts_new_worlds() -> None:
-    bench = Bench(reset_limit=1)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, reset_limit=1)
     for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
         bench.exit(name(lost), -9)
         bench.regroup(3, *(name(job) for job in left))
-    assert bench.end.outcome is JobOutcome.RESET_LIMIT
-    assert len(bench.find_commands(PublishWorld)) == 2
+    assert bench.end.outcome is do.JobOutcome.RESET_LIMIT
+    assert len(bench.find_commands(do.PublishWorld)) == 2
 
 
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
 def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
-    bench = Bench(reset_limit=1)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, reset_limit=1)
     bench.start_warm(3)
     bench.stop_planned(1, name(1), name(2))
     bench.form()
@@ -174,44 +142,35 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
     if order is not None:
         bench.on(order)
     bench.wait(1.0, heartbeats_of=(1, 2, 3, 4))
-    assert len(bench.find_commands(AnnounceChange)) == 1
+    assert len(bench.find_commands(do.AnnounceChange)) == 1
     bench.exit(name(3), -9)
     bench.regroup(3, name(1), name(2))
-    assert bench.end.outcome is JobOutcome.RESET_LIMIT
+    assert bench.end.outcome is do.JobOutcome.RESET_LIMIT
 
 
 # ---- planned changes
 
 
+@pytest.mark.scenario("U1")
 def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     bench.slot(3)
     bench.slot(4)
     bench.join(name(3))
     bench.on(on.Tick(0))
-    assert not bench.find_commands(AnnounceChange)
+    assert not bench.find_commands(do.AnnounceChange)
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.join(name(4))
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
+    assert [announce.version for announce in bench.find_commands(do.AnnounceChange)] == [ONE_JOINS]
     bench.stop_planned(6, name(2), name(1))
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
     assert (bench.world.version, bench.world.position) == (ONE_JOINS, at(6))
-    assert not bench.find_commands(AbortWorld)
-
-
-def test_no_change_is_announced_that_would_change_nothing() -> None:
-    bench = Bench(max_global_batch=2)
-    bench.start(1, 2, 3)
-    bench.wait(2.0, heartbeats_of=[1, 2, 3])
-    assert bench.world.size == 2
-    assert not bench.find_commands(AnnounceChange)
+    assert not bench.find_commands(do.AbortWorld)
 
 
 def test_a_planned_change_that_is_undone_changes_nothing() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.exit(name(3), -9)
@@ -221,22 +180,13 @@ def test_a_planned_change_that_is_undone_changes_nothing() -> None:
 
 
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
-    bench = Bench(regroup_timeout=30.0)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, regroup_timeout=30.0)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.stop_planned(6, name(1))
     bench.wait(61.0, heartbeats_of=[1, 2, 3])
     assert bench.members() == [name(1), name(3)]
-    assert "did not come to the planned stop" in bench.find_commands(AbortWorld)[0].reason
-
-
-def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
-    bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
-    bench.on(RegisterSlot(SlotId("4-0"), "h4", 4))
-    assert [type(command) for command in bench.commands] == [ReleaseSlot]
+    assert "did not come to the planned stop" in bench.find_commands(do.AbortWorld)[0].reason
 
 
 # ---- the end
@@ -244,36 +194,33 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
 
 @pytest.mark.scenario("U1")
 def test_r15_results_in_rank_order_once_all_are_done() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     _finish(bench, 3, 1, 4)
-    assert not bench.find_commands(End)
+    assert not bench.find_commands(do.End)
     _finish(bench, 2)
-    assert bench.end.outcome is JobOutcome.SUCCESS
+    assert bench.end.outcome is do.JobOutcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
-    assert {stop.worker for stop in bench.find_commands(StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
+    assert {stop.worker for stop in bench.find_commands(do.StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
     assert set(bench.released) == {"1-0", "2-0", "3-0", "4-0"}
 
 
 def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cost_it() -> None:
     """An exception beyond the failure budget, processes killed for memory, and a slot job that somebody cancels."""
-    bench = Bench(failure_budget=0)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, failure_budget=0)
     _finish(bench, 1)
     bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.on(WorkerRaised(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
     bench.exit(name(2), -9, out_of_memory=True)
-    assert not bench.find_commands(AnnounceChange)
-    assert not bench.find_commands(AbortWorld)
+    assert not bench.find_commands(do.AnnounceChange)
+    assert not bench.find_commands(do.AbortWorld)
     bench.on(on.LaunchEnded(0, 3, "by hand", cancelled=True))
-    assert bench.end.outcome is JobOutcome.SUCCESS
+    assert bench.end.outcome is do.JobOutcome.SUCCESS
     assert bench.end.results == ("result 1", "null", "null")
 
 
 def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     _finish(bench, 2, 3)
     bench.exit(name(1), -9)
     bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
@@ -284,46 +231,26 @@ def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() ->
 
 
 def test_r15_the_wait_for_a_member_that_never_reports_is_limited() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     _finish(bench, 1)
     bench.wait(31.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is JobOutcome.SUCCESS
-    assert name(2) in bench.end.reason
+    bench.check_end(do.JobOutcome.SUCCESS, name(2))
 
 
 def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
-    assert bench.end.outcome is JobOutcome.CANCELLED
+    assert bench.end.outcome is do.JobOutcome.CANCELLED
     bench.on(RegisterSlot(SlotId("9-0"), "h9", 9))
-    assert [type(command) for command in bench.commands] == [ReleaseSlot]
+    assert [type(command) for command in bench.commands] == [do.ReleaseSlot]
     bench.join(name(1), bench.fence, at(3))
-    assert [type(command) for command in bench.commands] == [StopWorker]
+    assert [type(command) for command in bench.commands] == [do.StopWorker]
     bench.wait(100.0)
     assert bench.commands == ()
 
 
 def test_step_leaves_the_state_that_it_was_given_alone() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3)
     before, frozen = bench.state, bench.state.copy()
     bench.exit(name(2), -9)
     assert before == frozen
-
-
-def test_thousands_of_workers_form_one_world() -> None:
-    """Fast enough for the test because an update never copies a whole table."""
-    count = 2000
-    limits = replace(FOUR, num_workers=count, max_workers=count)
-    state, _ = driver_machine.initial(limits, 1)
-    published = 0
-    for job in range(1, count + 1):
-        for message in (
-            RegisterSlot(SlotId(f"{job}-0"), f"h{job // 8}", job),
-            RequestNextWorld(name(job), None, None),
-        ):
-            state, commands = driver_machine.step(state, Received(0.0, message))
-            published += sum(isinstance(command, PublishWorld) for command in commands)
-    assert published == 1

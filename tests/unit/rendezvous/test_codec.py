@@ -86,9 +86,7 @@ def test_facts_and_nested_messages_come_back_as_they_were(message: Any) -> None:
 
 
 @pytest.mark.parametrize("request_class", REQUESTS)
-def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
-    request_class: type[DriverRequest[Any]],
-) -> None:
+def test_every_request_has_a_reader_and_a_path_of_its_own(request_class: type[DriverRequest[Any]]) -> None:
     for cls in (request_class, reply_of(request_class)):
         with pytest.raises(codec.MalformedMessage, match=cls.__name__):
             codec.read(cls, None)

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.rendezvous import file_limit
+from spark_elastic.rendezvous import http_server
 
 
 @pytest.fixture
@@ -20,45 +20,37 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_soft_limit_is_raised_where_it_is_too_low(limits: list[tuple[int, int]]) -> None:
-    file_limit.raise_file_limit(20)
+    http_server.raise_file_limit(20)
     assert limits == [(1024, 20_000)]
-    file_limit.raise_file_limit(2000)
+    http_server.raise_file_limit(2000)
     soft, hard = limits[-1]
     assert 12_000 < soft < 13_000
     assert hard == 20_000
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    http_server.raise_file_limit(10**6)
+    assert len(limits) == 3, "it is enough"
 
 
 def test_jobs_side_by_side_have_room_for_the_workers_of_all(limits: list[tuple[int, int]]) -> None:
-    with file_limit.reserve_files(1000), file_limit.reserve_files(1000):
+    with http_server.reserve_files(1000), http_server.reserve_files(1000):
         assert 12_000 < limits[-1][0] < 13_000
-        with file_limit.reserve_files(2000):  # what the others have open counts already
+        with http_server.reserve_files(2000):  # what the others have open counts already
             assert limits[-1] == (20_000, 20_000)
     limits[:] = [(1024, 20_000)]
-    with file_limit.reserve_files(20):
+    with http_server.reserve_files(20):
         assert limits == [(1024, 20_000)], "the others have ended"
-
-
-def test_an_unlimited_number_of_descriptors_is_enough(limits: list[tuple[int, int]]) -> None:
-    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    file_limit.raise_file_limit(10**6)
-    assert len(limits) == 2
 
 
 def test_a_hard_limit_that_is_too_low_is_refused_with_the_number_of_workers_that_fits(
     limits: list[tuple[int, int]],
 ) -> None:
     with pytest.raises(InvalidInput, match=r"for 5000 workers.*ulimit -Hn.*max_workers to (\d+)") as raised:
-        file_limit.raise_file_limit(5000)
+        http_server.raise_file_limit(5000)
     fits = int(str(raised.value).rsplit("max_workers to ", 1)[1].split()[0])
     assert 3000 < fits < 3300
-    file_limit.raise_file_limit(fits - 5)
+    http_server.raise_file_limit(fits - 5)
     with pytest.raises(InvalidInput):
-        file_limit.raise_file_limit(fits + 5)
-
-
-def test_a_hard_limit_at_which_no_worker_fits_is_not_said_to_be_enough_for_one(
-    limits: list[tuple[int, int]],
-) -> None:
-    limits[:] = [(64, 64)]
+        http_server.raise_file_limit(fits + 5)
+    limits[:] = [(64, 64)]  # no worker fits
     with pytest.raises(InvalidInput, match=r"raise its hard limit \(ulimit -Hn\)\.$"):
-        file_limit.raise_file_limit(2)
+        http_server.raise_file_limit(2)

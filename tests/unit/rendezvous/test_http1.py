@@ -43,12 +43,3 @@ def test_what_two_readers_could_understand_differently_is_refused(written: str, 
     assert written in HEAD
     with pytest.raises(http1.MalformedHead):
         http1.parse_request(HEAD.replace(written, instead, 1).encode("latin-1"))
-
-
-def test_a_response_is_read_as_it_was_written() -> None:
-    response = http1.Response(413, b"body", (("x-y", "z"),), is_last=True)
-    head, _, body = response.encode().partition(http1.END_OF_HEAD)
-    fields = {"x-y": "z", "content-length": "4", "connection": "close"}
-    assert (http1.parse_response(head), body) == ((413, fields, 4), b"body")
-    with pytest.raises(http1.MalformedHead):
-        http1.parse_response(b"SSH-2.0-x")

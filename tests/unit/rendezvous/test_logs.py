@@ -15,18 +15,18 @@ def _lines(*lines: str) -> LogLines:
 
 def test_messages_come_in_order_and_close_delivers_the_rest() -> None:
     got: list[LogLines] = []
-    pump = LogForwarder(got.append)
-    pump.start()
+    forwarder = LogForwarder(got.append)
+    forwarder.start()
     sent = [_lines(str(n)) for n in range(100)]
     for message in sent:
-        pump.put(message)
-    pump.close()
+        forwarder.put(message)
+    forwarder.close()
     assert got == sent
-    pump = LogForwarder(got.append, max_pending=2)
+    forwarder = LogForwarder(got.append, max_pending=2)
     for text in ("a", "b", "c", "d"):
-        pump.put(_lines(text))
-    pump.start()
-    pump.close()
+        forwarder.put(_lines(text))
+    forwarder.start()
+    forwarder.close()
     note = "[2 lines were dropped: they came faster than they were read]"
     assert got[100:] == [_lines("a"), _lines("b"), _lines(note)]
 
@@ -40,19 +40,19 @@ def test_a_blocked_reader_costs_lines_that_are_counted() -> None:
         free.wait()
         got.put(message)
 
-    pump = LogForwarder(deliver, max_pending=2)
-    pump.start()
-    pump.put(_lines("a"))
+    forwarder = LogForwarder(deliver, max_pending=2)
+    forwarder.start()
+    forwarder.put(_lines("a"))
     assert taken.wait(10)
     for text in ("b", "c", "d", "e"):
-        pump.put(_lines(text, text))
+        forwarder.put(_lines(text, text))
     free.set()
     assert [got.get(timeout=10).lines for _ in range(2)] == [("a",), ("b", "b")]
-    pump.put(_lines("f"))
+    forwarder.put(_lines("f"))
     assert got.get(timeout=10).lines == ("[6 lines were dropped: they came faster than they were read]", "f")
-    pump.put(_lines("g"))
+    forwarder.put(_lines("g"))
     assert got.get(timeout=10).lines == ("g",)
-    pump.close()
+    forwarder.close()
 
 
 def test_a_reader_that_raises_goes_on_reading() -> None:
@@ -62,9 +62,9 @@ def test_a_reader_that_raises_goes_on_reading() -> None:
         got.put(message.lines[0])
         raise OSError("the terminal is gone")
 
-    pump = LogForwarder(deliver)
-    pump.start()
-    pump.put(_lines("a"))
-    pump.put(_lines("b"))
+    forwarder = LogForwarder(deliver)
+    forwarder.start()
+    forwarder.put(_lines("a"))
+    forwarder.put(_lines("b"))
     assert [got.get(timeout=10), got.get(timeout=10)] == ["a", "b"]
-    pump.close()
+    forwarder.close()

@@ -6,16 +6,15 @@ import tracemalloc
 
 import pytest
 
-from spark_elastic.errors import InvalidInput, StaleGeneration
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, Member, WorkerId, World
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.messages import CompareAndSet, Comparison, SlotCommands, WorkerToStop
+from spark_elastic.rendezvous.messages import CompareAndSet, Comparison, SlotCommands
 from spark_elastic.rendezvous.server_state import (
     KeyValueLimits,
     KeyValueStore,
     ServerState,
-    name_generation_scope,
 )
 
 
@@ -58,17 +57,6 @@ def test_the_first_reason_of_an_abort_and_of_the_jobs_end_stays() -> None:
     assert state.get_commands("1-0", 0) == SlotCommands(0, (), "first")
 
 
-def test_the_command_to_stop_a_worker_reaches_its_slot() -> None:
-    state = ServerState(1)
-    state.stop_worker(WorkerId("7-2.3"), "a", kill=False)
-    state.stop_worker(WorkerId("7-2.4"), "b", kill=True)
-    commands = (WorkerToStop("7-2.3", "a", False), WorkerToStop("7-2.4", "b", True))
-    assert state.get_commands("7-2", 0) == SlotCommands(2, commands)
-    assert state.get_commands("7-2", 1) == SlotCommands(2, commands[1:])
-    assert state.get_commands("7-2", 2) == SlotCommands(2)
-    assert state.get_commands("7-3", 0) == SlotCommands(0)
-
-
 def test_scopes_are_separate() -> None:
     store = KeyValueStore()
     store.set("a", "k", b"1")
@@ -80,19 +68,6 @@ def test_scopes_are_separate() -> None:
     store.close("a")
     assert store.get("a", ["k"]) == (None,)
     store.close("a")
-
-
-def test_a_generation_takes_values_only_while_it_is_open() -> None:
-    store, scope = KeyValueStore(), name_generation_scope(3)
-    with pytest.raises(StaleGeneration):
-        store.set(scope, "k", b"1")
-    store.open(scope)
-    store.set(scope, "k", b"1")
-    store.set("tuning", "k", b"2")
-    assert store.close_generations() == [scope]
-    with pytest.raises(StaleGeneration):
-        store.get(scope, ["k"])
-    assert store.get("tuning", ["k"]) == (b"2",)
 
 
 def test_reading_an_unknown_scope_makes_none() -> None:

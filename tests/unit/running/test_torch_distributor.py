@@ -11,11 +11,11 @@ import pytest
 import spark_elastic
 from spark_elastic.clusters.run.call import prepare
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Fence, HostId, Member, SlotId, WorkerId, World
-from spark_elastic.worker import torchrun
-from spark_elastic.worker.context import WorkerContext
+from spark_elastic.worker import function_program
+from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun, make_torchrun_variables
 from spark_elastic.worker.script import Script
-from spark_elastic.worker.torchrun import ResultStore, StoredResult, Torchrun, make_torchrun_variables
+from tests.fake_group import FakeFabric
+from tests.unit.ops.workers import enter_group, use_context_per_thread
 
 
 def train(rows: int, rate: float = 0.1) -> bytes:
@@ -31,13 +31,9 @@ def train(rows: int, rate: float = 0.1) -> bytes:
     ],
 )
 def test_the_variables_are_those_of_torchrun(
-    one_node: bool,
-    device: str,
-    local: tuple[str, str],
-    group: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    one_node: bool, device: str, local: Any, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchrun.get_process_context(), "device", device)
+    monkeypatch.setattr(function_program.get_process_context(), "device", device)
     made = make_torchrun_variables({"RANK": "2", "WORLD_SIZE": "3"}, one_node, 4)
     assert (made["LOCAL_RANK"], made["LOCAL_WORLD_SIZE"]) == local
     assert (made["GROUP_RANK"], made["GROUP_WORLD_SIZE"]) == group
@@ -48,11 +44,8 @@ def test_the_variables_are_those_of_torchrun(
 def test_a_result_of_more_than_a_message_goes_through_the_store(
     stores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    member = Member(WorkerId("0-0.1"), SlotId("0-0"), HostId("a"), 0, 0, 1, 0, 1, None)
-    context = WorkerContext(
-        member.worker, World(Fence(1, 1), (member,), None, "start").view_of(member.worker)
-    )
-    monkeypatch.setattr(torchrun, "get_context", lambda: context)
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1).group(0))
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1"})
     store = ResultStore(str(tmp_path)) if stores else None
     call = Torchrun(train, one_node=True, results=store)
@@ -89,7 +82,7 @@ def test_a_function_and_a_script_are_looked_through_for_their_name_arguments_and
         (lambda: distributor().run("/nowhere/train.py"), "the script '/nowhere/train.py' cannot be read"),
         (
             lambda: distributor().run(__file__, lr=1),
-            "takes its arguments by position, as on a command line; got lr",
+            "its arguments by position, as on a command line; got lr",
         ),
         (lambda: distributor().run(3), "takes a function or the path of a script; got a int"),
         (lambda: distributor(min_worker=1).run(train, 1), "min_worker"),

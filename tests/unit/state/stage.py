@@ -13,21 +13,19 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     START,
     Checkpoint,
-    Fence,
     HostUpdateResult,
     MembershipVersion,
     Phase,
     Position,
-    World,
     WorldView,
 )
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from tests.fake_group import FakeFabric
+from tests.unit.protocol.driver_bench import make_world
 
 DEADLINE = 20.0  # seconds
 
@@ -162,11 +160,9 @@ class FakeDriver:
         order = [session for session in self._members if session in self._here]
         order += [session for session in self._here if session not in order]
         self._generation += 1
-        places = [ChosenWorker(f"w{id(s)}", "s", "h", s.position) for s in order]
-        fence = Fence(1, self._generation)
-        source = find_source(places)
-        resume = self.resume if source is None else ()
-        self._world = World(fence, assign_ranks(places), 0 if resume else source, "", self._version, resume)
+        positions = {f"w{id(s)}": s.position for s in order}
+        resume = () if any(positions.values()) else self.resume
+        self._world = make_world(self._generation, positions, version=self._version, resume=resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
         for session, group in zip(order, self._fabric.groups, strict=True):
             group._exchange_parts = session.break_planned(group._exchange_parts)  # type: ignore[method-assign]

@@ -87,9 +87,7 @@ def test_r18_a_driver_that_dies_while_it_publishes_leaves_the_list_before(tmp_pa
     ]
 
 
-def test_r18_a_list_that_a_newer_one_replaces_while_it_is_read_gives_way_to_that_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_r18_a_list_replaced_while_it_is_read_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     store = make_memory_store()
     run, first, second = OwnedRun.acquire(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
     run.publish_now((first,))
@@ -106,9 +104,7 @@ def test_r18_a_list_that_a_newer_one_replaces_while_it_is_read_gives_way_to_that
 
 
 @pytest.mark.parametrize("damage", ["altered", "part gone", "manifest gone", "torn"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    store: Store, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_gives_way(store: Store, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     run, older, newer = CheckpointStore(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
     folder = f"runs/r/checkpoints/{newer.name}"
     match damage:
@@ -264,9 +260,7 @@ def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: St
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_newer_checkpoint_replaces_one_that_waits_and_one_that_cannot_be_made_costs_that_one_alone(
-    store: Store, fails: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_checkpoint_is_preferred(store: Store, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Checkpoint] = []
     free, busy = threading.Event(), threading.Event()
     writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
@@ -322,9 +316,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     assert again == "checkpoints are written again, after 1 that failed."
 
 
-def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_full_store_is_one_warning_and_no_half_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     store = make_memory_store()
     limit_room(store, 700)
     told: list[Checkpoint | None] = []

@@ -23,7 +23,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.store import Store, list_entries
 from spark_elastic.driver.run_board import RunBoard, encode_request, requests_folder, status_name
 from spark_elastic.errors import ElasticError
-from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RunRecord, RunResult
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DrainRequested
@@ -148,9 +148,7 @@ DOCUMENTS: dict[str, Callable[[RunInStore], None]] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_p7_a_document_that_was_changed_anywhere_is_read_or_refused_in_a_sentence(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p7_a_changed_document_is_read_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "SILENT_AFTER", 0.0)
     # Whoever alters a manifest can make its hash right.
     monkeypatch.setattr(Manifest, "hash", "right")

@@ -37,21 +37,15 @@ def keras_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list
 
 
 def make_plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list[Any]]]:
-    variables = [
-        tf.Variable(float(number)),
-        tf.Variable([1, 2], dtype=tf.int64),
-        tf.Variable(tf.ones(3, tf.bfloat16)),
-    ]
+    values = float(number), tf.constant([1, 2], tf.int64), tf.ones(3, tf.bfloat16)
+    variables = [tf.Variable(value) for value in values]
 
     def step() -> None:
         for variable in variables:
             variable.assign_add(tf.ones_like(variable))
 
-    return (
-        hvd.elastic.TensorFlowState(variables, step=0),
-        step,
-        lambda: [variable.numpy().tolist() for variable in variables],
-    )
+    state = hvd.elastic.TensorFlowState(variables, step=0)
+    return state, step, lambda: [variable.numpy().tolist() for variable in variables]
 
 
 @pytest.mark.parametrize("make", [keras_state, make_plain_state])

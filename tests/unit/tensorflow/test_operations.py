@@ -1,8 +1,9 @@
-"""Operations of TensorFlow beyond `tests/unit/ops/test_frameworks.py`: variables, slices, tapes, graphs."""
+"""Operations of TensorFlow beyond `tests/unit/ops/test_frameworks.py`: variables, slices, tapes, graphs, batch norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,9 +99,8 @@ def test_tape_exchanges_gradients_within_its_process_set(world: World) -> None:
         dense, table, own = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2])), tf.Variable(1.0)
         unused = tf.Variable(0.0)
         for sparse_as_dense in (False, True):
-            tape = hvd.DistributedGradientTape(
-                tf.GradientTape(), sparse_as_dense=sparse_as_dense, gradient_predivide_factor=2.0, groups=2
-            )
+            how = {"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": 2.0, "groups": 2}
+            tape = hvd.DistributedGradientTape(tf.GradientTape(), **how)
             tape.register_local_source(own)
             with tape:
                 row = tf.gather(table, [rank] * (rank + 1)) / (rank + 1)
@@ -136,9 +136,7 @@ def test_without_global_variables_broadcasting_them_is_a_runtime_error(module: A
 
 
 def test_a_session_that_reads_a_broadcast_variable_broadcasts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gathering, "broadcast_all", lambda tensors, *how: [tensor + 6.0 for tensor in tensors]
-    )
+    monkeypatch.setattr(gathering, "broadcast_all", lambda tensors, *how: [each + 6.0 for each in tensors])
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable = tf.compat.v1.get_variable("weight", initializer=1.0)
         (received,) = hvd.broadcast_([variable], 0)
@@ -169,9 +167,8 @@ def test_passes_without_some_gradients_add_up_by_variable() -> None:
 
 def test_the_optimizers_of_one_graph_exchange_one_after_the_other() -> None:
     variables = [tf.Variable(tf.zeros([3])) for _ in range(2)]
-    optimizers = [
-        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2) for _ in variables
-    ]
+    plain = [tf.keras.optimizers.SGD(1.0) for _ in variables]
+    optimizers = [hvd.DistributedOptimizer(sgd, backward_passes_per_step=2) for sgd in plain]
     for optimizer, variable in zip(optimizers, variables, strict=True):
         optimizer.build([variable])
 
@@ -221,3 +218,46 @@ def test_memory_is_reused_only_after_all_arrays_in_it_are_gone() -> None:
     assert other[1].ctypes.data != address
     del first
     assert copy_arrays(big).views[1].ctypes.data == address
+
+
+ROWS = np.random.default_rng(3).normal(size=(7, 2, 3)) * [1.0, 5.0, 0.1] + [0.0, 100.0, 1.0]
+MASK = np.arange(14).reshape(7, 2) % 3 > 0
+WEIGHTS = np.random.default_rng(4).normal(size=(7, 2, 3))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(world: World, masked: bool) -> None:
+    def layer(kind: Callable[..., Any]) -> Any:
+        made = kind(dtype="float64", gamma_initializer="uniform", momentum=0.5)
+        made.build((None, 2, 3))
+        made.gamma.assign([0.5, 1.0, 2.0])
+        return made
+
+    def run(made: Any, rows: slice) -> tuple[Any, Any]:
+        x = tf.constant(ROWS[rows])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = made(x, training=True, mask=tf.constant(MASK[rows]) if masked else None)
+            loss = tf.reduce_sum(y * WEIGHTS[rows])
+        return y.numpy(), tape.gradient(loss, x).numpy()
+
+    whole = layer(tf.keras.layers.BatchNormalization)
+    expected = run(whole, slice(None))
+    parts = (slice(0, 2), slice(2, 7))
+
+    def work(group: Group) -> tuple[Any, Any, Any]:
+        mine = layer(hvd.SyncBatchNormalization)
+        y, gradient = run(mine, parts[group.rank])
+        return y, gradient, mine.moving_variance.value.numpy()
+
+    for rank, (y, gradient, variance) in enumerate(world(2, work)):
+        np.testing.assert_allclose(y, expected[0][parts[rank]], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(gradient, expected[1][parts[rank]], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(variance, whole.moving_variance.value.numpy(), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+def test_a_saved_model_loads_its_sync_batch_norm(tmp_path: Path) -> None:
+    model = tf.keras.Sequential([tf.keras.Input((3,)), hvd.SyncBatchNormalization(fused=False)])
+    model.save(tmp_path / "model.keras")
+    assert type(tf.keras.models.load_model(tmp_path / "model.keras").layers[0]) is hvd.SyncBatchNormalization

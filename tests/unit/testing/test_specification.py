@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.protocol.commands import (
-    AbortWorld,
-    DriverCommand,
-    End,
-    JobOutcome,
-    PublishCheckpoint,
-    PublishWorld,
-)
+from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Member, World
 from tests.simulator import server
@@ -23,7 +16,7 @@ from tests.simulator.scenes import scene
 from tests.simulator.simulation import simulate
 from tests.specification import STATES, RuleBroken, Specification
 
-Entries = list[tuple[DriverEvent, Sequence[DriverCommand]]]
+Entries = list[tuple[DriverEvent, Sequence[do.DriverCommand]]]
 FAULTS = (
     Fault(FaultKind.KILL_WORKER, Moment.COMPLETE, nth=9, target=3),
     Fault(FaultKind.KILL_HOST, Moment.APPLIED, nth=40, target=1),
@@ -38,7 +31,7 @@ def story(monkeypatch: pytest.MonkeyPatch) -> tuple[Entries, set[str]]:
     followed: list[Specification] = []
 
     class Recorder(Specification):
-        def read(self, event: DriverEvent, commands: Sequence[DriverCommand]) -> None:
+        def read(self, event: DriverEvent, commands: Sequence[do.DriverCommand]) -> None:
             entries.append((event, commands))
             followed[:] = [self]
             super().read(event, commands)
@@ -48,18 +41,20 @@ def story(monkeypatch: pytest.MonkeyPatch) -> tuple[Entries, set[str]]:
     return entries, followed[0].reached
 
 
-def in_worlds(change: Callable[[World], World], number: int = 2) -> Callable[[DriverCommand], DriverCommand]:
+def in_worlds(
+    change: Callable[[World], World], number: int = 2
+) -> Callable[[do.DriverCommand], do.DriverCommand]:
     """Changes one of the worlds."""
 
-    def change_command(command: DriverCommand) -> DriverCommand:
-        if isinstance(command, PublishWorld) and command.world.fence.generation == number:
+    def change_command(command: do.DriverCommand) -> do.DriverCommand:
+        if isinstance(command, do.PublishWorld) and command.world.fence.generation == number:
             return replace(command, world=change(command.world))
         return command
 
     return change_command
 
 
-def in_kind(kind: type, **values: object) -> Callable[[DriverCommand], DriverCommand]:
+def in_kind(kind: type, **values: object) -> Callable[[do.DriverCommand], do.DriverCommand]:
     return lambda command: replace(command, **values) if isinstance(command, kind) else command  # type: ignore[arg-type]
 
 
@@ -68,8 +63,8 @@ def move(member: Member) -> Member:
     return replace(member, position=replace(member.position, step=99))
 
 
-def has_several(command: DriverCommand) -> bool:
-    return isinstance(command, PublishCheckpoint) and len(command.checkpoints) > 1
+def has_several(command: do.DriverCommand) -> bool:
+    return isinstance(command, do.PublishCheckpoint) and len(command.checkpoints) > 1
 
 
 def order(world: World, places: Sequence[int]) -> World:
@@ -92,17 +87,17 @@ def test_a_story_without_a_broken_rule_comes_to_most_states(story: tuple[Entries
         (in_worlds(lambda w: order(w, [0]), number=1), "R16 .* too early with too few"),
         (in_worlds(lambda w: replace(w, source=None)), "R4: the state comes from a position that is not"),
         (in_worlds(lambda w: replace(w, members=(move(w.members[0]), *w.members[1:]))), "R4: .* stands at"),
-        (in_kind(AbortWorld, fence=None), "R10: not the newest world"),
+        (in_kind(do.AbortWorld, fence=None), "R10: not the newest world"),
         (
             lambda c: replace(c, checkpoints=c.checkpoints[::-1]) if has_several(c) else c,
             "R18 .* not the first",
         ),
-        (in_kind(End, outcome=JobOutcome.CANCELLED), "R15 .* nobody has cancelled"),
-        (in_kind(End, outcome=JobOutcome.FAILURE_BUDGET), "R13: . failures, of 10"),
+        (in_kind(do.End, outcome=do.JobOutcome.CANCELLED), "R15 .* nobody has cancelled"),
+        (in_kind(do.End, outcome=do.JobOutcome.FAILURE_BUDGET), "R13: . failures, of 10"),
     ],
 )
 def test_a_decision_that_breaks_a_rule_is_found(
-    story: tuple[Entries, set[str]], change: Callable[[DriverCommand], DriverCommand], rule: str
+    story: tuple[Entries, set[str]], change: Callable[[do.DriverCommand], do.DriverCommand], rule: str
 ) -> None:
     rules = Specification(STORY.limits, 1, ())
 
@@ -114,7 +109,7 @@ def test_a_decision_that_breaks_a_rule_is_found(
         read_all()
 
 
-@pytest.mark.parametrize("kind", [PublishWorld, End])
+@pytest.mark.parametrize("kind", [do.PublishWorld, do.End])
 def test_a_world_or_an_end_that_comes_too_early_is_found(story: tuple[Entries, set[str]], kind: type) -> None:
     entries = story[0]
     rules = Specification(STORY.limits, 1, ())
@@ -122,9 +117,9 @@ def test_a_world_or_an_end_that_comes_too_early_is_found(story: tuple[Entries, s
     begun = next(
         place
         for place, (_, commands) in enumerate(entries)
-        if any(isinstance(command, PublishWorld) for command in commands)
+        if any(isinstance(command, do.PublishWorld) for command in commands)
     )
     for event, commands in entries[: begun + 1]:
         rules.read(event, commands)
-    with pytest.raises(RuleBroken, match="R4 .* not left world 1" if kind is PublishWorld else "R15"):
-        rules.read(entries[begun][0], [decisions[-1] if kind is End else decisions[1]])
+    with pytest.raises(RuleBroken, match="R4 .* not left world 1" if kind is do.PublishWorld else "R15"):
+        rules.read(entries[begun][0], [decisions[-1] if kind is do.End else decisions[1]])

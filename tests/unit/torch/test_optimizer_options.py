@@ -67,9 +67,8 @@ def test_16_bit_gradients_are_summed_as_float32(
     def work(group: Group) -> torch.Tensor:
         enter(here, group)
         layer = torch.nn.Linear(40, 40, bias=False, dtype=dtype)
-        opt: Any = DistributedOptimizer(
-            torch.optim.SGD(layer.parameters(), lr=0.1), op=Sum, compression=compression
-        )
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        opt: Any = DistributedOptimizer(sgd, op=Sum, compression=compression)
         (layer.weight * ((group.rank + 1) / 3)).sum().backward()
         opt.synchronize()
         assert layer.weight.grad is not None
@@ -86,9 +85,7 @@ def test_16_bit_gradients_are_summed_as_float32(
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_gradients_with_rows_missing_equal_dense_ones(here: CurrentWorker, as_dense: bool) -> None:
     """Rank r looks at rows r and r + 1; rank 1 at none in the second step. The dense weight travels beside."""
-    first = torch.nn.ModuleList(
-        [torch.nn.Embedding(6, 4, dtype=torch.float64), torch.nn.Linear(4, 2, dtype=torch.float64)]
-    )
+    first = torch.nn.ModuleList([torch.nn.Embedding(6, 4), torch.nn.Linear(4, 2)]).double()
     looked = [[(0, 1), (1, 2)], [(0, 1), ()], [(0, 1), (1, 2)]]
 
     def gradient(rank: int, step: int, embedding: Any, layer: Any) -> torch.Tensor:
@@ -101,9 +98,8 @@ def test_gradients_with_rows_missing_equal_dense_ones(here: CurrentWorker, as_de
         modules = copy.deepcopy(first)
         embedding, layer = modules
         embedding.sparse = True
-        opt: Any = DistributedOptimizer(
-            torch.optim.SGD(modules.parameters(), lr=0.1), sparse_as_dense=as_dense
-        )
+        sgd = torch.optim.SGD(modules.parameters(), lr=0.1)
+        opt: Any = DistributedOptimizer(sgd, sparse_as_dense=as_dense)
         kinds = []
         for step in range(3):
             opt.zero_grad()
@@ -134,9 +130,8 @@ def test_a_process_set_trains_together_and_others_alone(here: CurrentWorker) -> 
     add = run_in_world(3, lambda group: enter(here, group) or (group.rank == 0 and add_process_set(pair)))
     assert any(add)
     try:
-        replicas = run_in_world(
-            3, lambda group: train(here, group, batches[group.rank], process_set=pair), generation=2
-        )
+        work = lambda group: train(here, group, batches[group.rank], process_set=pair)  # noqa: E731
+        replicas = run_in_world(3, work, generation=2)
     finally:
         remove_process_set(pair)
     assert torch.equal(replicas[0], replicas[2])
@@ -236,22 +231,18 @@ def test_a_custom_compressor_compresses_each_exchange(
     here: CurrentWorker, compression: Any, error: float, how: dict[str, Any]
 ) -> None:
     NarrowingCompressor.seen.clear()
-    replicas = run_in_world(
-        2, lambda group: train(here, group, X[group.rank * 6 :][:6], compression=compression, **how)
-    )
+    how = {**how, "compression": compression}
+    replicas = run_in_world(2, lambda group: train(here, group, X[group.rank * 6 :][:6], **how))
     assert torch.equal(*replicas)
     assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=error)
     shapes = sorted(tuple(parameter.shape) for parameter in net().parameters())
-    assert sorted(NarrowingCompressor.seen) == (
-        sorted(shapes * 6) if compression is NarrowingCompressor else []
-    )
+    assert sorted(NarrowingCompressor.seen) == sorted(shapes * 6 * (compression is NarrowingCompressor))
 
 
 def test_a_compressor_that_changes_the_shape_is_named(here: CurrentWorker) -> None:
     def work(group: Group) -> str:
-        with pytest.raises(
-            InvalidInput, match=r"FlatteningCompressor\.decompress must give back the shape .*; got \("
-        ):
+        says = r"FlatteningCompressor\.decompress must give back the shape .*; got \("
+        with pytest.raises(InvalidInput, match=says):
             train(here, group, X, compression=FlatteningCompressor)
         return "told"
 

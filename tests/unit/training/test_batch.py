@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from elastic_collectives import CollectiveError, Group
-from spark_elastic.training.batch import LocalBatch, MetricRows
-from tests.unit.torch.worlds import run_in_world
+from elastic_collectives import CollectiveError
+from spark_elastic.training.batch import Arrays, LocalBatch, StepMetrics
 
 ROWS = np.arange(30.0).reshape(10, 3)
 
@@ -24,9 +24,8 @@ def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
     assert np.array_equal(np.concatenate([part.row_ids for part in parts]), share.row_ids)
     assert np.array_equal(np.concatenate([part.features[0] for part in parts]), ROWS)
     assert np.array_equal(np.concatenate([part.labels[0] for part in parts]), ROWS[:, 0])
-    assert np.array_equal(
-        np.concatenate([part.weights for part in parts if part.weights is not None]), ROWS[:, 1]
-    )
+    weights = [part.weights for part in parts if part.weights is not None]
+    assert np.array_equal(np.concatenate(weights), ROWS[:, 1])
     assert {part.planned for part in parts} == {25}
 
 
@@ -40,39 +39,24 @@ def test_a_batch_has_weight_if_one_of_its_rows_has(made: Callable[[Any], Any]) -
     assert LocalBatch(3, np.arange(3), (), (), None).has_weight
 
 
-def fill_rows(rank: int) -> MetricRows:
-    """As many rows as the rank has, in parts of one."""
-    part = MetricRows()
-    for row in range(rank):
-        part.add({"loss": (0.5 * rank, 1)}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
-    return part
-
-
-@pytest.mark.native
-def test_metric_rows_may_have_no_columns() -> None:
-    def take_rows(group: Group) -> Any:
-        part = MetricRows()
-        part.add({"loss": (1.5, 3)}, None)
-        part.gather(group)
-        return part.pop_gathered()
-
-    assert run_in_world(2, take_rows) == [([{"loss": [1.5, 3]}] * 2, [])] * 2
+class Recorder(StepMetrics):
+    def _count_rows(self, columns: Arrays) -> None:
+        self.counted = columns
 
 
 def test_neither_a_broken_exchange_nor_a_discard_leaves_rows() -> None:
-    class BrokenGroup:
-        def allgather_bytes(self, data: bytes) -> list[bytes]:
-            raise CollectiveError([1], "gone")
+    def fail(data: bytes) -> list[bytes]:
+        raise CollectiveError([1], "gone")
 
-    class Echo:
-        def allgather_bytes(self, data: bytes) -> list[bytes]:
-            return [data]
-
-    part: Any = fill_rows(2)
-    with pytest.raises(CollectiveError):
-        part.gather(BrokenGroup())
-    part.gather(Echo())
-    assert part.pop_gathered() == ([], [])
-    discarded = fill_rows(2)
-    discarded.discard()
-    assert discarded.pop_gathered() == ([], [])
+    metrics, echo = Recorder(), SimpleNamespace(allgather_bytes=lambda data: [data, data])
+    for number in range(3):
+        metrics.add_rows({"loss": (1.5, 3)}, [np.array([10 + number])] if number else None)
+        if number == 0:
+            with pytest.raises(CollectiveError):
+                metrics.gather(SimpleNamespace(allgather_bytes=fail))  # type: ignore[arg-type]
+        elif number == 1:
+            metrics.discard()
+        metrics.gather(echo)  # type: ignore[arg-type]
+        metrics.commit()
+        assert metrics.sums == ({"loss": (3.0, 6)} if number == 2 else {})
+    assert [column.tolist() for column in metrics.counted] == [[12, 12]]

@@ -72,25 +72,18 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
 def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it(
     reads: list[Checkpoint], training: Any
 ) -> None:
+    """Another one is read, as is the same one after its hand-over."""
     late = CollectiveError((1,), "timed out")
-    loop = training([late, late, KEPT])
-    for _ in range(2):
-        with pytest.raises(CollectiveError):
-            loop.sync(resumes(checkpoint(3)), GROUP)
-        assert loop.position() is None, "it holds nothing before all do"
-    assert loop.sync(resumes(checkpoint(3)), GROUP) == KEPT
-    assert reads == [checkpoint(3)]
-
-
-def test_p7_another_checkpoint_is_read_as_is_the_same_one_after_its_hand_over(
-    reads: list[Checkpoint], training: Any
-) -> None:
-    loop = training([CollectiveError((1,), "timed out"), KEPT, KEPT])
-    with pytest.raises(CollectiveError):
-        loop.sync(resumes(checkpoint(3)), GROUP)
-    loop.sync(resumes(checkpoint(4)), GROUP)
-    loop.sync(resumes(checkpoint(4)), GROUP)
-    assert reads == [checkpoint(3), checkpoint(4), checkpoint(4)]
+    loop = training([late, late, KEPT, late, KEPT, KEPT])
+    for number, outcome in ((3, late), (3, late), (3, KEPT), (3, late), (4, KEPT), (4, KEPT)):
+        if outcome is late:
+            has_state = loop.position() is not None
+            with pytest.raises(CollectiveError):
+                loop.sync(resumes(checkpoint(number)), GROUP)
+            assert (loop.position() is not None) == has_state, "it holds nothing before all do"
+        else:
+            assert loop.sync(resumes(checkpoint(number)), GROUP) == KEPT
+    assert reads == [checkpoint(number) for number in (3, 3, 4, 4)]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +94,7 @@ def test_a_world_of_more_ranks_than_a_step_has_parts_divides_them_equally(
 ) -> None:
     loop = training([])
     plan = DataPlan((100,), rows, seed=0, lanes=1, shares=shares)
-    loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(balance_rows=True))
+    loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(world=SimpleNamespace(balance_rows=True)))
     balancer = loop._make_balancer(SimpleNamespace(size=4))
     assert (balancer is not None) == balances
     for _ in range(20 * balances):

@@ -1,15 +1,19 @@
+"""What a training tells of its steps, and the loss that ends it."""
+
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
-from spark_elastic.protocol.types import INITIAL_VERSION
+from spark_elastic.protocol.types import INITIAL_VERSION, Phase, Position
 from spark_elastic.training.progress import StepSums, TrainingProgress, select_figures, to_json_values
 
 
-def decision(loss: float, denominator: float, rows: int) -> StepDecision:
+def decision(loss: float, denominator: float = 4.0, rows: int = 4) -> StepDecision:
     none = np.zeros(0, np.bool_)
     return StepDecision(INITIAL_VERSION, rows, loss, denominator, none, none, 0)
 
@@ -20,15 +24,8 @@ def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
     sums.add(decision(2.0, 4.0, 4), world_size=3, seconds=0.25)
     sums.add(decision(4.0, 4.0, 3), world_size=2, seconds=0.25)
 
-    assert sums.history_entry(epoch=5, planned=12) == {
-        "epoch": 5,
-        "loss": 1.0,
-        "rows": 11,
-        "planned": 12,
-        "steps": 3,
-        "seconds": 1.0,
-        "worlds": [2, 3],
-    }
+    entry = {"epoch": 5, "loss": 1.0, "rows": 11, "planned": 12, "steps": 3, "seconds": 1.0, "worlds": [2, 3]}
+    assert sums.history_entry(epoch=5, planned=12) == entry
 
 
 def test_metrics_are_the_floats_without_the_time() -> None:
@@ -53,3 +50,11 @@ def test_progress_comes_back_from_its_plain_values() -> None:
     assert TrainingProgress.from_values(values) == progress
     progress.epoch.add(decision(6.0, 4.0, 4), world_size=3, seconds=0.5)
     assert TrainingProgress.from_values(values) != progress, "the values share something with the progress"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_nan_is_an_error_with_its_step(loss: float) -> None:
+    says = rf"the loss became {loss} in step 7 of epoch 3: .* learning rate.*=False continues"
+    with pytest.raises(FloatingPointError, match=says):
+        decision(loss).check_finite(Position(2, Phase.TRAIN, 7))
+    decision(-1e300).check_finite(Position(0, Phase.TRAIN, 0))

@@ -18,6 +18,7 @@ from spark_elastic.worker.child import (
     find_oom_counter,
     read_lines,
 )
+from spark_elastic.worker.fork_server import find_open_devices
 
 
 class _SlowPipe(io.BytesIO):
@@ -58,13 +59,8 @@ def test_a_line_too_long_for_a_message_is_passed_on_in_parts(more: int) -> None:
 def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
     clock = FakeClock()
     states = [f"\r{number}/6".encode() for number in range(7)]
-    assert list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock)) == [
-        "0/6",
-        "2/6",
-        "4/6",
-        "6/6",
-        "done",
-    ]
+    told = list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock))
+    assert told == ["0/6", "2/6", "4/6", "6/6", "done"]
 
 
 @pytest.mark.parametrize(
@@ -95,22 +91,11 @@ train()
 """
 
 
-def site_of(program: str) -> CrashLocation:
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    site = CrashLocation()
-    for line in ended.stdout.splitlines():
-        site.read_line(line)
-    return site
-
-
 def test_a_crash_location_has_the_innermost_frames_of_the_crashed_thread() -> None:
-    site = site_of(PROGRAM)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    site = CrashLocation()
+    for line in ended.stdout.splitlines() + ended.stderr.splitlines():
+        site.read_line(line)
     innermost, *callers = site.wait(0.0).split("; called from ")
     assert innermost.endswith(", in string_at")
     assert callers == ["<string>, line 7, in forward", "<string>, line 9, in train"]
@@ -128,11 +113,6 @@ def test_a_crash_after_an_unfinished_line_has_a_location() -> None:
     assert site.wait(0.0) == "b.py, line 3, in f"
 
 
-def test_a_python_traceback_gives_no_crash_location() -> None:
-    site = site_of("raise ValueError")
-    assert site.wait(0.01) == ""
-
-
 def test_a_crash_location_is_not_waited_for_after_the_last_line() -> None:
     site = CrashLocation()
     site.close()
@@ -143,47 +123,46 @@ V2 = "0::/pod/box\n"
 V1 = "9:name=systemd:/\n4:memory:/pod/box\n1:cpu:/\n0::/\n"
 
 
-def machine(root: Path, groups: str, **counters: str) -> Path:
-    """Files by path, with "__" for "/"; `groups`: this process's."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(groups)
-    for name, text in counters.items():
-        file = root / name.replace("__", "/").replace("_DOT_", ".")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
+def write_machine(root: Path, groups: str, *files: str) -> None:
+    """With a counter of 7 in each file; `groups`: this process's."""
+    for name, text in {"proc/self/cgroup": groups, **dict.fromkeys(files, "oom 1\noom_kill 7\n")}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 @pytest.mark.parametrize(
     ("groups", "file"),
     [
-        (V2, "sys__fs__cgroup__pod__box__memory_DOT_events"),
-        (V2, "sys__fs__cgroup__memory_DOT_events"),  # a container's own group, seen from inside
-        (V1, "sys__fs__cgroup__memory__pod__box__memory_DOT_oom_control"),
-        (V1, "sys__fs__cgroup__memory__memory_DOT_oom_control"),
-        ("", "proc__vmstat"),
+        (V2, "sys/fs/cgroup/pod/box/memory.events"),
+        (V2, "sys/fs/cgroup/memory.events"),  # a container's own group, seen from inside
+        (V1, "sys/fs/cgroup/memory/pod/box/memory.oom_control"),
+        (V1, "sys/fs/cgroup/memory/memory.oom_control"),
+        ("", "proc/vmstat"),
     ],
 )
 def test_the_counter_of_memory_kills_closest_to_the_process_is_found(
     groups: str, file: str, tmp_path: Path
 ) -> None:
-    counters = {"proc__vmstat": "oom_kill 7\n", file: "low 0\noom 1\noom_kill 7\n"}
-    root = machine(tmp_path, groups, **counters)
-    assert find_oom_counter(root) == root / file.replace("__", "/").replace("_DOT_", ".")
+    write_machine(tmp_path, groups, "proc/vmstat", file)
+    assert find_oom_counter(tmp_path) == tmp_path / file
 
 
 def test_a_killed_process_ran_out_of_memory_only_if_the_counter_rose(tmp_path: Path) -> None:
-    file = machine(tmp_path, V2, sys__fs__cgroup__pod__box__memory_DOT_events="oom 1\noom_kill 1\n")
-    kills = OomKillCounter(file)
+    assert not OomKillCounter(tmp_path).is_oom_kill(-9), "there is no counter"
     events = tmp_path / "sys/fs/cgroup/pod/box/memory.events"
+    write_machine(tmp_path, V2, "sys/fs/cgroup/pod/box/memory.events")
+    kills = OomKillCounter(tmp_path)
     assert not kills.is_oom_kill(-9)
-    events.write_text("oom 2\noom_kill 2\n")
+    events.write_text("oom 2\noom_kill 8\n")
     assert kills.is_oom_kill(-9)
     assert not kills.is_oom_kill(-9)
-    events.write_text("oom 2\noom_kill 3\n")
+    events.write_text("oom 2\noom_kill 9\n")
     assert not kills.is_oom_kill(1)
     assert not kills.is_oom_kill(-9), "that rise was before this process ended"
 
 
-def test_without_a_counter_no_kill_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
-    assert not OomKillCounter(tmp_path).is_oom_kill(-9)
+def test_accelerators_opened_by_imports_are_found(tmp_path: Path) -> None:
+    for number, name in enumerate(("/dev/null", "pipe:[7]", "/dev/nvidiactl", "/somewhere/dev/nvidia0")):
+        (tmp_path / str(number)).symlink_to(name)
+    assert find_open_devices(tmp_path) == ["/dev/nvidiactl"]
+    assert find_open_devices() == []

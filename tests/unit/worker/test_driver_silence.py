@@ -126,9 +126,7 @@ class BeatenDriver:
         return HeartbeatReply(0.01)
 
 
-def test_an_error_of_the_machine_costs_a_slot_one_heartbeat_and_no_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_the_machine_costs_a_slot_one_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, child = BeatenDriver(), MagicMock()
     client = cast("RendezvousClient", driver)
     agent = SlotAgent(
@@ -211,9 +209,7 @@ class SilentDriver:
         self.closed.set()
 
 
-def test_r12_a_slot_waits_for_its_driver_as_long_as_for_a_silent_one_once_it_is_registered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_r12_a_registered_slot_waits_for_driver_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, spec = SilentDriver(), SlotSpec(address="", key=b"", attempt=1, driver_timeout=600.0)
     client = cast("RendezvousClient", driver)
     agent = SlotAgent(spec, SlotIdentity(slot=SlotId("1-0")), b"", client, FakeClock())

@@ -31,10 +31,7 @@ def train() -> dict[int, list[int]]:
 
 def run_program(program: FunctionProgram) -> Any:
     """In the world of this thread."""
-    worker = get_context()
-    assert worker is not None
-    assert worker.world is not None
-    assert worker.group is not None
+    worker: Any = get_context()
     handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called)
     return program.run(worker.world, worker.group, handle)
 
@@ -72,10 +69,8 @@ def test_collectives_that_do_not_match_get_a_sentence(monkeypatch: pytest.Monkey
 
     use_context_per_thread(monkeypatch)
     enter_group(FakeFabric(1).group(0))
-    worker: Any = get_context()
-    handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called)
     with patch.dict(os.environ), pytest.raises(InvalidInput, match="collectives do not match: rank 1 has"):
-        FunctionProgram(reduce_mismatched).run(worker.world, worker.group, handle)
+        run_program(FunctionProgram(reduce_mismatched))
 
 
 TALKS = """
@@ -110,9 +105,8 @@ os._exit(0)
 
 
 def test_a_function_that_is_called_again_meets_no_process_group_or_ranks_of_its_earlier_world() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TALKS], check=False, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", TALKS]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert len(done.stdout.split()) == 2, done.stderr
 
 

@@ -14,7 +14,6 @@ from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Exit
-from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks
 from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone, WorkerRaised
 from spark_elastic.protocol.types import (
@@ -32,14 +31,12 @@ from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_contex
 from spark_elastic.worker.loop import GroupConnector
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
 from tests.unit.ops.workers import use_context_per_thread
+from tests.unit.protocol.driver_bench import make_world
 from tests.unit.worker.loops import build_loop
 
 
 def _world(generation: int) -> WorldView:
-    members = assign_ranks([ChosenWorker("1-0.1", "1-0", "h", None)])
-    view = World(Fence(1, generation), members, None, "start").view_of(members[0].worker)
-    assert view is not None
-    return view
+    return make_world(generation, {"1-0.1": None}).view_of("1-0.1")
 
 
 class _Group:
@@ -70,9 +67,7 @@ def test_r10_a_late_abort_does_not_abort_the_next_world() -> None:
     assert groups[1].aborted == []
 
 
-def test_a_worker_that_leaves_its_world_names_the_newest_position_it_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_leaves_names_its_newest_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever thread's event is the next one; and once it has left, it stands where it said."""
     use_context_per_thread(monkeypatch)
     loop, fence = build_loop(), Fence(1, 1)
@@ -82,16 +77,14 @@ def test_a_worker_that_leaves_its_world_names_the_newest_position_it_reported(
         loop._post(event)
     for step in range(3):
         loop._handle.report_position(Position(0, Phase.TRAIN, step))
-    (asks,) = (each for each in loop._post(on.Boundary(0, fence, "")) if isinstance(each, do.AskForWorld))
-    assert asks.position == Position(0, Phase.TRAIN, 2)
+    (asks,) = (command for command in loop._post(on.Boundary(0, fence, "")) if isinstance(command, do.Ask))
+    assert asks.message.position == Position(0, Phase.TRAIN, 2)
     loop._handle.report_position(Position(0, Phase.TRAIN, 7))
     loop._post(on.AbortReceived(0, fence, "over"))
     assert loop._state.position == Position(0, Phase.TRAIN, 2)
 
 
-def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_r21_a_newcomer_that_returns_before_the_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
     asked: list[Any] = []
 
@@ -136,9 +129,7 @@ def _run_program(raised: BaseException | None) -> on.WorkerEvent:
         (None, "InvalidInput: what training returned takes 8.6 MiB"),  # the server would refuse the message
     ],
 )
-def test_exceptions_of_user_code_are_reported_whatever_their_class(
-    raised: BaseException | None, says: str
-) -> None:
+def test_exceptions_of_user_code_of_any_class_are_told(raised: BaseException | None, says: str) -> None:
     """Otherwise it would be a mere exit code, and be retried until the failure budget is used up."""
     event = _run_program(raised)
     assert isinstance(event, on.UserRaised)
@@ -168,7 +159,7 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
     reporter = loop._reporter
     reporter.start()
     loop._handle.report_metrics({"val_loss": 0.5})
-    loop._execute(do.ReportDone("", Fence(1, 1), START, "result"))
+    loop._execute(do.Ask("", WorkerDone("1-0.1", Fence(1, 1), START, "result")))
     reporter.close()
     over.set()
     assert heard == [{"val_loss": 0.5}, WorkerDone]

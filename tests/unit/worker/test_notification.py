@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import queue
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from spark_elastic.handwritten import torch_state as elastic
-from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, MembershipVersion
+from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, MembershipVersion, WorkerId
 from spark_elastic.rendezvous.messages import WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker.context import start_call
 from spark_elastic.worker.loop import DriverWatch
-from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 from tests.full_process import refuse_next_thread
 
 DEADLINE = 10.0  # seconds
@@ -28,22 +29,13 @@ class Listener:
         self.heard.put((timestamp, update_res))
 
 
-class Driver:
-    """Answers with each version in turn; after the last the worker is to stop."""
-
-    def __init__(self, versions: list[MembershipVersion]) -> None:
-        self._versions = versions
-
-    def last_answered_at(self) -> float:
-        return 0.0
-
-    def ask(self, request: object, hold: float, within: float) -> WorkerUpdate:
-        version = self._versions.pop(0)
-        return WorkerUpdate(version, stop=None if self._versions else "done")
-
-
 def _watch(*versions: MembershipVersion) -> None:
-    DriverWatch("1-0.1", cast("Any", Driver(list(versions))), FakeClock(), 30.0)._watch(lambda event: None)
+    """The driver answers with each version in turn; after the last the worker is to stop."""
+    answers = iter(
+        [WorkerUpdate(version) for version in versions[:-1]] + [WorkerUpdate(versions[-1], stop="done")]
+    )
+    driver: Any = SimpleNamespace(last_answered_at=lambda: 0.0, ask=lambda *asked: next(answers))
+    DriverWatch(WorkerId("1-0.1"), driver, FakeClock(), 30.0)._watch(lambda event: None)
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +79,8 @@ def test_removed_listeners_and_those_of_an_earlier_call_are_not_called() -> None
 def test_an_exception_in_a_listener_does_not_stop_the_other_listeners(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class RaisingListener:
-        def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-            raise RuntimeError("no")
-
     listener = Listener()
-    notification_manager.register_listener(RaisingListener())
+    notification_manager.register_listener(cast("Any", SimpleNamespace()))  # it has no such method
     notification_manager.register_listener(listener)
     with caplog.at_level(logging.ERROR):
         notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)

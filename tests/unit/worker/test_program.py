@@ -113,10 +113,7 @@ def write_into_file(file: Path) -> None:
     ("fail", "sentence"),
     [
         (check_loss, "FloatingPointError: the loss became nan in step 0 of epoch 1: "),
-        (
-            write_into_file,
-            "spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///",
-        ),
+        (write_into_file, "spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///"),
     ],
 )
 def test_errors_that_are_sentences_are_reported_without_our_frames(

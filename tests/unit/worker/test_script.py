@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,47 +16,48 @@ from spark_elastic.worker.script import PORTS, Module, Script, find_free_port
 @pytest.fixture(autouse=True)
 def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.setattr(sys, "told", None, raising=False)  # what a script says
+
+
+def told() -> Any:
+    """What a script has said."""
+    return vars(sys)["told"]
 
 
 def test_a_script_runs_on_a_host_that_does_not_have_it(tmp_path: Path) -> None:
-    path, told = tmp_path / "train.py", tmp_path / "told"
-    path.write_text(f"import pathlib\npathlib.Path({str(told)!r}).write_text(__file__)\n")
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.told = __file__\n")
     script = Script.read(str(path))
     path.write_text("raise AssertionError('another script of that name')\n")
     script()
-    assert Path(told.read_text()).name == "train.py"
-    assert told.read_text() != str(path)
-    assert not Path(told.read_text()).exists()
+    assert Path(told()).name == "train.py"
+    assert told() != str(path)
+    assert not Path(told()).exists()
 
 
 def test_a_linked_script_imports_modules_beside_the_file_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "neighbour_of_a_linked_script", raising=False)
-    own, link, told = tmp_path / "own", tmp_path / "train.py", tmp_path / "told"
+    own, link = tmp_path / "own", tmp_path / "train.py"
     own.mkdir()
     (own / "neighbour_of_a_linked_script.py").write_text("value = 7\n")
-    (own / "train.py").write_text(
-        "import pathlib, neighbour_of_a_linked_script as near\n"
-        f"pathlib.Path({str(told)!r}).write_text(f'{{near.value}} {{__file__}}')\n"
-    )
+    program = "import sys, neighbour_of_a_linked_script as near\nsys.told = near.value, __file__\n"
+    (own / "train.py").write_text(program)
     link.symlink_to(own / "train.py")
     Script.read(str(link))()
-    assert told.read_text() == f"7 {link}"
+    assert told() == (7, str(link))
 
 
 @pytest.mark.parametrize("here", [True, False])
 def test_a_script_is_read_in_the_encoding_that_it_declares(here: bool, tmp_path: Path) -> None:
-    path, told = tmp_path / "train.py", tmp_path / "told"
-    path.write_bytes(
-        b"# -*- coding: latin-1 -*-\nimport pathlib\n"
-        + f"pathlib.Path({str(told)!r}).write_text('caf\xe9', encoding='utf-8')\n".encode("latin-1")
-    )
+    path = tmp_path / "train.py"
+    path.write_bytes("# -*- coding: latin-1 -*-\nimport sys\nsys.told = 'café'\n".encode("latin-1"))
     script = Script.read(str(path))
     if not here:
         path.unlink()
     script()
-    assert told.read_text(encoding="utf-8") == "café"
+    assert told() == "café"
 
 
 def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path) -> None:
@@ -78,20 +80,17 @@ def test_a_script_may_change_the_module_path(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, told = tmp_path / "package_to_run", tmp_path / "told"
+    package = tmp_path / "package_to_run"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "near.py").write_text("value = 7\n")
-    (package / "__main__.py").write_text(
-        "import pathlib, sys\nfrom .near import value\n"
-        f"pathlib.Path({str(told)!r}).write_text(f'{{__name__}} {{sys.argv[1:]}} {{value}}')\n"
-        "sys.exit(0)\n"
-    )
+    program = "import sys\nfrom .near import value\nsys.told = __name__, sys.argv[1:], value\nsys.exit(0)\n"
+    (package / "__main__.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     module, before = Module.find("package_to_run", "--lr", "0.1"), list(sys.path)
     monkeypatch.chdir("/")
     module()
-    assert told.read_text() == "__main__ ['--lr', '0.1'] 7"
+    assert told() == ("__main__", ["--lr", "0.1"], 7)
     assert (sys.path, module.__name__) == (before, "package_to_run")
     assert b"from .near import value" in module.source
     for name in ("nowhere", "nowhere.train", "package_to_run.nowhere", "sys"):

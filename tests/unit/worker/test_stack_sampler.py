@@ -12,18 +12,20 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.errors import DriverUnreachable
+from spark_elastic.protocol.types import WorkerId
+from spark_elastic.testing.fakes import FakeClock
+from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.stack_sampler import (
     DUMP_SIGNAL,
     StackReader,
     StackSampler,
-    WaitRecordingClient,
     gc_paused,
     parse_newest_stack,
 )
@@ -87,13 +89,23 @@ def join_late(reader: StackReader, fabric: FakeFabric) -> None:
 def test_r12_an_answer_to_the_slot_counts_as_an_answer_to_its_worker(
     reader: StackReader, sampler: StackSampler
 ) -> None:
-    client = SimpleNamespace(last_answered_at=lambda: 5.0)
-    worker = WaitRecordingClient(cast("DriverClient", client), sampler)
-    assert worker.last_answered_at() == 5.0
-    reader.record_driver_seen(7.0)
-    assert worker.last_answered_at() == 7.0
-    reader.record_driver_seen(4.0)
-    assert worker.last_answered_at() == 5.0
+    clock, ends = FakeClock(), list[float]()
+
+    def refuse(request: object, hold: float, within: float) -> None:
+        clock.advance(within)
+        raise DriverUnreachable("held up")
+
+    def handle_event(event: object) -> None:
+        ends.append(clock.now())
+        watch.close()
+
+    client: Any = SimpleNamespace(last_answered_at=lambda: 1.0, ask=refuse)
+    for seen, end in ((5.0, 7.0), (0.5, 3.0)):
+        clock = FakeClock()
+        reader.record_driver_seen(seen)
+        watch = DriverWatch(WorkerId("1-0.1"), client, clock, 2.0, sampler.driver_seen_at)
+        watch._watch(handle_event)
+        assert ends.pop() == pytest.approx(end)
     reader.close()
     reader.record_driver_seen(9.0)  # a late answer to a heartbeat
 

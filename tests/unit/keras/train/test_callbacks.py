@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.training.keras.callback_list import KerasCallbackList, build_keras_logs
+from spark_elastic.training.keras.callback_list import KerasCallbackList
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
@@ -54,9 +54,7 @@ def make(*callbacks: Any) -> tuple[KerasCallbackList, Any]:
 
 def make_group(rank: int = 0, theirs: bytes | None = None) -> Any:
     """A group whose rank 0 says `theirs`, or what this rank says."""
-    return SimpleNamespace(
-        rank=rank, size=1, allgather_bytes=lambda mine: [mine if theirs is None else theirs]
-    )
+    return SimpleNamespace(rank=rank, size=1, allgather_bytes=lambda mine: [theirs or mine])
 
 
 def make_recorder(said: list[bytes]) -> Any:
@@ -128,11 +126,8 @@ def test_a_resumed_run_may_have_other_callbacks() -> None:
     before.on_world_begin(make_group())
     before.on_epoch_begin(0)
     before.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0})
-    stopping, added, counts = (
-        keras.callbacks.EarlyStopping("loss", patience=5),
-        SilentModelCheckpoint(),
-        CallCounter(),
-    )
+    stopping = keras.callbacks.EarlyStopping("loss", patience=5)
+    added, counts = SilentModelCheckpoint(), CallCounter()
     after, _ = make(stopping, added, counts, CallCounter())
     after.load(before.capture())
     after.on_world_begin(make_group())
@@ -156,24 +151,18 @@ def test_writing_callbacks_run_on_rank_0_and_their_state_goes_to_all_ranks() -> 
 
 
 def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
-    reduce, stop = (
-        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.0),
-        keras.callbacks.EarlyStopping("loss", patience=1),
-    )
+    reduce = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.0)
+    stop = keras.callbacks.EarlyStopping("loss", patience=1)
     callback_list, model = make(reduce, stop)
     callback_list.on_world_begin(make_group())
     assert callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0}) is None
 
     with pytest.raises(CollectiveError):
         callback_list.on_epoch_end(BROKEN, {"epoch": 1, "loss": 2.0})
-    assert (float(np.asarray(model.optimizer.learning_rate)), stop.wait, model.stop_training) == (
-        0.5,
-        0,
-        False,
-    )
-    assert (
-        callback_list.on_epoch_end(make_group(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
-    )
+    rate = model.optimizer.learning_rate
+    assert (float(np.asarray(rate)), stop.wait, model.stop_training) == (0.5, 0, False)
+    reason = callback_list.on_epoch_end(make_group(), {"epoch": 1, "loss": 2.0})
+    assert reason == "a callback set stop_training"
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
 
 
@@ -182,9 +171,8 @@ def test_an_epochs_end_that_breaks_leaves_weights_that_a_callback_swaps_as_they_
     callback_list, model = make(swap)
     model.compile(keras.optimizers.SGD(0.5, use_ema=True), "mse")
     model.optimizer.build(model.trainable_variables)
-    for variable, average in zip(
-        model.trainable_variables, model.optimizer._model_variables_moving_average, strict=True
-    ):
+    averages = model.optimizer._model_variables_moving_average
+    for variable, average in zip(model.trainable_variables, averages, strict=True):
         variable.assign(np.full(variable.shape, 1.0))
         average.assign(np.full(variable.shape, 2.0))
 
@@ -342,10 +330,3 @@ def test_the_final_weights_are_averaged_if_a_callback_averages_them() -> None:
         ours.train_on_batch(x, y)
     KerasCallbackList([], ours, PARAMS).on_fit_end([{"epoch": 4, "loss": 0.1}])
     np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], rtol=1e-6)
-
-
-def test_logs_are_those_of_keras() -> None:
-    assert build_keras_logs({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
-        "loss": 2.0,
-        "val_loss": 3.0,
-    }

@@ -33,9 +33,8 @@ def test_labels_that_do_not_count_are_not_divided_by(reduction: str, labels: lis
     model.compile("sgd", loss)
     outputs = [np.random.default_rng(r).normal(size=(2, WIDTH, CLASSES)).astype("f") for r in range(2)]
     compiled = CompiledLosses(model, labels[0][:1], model(outputs[0][:1]))
-    batches = [
-        LocalBatch(4, np.arange(2), (each,), (own,), None) for each, own in zip(outputs, labels, strict=True)
-    ]
+    pairs = list(zip(outputs, labels, strict=True))
+    batches = [LocalBatch(4, np.arange(2), (output,), (label,), None) for output, label in pairs]
     divisors: list[Any] = []
 
     def find_factors(batch: Any) -> list[float]:
@@ -44,10 +43,7 @@ def test_labels_that_do_not_count_are_not_divided_by(reduction: str, labels: lis
 
     find_factors(batches[0])
     factors = find_factors(batches[1])  # knows of both ranks
-    parts = [
-        float(compiled.total(own, each, None, factors, 0.5)[0])
-        for each, own in zip(outputs, labels, strict=True)
-    ]
+    parts = [float(compiled.total(label, output, None, factors, 0.5)[0]) for output, label in pairs]
     assert sum(parts) == pytest.approx(float(loss(np.concatenate(labels), np.concatenate(outputs))), rel=1e-6)
 
 
@@ -60,9 +56,7 @@ def test_classes_that_are_no_whole_numbers_are_refused(loss: Any) -> None:
     rows, labels, group = np.ones((3, CLASSES), "f"), np.array([0.0, 2.0, 0.5], "f"), FakeFabric(1).group(0)
     losses = CompiledLosses(model, labels[:1], model(rows[:1]), ["kind"])
     losses.factors(group, LocalBatch(2, np.arange(2), (rows[:2],), (labels[:2],), None))
-    with pytest.raises(
-        InvalidInput, match=r"column 'kind' has 0.5, and sparse_categorical_cross.* whole numbers"
-    ):
+    with pytest.raises(InvalidInput, match=r"column 'kind' has 0.5, and sparse_cat.* whole numbers"):
         losses.factors(group, LocalBatch(3, np.arange(3), (rows,), (labels,), None))
 
 
@@ -71,31 +65,23 @@ def test_labels_of_two_classes_lie_between_0_and_1() -> None:
     model.compile("sgd", "binary_crossentropy")
     rows, labels = np.ones((2, 1), "f"), np.array([1.0, 2.0], "f")
     losses = CompiledLosses(model, labels, model(rows), ["left"])
-    with pytest.raises(
-        InvalidInput, match="column 'left' has 2, and binary_crossentropy takes labels from 0 to 1"
-    ):
+    with pytest.raises(InvalidInput, match="'left' has 2, and binary_crossentropy takes labels from 0 to 1"):
         losses.check_labels(LocalBatch(2, np.arange(2), (rows,), (labels,), None))
 
 
-def test_activity_penalties_that_older_keras_sums_are_a_number_for_each_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_activity_penalties_that_older_keras_sums_are_a_number_for_each_row(monkeypatch: Any) -> None:
     monkeypatch.setattr("spark_elastic.training.keras.compiled.SUMS_ACTIVITY", True)
     layer = keras.layers.Dense(2, activity_regularizer="l2")
-    model, rows, own = (
-        keras.Sequential([keras.Input((3,)), layer]),
-        np.ones((4, 3), "f"),
-        layer.activity_regularizer,
-    )
+    model, rows = keras.Sequential([keras.Input((3,)), layer]), np.ones((4, 3), "f")
+    own = layer.activity_regularizer
     penalty = float(own(layer(rows)))
     with activity_by_row(model, 4):
         model(rows)
     assert layer.activity_regularizer is own
     (spread,) = model.losses
     assert spread.shape == (4,)
-    assert float(np.sum(spread)) * (1 if SUMS_ACTIVITY else 4) == pytest.approx(
-        penalty
-    )  # later Keras divides
+    # Later Keras divides.
+    assert float(np.sum(spread)) * (1 if SUMS_ACTIVITY else 4) == pytest.approx(penalty)
 
 
 def test_a_loss_that_a_layer_has_for_each_row_is_summed_as_in_keras() -> None:

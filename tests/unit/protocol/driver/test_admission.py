@@ -1,17 +1,13 @@
+"""Which slots may take part: hosts that discovery lists, drains, and members without which the others are quicker."""
+
 from __future__ import annotations
 
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import (
-    AbortWorld,
-    AnnounceChange,
-    LaunchSlot,
-    NotifyUser,
-    ReleaseSlot,
-)
-from spark_elastic.protocol.messages import RegisterSlot
-from spark_elastic.protocol.types import HostUpdateResult, SlotId
+from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, LaunchSlot, NotifyUser, ReleaseSlot
+from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStraggles
+from spark_elastic.protocol.types import Fence, HostUpdateResult, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import Bench, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
@@ -21,6 +17,7 @@ def _list(bench: Bench, *hosts: tuple[str, int]) -> None:
     bench.on(on.HostsDiscovered(0, hosts))
 
 
+@pytest.mark.scenario("U1")
 @pytest.mark.scenario("U3")
 def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
     bench = Bench()
@@ -89,11 +86,8 @@ def test_w15_a_list_of_hosts_that_is_back_within_the_debounce_changes_nothing(
 
 
 @pytest.mark.parametrize("target", [{"rank": 1}, {"worker": name(2)}])
-def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
-    target: dict[str, object],
-) -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+def test_w26_a_drained_workers_slot_is_asked_for_after_a_loss(target: dict[str, object]) -> None:
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", **target))  # type: ignore[arg-type]
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
@@ -106,8 +100,7 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
 
 
 def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
     bench.exit(name(2), -9)
     bench.restart(name(2, 2))
@@ -117,8 +110,7 @@ def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> 
 
 
 def test_a_released_slot_is_launched_again_below_min_workers() -> None:
-    bench = Bench(min_workers=2, max_workers=2, num_workers=2)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, min_workers=2, max_workers=2, num_workers=2)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
     bench.exit(name(2), -9)
     bench.on(on.LaunchEnded(0, 2, "released"))
@@ -163,11 +155,8 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
         ({"host": "9"}, None),  # Spark decommissions executors that this job has no slot on
     ],
 )
-def test_the_user_is_notified_of_a_drain_that_matches_no_worker(
-    order: dict[str, object], said: str | None
-) -> None:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+def test_the_user_is_told_of_a_drain_without_a_match(order: dict[str, object], said: str | None) -> None:
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=said is not None, **order))  # type: ignore[arg-type]
     reasons = [each.reason for each in bench.find_commands(NotifyUser)]
     assert len(reasons) == (said is not None)
@@ -176,11 +165,59 @@ def test_the_user_is_notified_of_a_drain_that_matches_no_worker(
 
 
 def test_the_user_is_notified_of_a_drain_that_waits_for_others() -> None:
-    bench = Bench(min_workers=2, max_workers=3, num_workers=3)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, min_workers=2, max_workers=3, num_workers=3)
     for rank in (2, 1):
         bench.on(on.DrainRequested(0, "maintenance", rank=rank, by_user=True))
     (notice,) = bench.find_commands(NotifyUser)
     assert notice.reason.startswith(
         "a drain waits until others join (maintenance): only 1 of 3 workers would stay"
     )
+
+
+# ---- stragglers
+
+JOBS = (1, 2, 3, 4)
+SPARE = name(2, 2)
+
+
+def exchange(bench: Bench, straggler: WorkerId, step: int) -> None:
+    members = bench.members()
+    bench.on(WorkerStraggles(straggler, bench.fence, "it is slow"))
+    bench.wait(0.2, heartbeats_of=JOBS)
+    bench.stop_planned(step, *members)
+
+
+def let_spare_join(bench: Bench) -> None:
+    bench.on(WorkerExited(SlotId("2-0"), name(2), 0))
+    bench.restart(SPARE)
+    bench.form()
+    bench.wait(0.2, heartbeats_of=JOBS)
+    bench.stop_planned(9, *bench.members())
+    bench.form()
+
+
+def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host_cools_down() -> None:
+    bench = Bench.running(*JOBS)
+    exchange(bench, name(2), 6)
+    let_spare_join(bench)
+    exchange(bench, SPARE, 12)
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert bench.released == ["2-0"]
+    assert bench.state.blacklist.find_host_return("h2", bench.now) is not None
+    bench.on(on.LaunchEnded(0, 2, "released"))
+    bench.wait(70.0, heartbeats_of=JOBS)
+    assert len(bench.find_commands(LaunchSlot)) == 5
+
+
+def test_a_straggler_stays_where_the_world_would_be_too_small_without_it() -> None:
+    bench = Bench.running(*JOBS, min_workers=4)
+    bench.on(WorkerStraggles(name(2), bench.fence, "it is slow"))
+    bench.wait(1.0, heartbeats_of=JOBS)
+    assert not bench.find_commands(AnnounceChange)
+
+
+def test_a_straggler_of_a_former_world_changes_nothing() -> None:
+    bench = Bench.running(*JOBS)
+    bench.on(WorkerStraggles(name(2), Fence(1, bench.fence.generation - 1), "it was slow"))
+    bench.wait(1.0, heartbeats_of=JOBS)
+    assert not bench.find_commands(AnnounceChange)

@@ -46,9 +46,7 @@ def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
 @pytest.mark.parametrize(
     ("succeeded", "after", "failures"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
 )
-def test_failures_are_forgiven_by_success_and_time_together(
-    succeeded: bool, after: float, failures: int
-) -> None:
+def test_failures_are_forgiven_by_success_and_time(succeeded: bool, after: float, failures: int) -> None:
     failed = _fail(Blacklist(), "1-0", 0.0, slots=1)
     if succeeded:
         failed = failed.record_success("1-0", "h")
@@ -75,9 +73,9 @@ def _start_spare(bench: Bench, job: int, started: int = 2) -> None:
     bench.restart(name(job, started))
 
 
+@pytest.mark.scenario("U1")
 def test_a_host_with_a_long_cooldown_releases_its_slots_and_gets_none() -> None:
-    bench = Bench(cooldown_range=(20.0, 60.0))
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, cooldown_range=(20.0, 60.0))
     _crash(bench, 2)
     assert bench.released == ["2-0"]
     bench.regroup(3, name(1), name(3), name(4))
@@ -109,8 +107,7 @@ def test_members_on_a_blacklisted_host_stay_in_their_world() -> None:
 
 def test_a_killed_process_counts_as_a_loss_and_not_as_a_crash() -> None:
     """Twenty of each kind must not exhaust a budget of ten; a slot whose worker keeps being killed is to blame."""
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     for number in range(1, 21):
         bench.exit(name(2, number), -9)
         _start_spare(bench, 2, number + 1)
@@ -138,8 +135,7 @@ def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> 
 
 
 def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() -> None:
-    bench = Bench(start_timeout=10.0, cooldown_range=(math.inf, math.inf))
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, start_timeout=10.0, cooldown_range=(math.inf, math.inf))
     for job in (1, 2, 3, 4):
         _crash(bench, job)
     bench.wait(0.1)
@@ -182,8 +178,7 @@ def test_a_host_or_listed_machine_without_a_slot_so_far_is_waited_for(left: str)
 
 
 def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklisted() -> None:
-    bench = Bench(num_workers=2, max_workers=2, cooldown_range=(math.inf, math.inf))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, num_workers=2, max_workers=2, cooldown_range=(math.inf, math.inf))
     _crash(bench, 1)
     bench.regroup(3, name(2))
     bench.form()
@@ -199,8 +194,7 @@ def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklist
 
 
 def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
-    bench = Bench(num_workers=1, max_workers=1, cooldown_range=(20.0, 60.0))
-    bench.start(1)
+    bench = Bench.running(1, num_workers=1, max_workers=1, cooldown_range=(20.0, 60.0))
     _crash(bench, 1)
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert not bench.find_commands(End)

@@ -35,9 +35,7 @@ def report_written(bench: Bench, step: int, generation: int = 1, attempt: int = 
 
 
 def start_running() -> Bench:
-    bench = Bench(checkpoints_kept=2, gather_timeout=1.0)
-    bench.start(1, 2, 3, 4)
-    return bench
+    return Bench.running(1, 2, 3, 4, checkpoints_kept=2, gather_timeout=1.0)
 
 
 def test_r18_the_newest_checkpoints_count_and_late_ones_change_nothing() -> None:
@@ -76,8 +74,7 @@ WORLD = Fence(1, 1)
     ],
 )
 def test_a_message_that_comes_twice_counts_once(message: DriverMessage) -> None:
-    bench = Bench(checkpoints_kept=4)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, checkpoints_kept=4)
     for step in (1, 3, 6, 7):
         report_written(bench, step)
     bench.on(CheckpointStoreFull(name(1), 1))
@@ -123,9 +120,7 @@ def keep(step: int, generation: int = 0, attempt: int = 1) -> Checkpoint:
         ({1: keep(9, generation=1), 3: keep(7, generation=2)}, 2, [7, 6]),
     ],
 )
-def test_r23_a_world_without_survivors_begins_from_a_newer_commit_that_a_host_keeps(
-    kept: dict[int, Checkpoint], source: int, steps: list[int]
-) -> None:
+def test_r23_a_newer_kept_commit_counts(kept: dict[int, Checkpoint], source: int, steps: list[int]) -> None:
     bench = start_running()
     report_written(bench, 6)
     for job in (1, 2, 3, 4):

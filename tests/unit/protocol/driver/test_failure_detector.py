@@ -19,12 +19,6 @@ from tests.unit.protocol.driver_bench import Bench, at, name
 W2 = name(2)
 
 
-def _start_running() -> Bench:
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
-    return bench
-
-
 @pytest.mark.parametrize(
     "event",
     [
@@ -36,7 +30,7 @@ def _start_running() -> Bench:
     ],
 )
 def test_some_events_evict_a_worker_at_once(event: on.DriverEvent) -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(event)
     assert [abort.fence for abort in bench.find_commands(AbortWorld)] == [bench.fence]
     assert W2 in bench.find_commands(AbortWorld)[0].reason
@@ -58,7 +52,7 @@ def test_some_events_evict_a_worker_at_once(event: on.DriverEvent) -> None:
 def test_a_broken_connection_evicts_after_its_grace_period(
     worker_cut: bool, slot_cut: bool, suspected: bool, after: float, lost: bool
 ) -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     if worker_cut:
         bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     if slot_cut:
@@ -70,7 +64,7 @@ def test_a_broken_connection_evicts_after_its_grace_period(
 
 
 def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     bench.join(name(1), bench.fence, suspects=(W2,))
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     assert W2 not in bench.state.workers
@@ -80,7 +74,7 @@ def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
 
 
 def test_r15_a_worker_whose_slot_starts_a_new_process_for_it_may_take_long_to_connect() -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.on(WorkerStarted(SlotId("2-0"), W2))
     bench.wait(8.0, heartbeats_of=[1, 2, 3, 4])
@@ -94,7 +88,7 @@ def _cut_everybody(bench: Bench) -> None:
 
 
 def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     _cut_everybody(bench)
     bench.wait(2.0)
     for job in (1, 3, 4):
@@ -106,7 +100,7 @@ def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted
 
 
 def test_after_a_mass_disconnect_the_lease_decides() -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     _cut_everybody(bench)
     bench.wait(5.5)
     assert not bench.state.workers
@@ -116,7 +110,7 @@ def test_after_a_mass_disconnect_the_lease_decides() -> None:
     ("letter", "lost"), [("S", False), ("R", False), ("", False), ("T", True), ("Z", True)]
 )
 def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     for _ in range(12):
         bench.wait(0.5, heartbeats_of=[1, 3, 4])
         bench.on(Heartbeat(SlotId("2-0"), W2, letter))
@@ -128,8 +122,7 @@ def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> 
 
 def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
     """A worker that is evicted while it starts is started again: on a busy machine that would never end."""
-    bench = Bench(max_workers=5)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, max_workers=5)
     bench.slot(5)
     bench.wait(29.0, heartbeats_of=[1, 2, 3, 4])
     assert name(5) in bench.state.workers
@@ -138,7 +131,7 @@ def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
 
 
 def test_an_evicted_worker_gets_a_stop_for_every_message() -> None:
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.wait(1.1, heartbeats_of=[1, 3, 4])
     bench.join(W2, bench.fence)
@@ -149,7 +142,7 @@ def test_an_evicted_worker_gets_a_stop_for_every_message() -> None:
 
 def test_a_late_message_about_an_older_worker_is_ignored() -> None:
     """Held up on the way, while its host was cut off: the newer one stays what it is."""
-    bench = _start_running()
+    bench = Bench.running(1, 2, 3, 4)
     bench.exit(W2, -9)
     bench.on(WorkerStarted(name(2, 3).slot, name(2, 3)))
     bench.on(WorkerStarted(name(2, 2).slot, name(2, 2)))
@@ -170,11 +163,8 @@ def test_a_late_message_about_an_older_worker_is_ignored() -> None:
         ),
     ],
 )
-def test_a_cause_that_is_reported_after_the_next_world_reaches_the_user(
-    event: on.DriverEvent, said: str
-) -> None:
-    bench = Bench(num_workers=2)
-    bench.start(1, 2)
+def test_a_cause_reported_after_the_next_world_reaches_the_user(event: on.DriverEvent, said: str) -> None:
+    bench = Bench.running(1, 2, num_workers=2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))
     bench.join(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up")
     assert bench.members() == [name(1)]
@@ -183,8 +173,7 @@ def test_a_cause_that_is_reported_after_the_next_world_reaches_the_user(
 
 
 def test_the_reason_of_the_next_world_names_the_lost_worker_and_its_exit() -> None:
-    bench = Bench(num_workers=2)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, num_workers=2)
     bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
     assert "could not continue" in bench.find_commands(AbortWorld)[0].reason
     bench.exit(W2, -9, "killed by signal 9")

@@ -22,8 +22,7 @@ def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) ->
 
 def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job() -> None:
     """Another position or another exception does not."""
-    bench = Bench()
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4)
     for lost, print_, step in ((2, "row 17", 3), (4, "row 17", 4), (3, "row 18", 4)):
         _raise(bench, name(lost), print_, step)
         bench.restart(name(lost, 2))
@@ -39,21 +38,18 @@ def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job(
 
 @pytest.mark.scenario("U1")
 def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
-    bench = Bench(failure_budget=1, all_results=True)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, failure_budget=1, all_results=True)
     for job, what in ((2, "row 17"), (1, "connection closed by peer"), (3, "connection closed by peer")):
         assert not bench.find_commands(End)
         _raise(bench, name(job), what, step=0)
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert name(2) in bench.end.reason
+    bench.check_end(JobOutcome.USER_ERROR, name(2))
     assert "ValueError: row 17" in bench.end.detail
     assert "all 3 workers of world 1 raised" in bench.end.reason
 
 
 def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:
     """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
-    bench = Bench(failure_budget=1, all_results=True)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, failure_budget=1, all_results=True)
     bench.exit(name(2), -9)
     for job in (1, 3, 4):
         _raise(bench, name(job), f"connection {job} closed by peer", step=0)
@@ -90,8 +86,7 @@ def test_r13_failures_that_follow_a_lost_peer_do_not_end_the_job(
 ) -> None:
     """NCCL's errors read alike in each world, and a function is always at its beginning."""
     limits = replace(FOUR, num_workers=3, max_workers=3, cooldown_range=(0.1, 0.1))
-    bench = Bench(replace(limits, failure_budget=budget, all_results=True))
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=replace(limits, failure_budget=budget, all_results=True))
     for world, job, other in ((1, 2, name(1)), (2, 1, name(2, 2))):
         assert len(bench.members()) == 3
         if not survivor_first:
@@ -119,8 +114,7 @@ def test_a_program_that_no_worker_can_load_ends_the_job() -> None:
 
 
 def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
-    bench = Bench(failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0))
     for started in (1, 2):
         bench.exit(name(2, started), -11)
         bench.on(WorkerStarted(name(2, started + 1).slot, name(2, started + 1)))
@@ -130,13 +124,11 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     for started in (4, 5):
         bench.on(WorkerStarted(name(2, started).slot, name(2, started)))
         bench.exit(name(2, started), 1)
-    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
-    assert "failed 3 times within 100 s" in bench.end.reason
+    bench.check_end(JobOutcome.FAILURE_BUDGET, "failed 3 times within 100 s")
 
 
 def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_raise() -> None:
-    bench = Bench(failure_window=100.0, cooldown_range=(1.0, 1.0))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, failure_window=100.0, cooldown_range=(1.0, 1.0))
     exits = [
         WorkerExited(SlotId("2-0"), name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)
     ]
@@ -151,9 +143,9 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
     assert "spark.executor.memoryOverhead" in bench.end.reason
 
 
+@pytest.mark.scenario("U1")
 def test_lost_hosts_and_drains_cost_no_budget() -> None:
-    bench = Bench(failure_budget=0)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, failure_budget=0)
     bench.on(on.HostLost(0, "h2", "executor lost"))
     bench.exit(name(2), -9)
     bench.on(on.LaunchEnded(0, 3, "task failed"))
@@ -164,8 +156,7 @@ def test_lost_hosts_and_drains_cost_no_budget() -> None:
 
 
 def test_r21_a_program_that_raises_before_it_joins_costs_those_who_train_nothing() -> None:
-    bench = Bench(failure_budget=1)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, failure_budget=1)
     bench.slot(4)
     for started in (1, 2, 3):
         bench.on(WorkerStarted(name(4, started).slot, name(4, started)))
@@ -175,8 +166,7 @@ def test_r21_a_program_that_raises_before_it_joins_costs_those_who_train_nothing
 
 
 def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
-    bench = Bench(failure_budget=1)
-    bench.start(1, 2, 3, 4)
+    bench = Bench.running(1, 2, 3, 4, failure_budget=1)
     _raise(bench, name(2), "row 17")
     bench.exit(name(2), 1)
     assert not bench.find_commands(End)
@@ -204,8 +194,7 @@ def _break_in_vain(bench: Bench, step: int | None = 3, seconds: float = BORNE) -
 
 @pytest.mark.parametrize("step", [3, 0, None])
 def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(step: int | None) -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     before = 0
     if step:
         _break_in_vain(bench, step)  # after progress
@@ -221,8 +210,7 @@ def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(ste
 
 
 def test_progress_a_loss_and_a_newcomer_each_restart_the_count_of_worlds_without_progress() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     for step in (3, 3, 3, 4, 4, 4):  # the first at each step broke after progress
         _break_in_vain(bench, step)
     bench.start_warm(3)  # a planned change
@@ -241,8 +229,7 @@ def test_progress_a_loss_and_a_newcomer_each_restart_the_count_of_worlds_without
 
 
 def test_worlds_that_break_for_up_to_driver_timeout_do_not_end_the_job() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     for _ in range(10):
         _break_in_vain(bench, 0, seconds=BORNE / 10)
     assert not bench.find_commands(End)
@@ -277,8 +264,13 @@ def test_r13_native_code_that_crashes_at_one_place_on_all_hosts_ends_the_job(
     job: int, others: list[int], first: str, second: WorkerId, ends: bool
 ) -> None:
     size = 1 + len(others)
-    bench = Bench(num_workers=size, max_workers=size, cooldown_range=(1.0, 1.0), all_results=True)
-    bench.start(*sorted([job, *others]))
+    bench = Bench.running(
+        *sorted([job, *others]),
+        num_workers=size,
+        max_workers=size,
+        cooldown_range=(1.0, 1.0),
+        all_results=True,
+    )
     _crash_and_come_back(bench, job, *others, at=first)
     assert len(bench.members()) == size
     assert not bench.find_commands(End)
@@ -291,8 +283,7 @@ ALL_TWO = replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0),
 
 
 def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> None:
-    bench = Bench(replace(ALL_TWO, num_workers=3, max_workers=3))
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=replace(ALL_TWO, num_workers=3, max_workers=3))
     for job, other in ((2, name(1)), (1, name(2, 2))):
         assert not bench.find_commands(End)
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
@@ -308,8 +299,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> No
 
 
 def test_r13_a_forgotten_host_does_not_count_as_a_second_host() -> None:
-    bench = Bench(ALL_TWO)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=ALL_TWO)
     _crash_and_come_back(bench, 2, 1)
     bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2, 2)))
     bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=[1, 2])
@@ -320,8 +310,7 @@ def test_r13_a_forgotten_host_does_not_count_as_a_second_host() -> None:
 
 def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
     """A job on one host, whose native code crashes now and then, comes further with each world, until it does not."""
-    bench = Bench(num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0))
-    bench.start(1)
+    bench = Bench.running(1, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0))
     for started, step in ((1, 100), (2, 200), (3, 0)):
         assert not bench.find_commands(End)
         if step:
@@ -333,32 +322,23 @@ def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
         bench.form()
     assert not bench.find_commands(End)
     _crash(bench, name(1, 4))
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert f"in 2 worlds that began at {format_position(at(200))}" in bench.end.reason
+    bench.check_end(JobOutcome.USER_ERROR, f"in 2 worlds that began at {format_position(at(200))}")
 
 
-def test_r13_a_crash_before_any_world_ends_the_job_once_all_slots_had_it_twice() -> None:
-    bench = Bench(num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0))
-    for job in (1, 2):
-        bench.slot(job)
-    for started in (1, 2):
-        for job in (1, 2):
-            assert not bench.find_commands(End)
-            _crash(bench, name(job, started))
-            bench.on(WorkerStarted(name(job, started + 1).slot, name(job, started + 1)))
-    assert "on all 2 slots" in bench.end.reason
-
-
-def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
-    bench = Bench(num_workers=1, cooldown_range=(1.0, 1.0))
-    bench.start(1)
+@pytest.mark.parametrize("trains", [False, True])
+def test_r13_crashes_before_a_world_end_the_job_unless_others_train(trains: bool) -> None:
+    """Once all slots had it twice."""
+    bench = Bench(num_workers=1 if trains else 2, cooldown_range=(1.0, 1.0))
+    if trains:
+        bench.start(1)
     for job in (2, 3):
         bench.slot(job)
     for started in (1, 2):
         for job in (2, 3):
+            assert not bench.find_commands(End)
             _crash(bench, name(job, started))
             bench.on(WorkerStarted(name(job, started + 1).slot, name(job, started + 1)))
-    assert not bench.find_commands(End)
+    assert [("on all 2 slots" in end.reason) for end in bench.find_commands(End)] == [True] * (not trains)
 
 
 def _lose_link(bench: Bench, step: int = 3) -> None:
@@ -372,8 +352,7 @@ def _lose_link(bench: Bench, step: int = 3) -> None:
 
 
 def test_r13_a_member_that_cannot_reach_another_one_is_left_out_and_returns_later() -> None:
-    bench = Bench()
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3)
     _lose_link(bench)
     bench.form()
     for _ in range(2):
@@ -393,8 +372,7 @@ def test_r13_a_member_that_cannot_reach_another_one_is_left_out_and_returns_late
 
 @pytest.mark.parametrize("cause", ["work", "min_workers", "again"])
 def test_r13_worlds_without_progress_end_the_job_where_leaving_one_out_is_no_remedy(cause: str) -> None:
-    bench = Bench(replace(FOUR, min_workers=3) if cause == "min_workers" else FOUR)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=replace(FOUR, min_workers=3) if cause == "min_workers" else FOUR)
     tries = 7 if cause == "again" else 4
     for _ in range(tries):
         if cause == "work":
@@ -407,8 +385,7 @@ def test_r13_worlds_without_progress_end_the_job_where_leaving_one_out_is_no_rem
 
 
 def test_worlds_that_break_at_once_follow_one_another_more_and_more_slowly() -> None:
-    bench = Bench()
-    bench.start(1, 2)
+    bench = Bench.running(1, 2)
     for _ in range(100):
         _break_in_vain(bench, 0, seconds=0.1)
     assert 4 < bench.fence.generation < 8

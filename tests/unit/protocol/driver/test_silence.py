@@ -14,14 +14,8 @@ from tests.unit.protocol.driver_bench import Bench, name
 ALL = (1, 2, 3, 4)
 
 
-def _start_running() -> Bench:
-    bench = Bench(driver_timeout=40.0)
-    bench.start(*ALL)
-    return bench
-
-
 def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker_until_the_drivers_timeout() -> None:
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     for job in ALL:
         bench.wait(0.25)
         bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
@@ -32,7 +26,7 @@ def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker_until_the_dr
 
 
 def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(30.0)
     bench.wait(4.0, heartbeats_of=(1,))
     assert not bench.find_commands(AbortWorld)
@@ -42,11 +36,9 @@ def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_about_other_slots(
-    first: int,
-) -> None:
+def test_r12_after_a_pause_one_fresh_heartbeat_proves_nothing_of_other_slots(first: int) -> None:
     """The heartbeats of the others are still unread in its sockets when the first tick comes."""
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(1.0, heartbeats_of=ALL)
     bench.now += 10.0
     bench.on(Heartbeat(SlotId(f"{first}-0"), name(first), "S"))
@@ -58,7 +50,7 @@ def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_abou
 
 
 def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(1.0, heartbeats_of=ALL)
     bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
     bench.now += 10.0
@@ -71,7 +63,7 @@ def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
 
 
 def test_r12_a_slot_whose_workers_fall_silent_again_and_again_is_given_back_and_cools_down() -> None:
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     for started in (1, 2, 3):
         assert not bench.released
         bench.wait(6.0, heartbeats_of=(1, 2, 3))
@@ -86,8 +78,7 @@ def test_r12_a_slot_whose_workers_fall_silent_again_and_again_is_given_back_and_
 @pytest.mark.parametrize("known", [True, False], ids=["first news", "given up before"])
 def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failures(known: bool) -> None:
     sixteen = range(1, 17)
-    bench = Bench(Limits(16, 1, 16, failure_budget=1))
-    bench.start(*sixteen)
+    bench = Bench.running(*sixteen, limits=Limits(16, 1, 16, failure_budget=1))
     if not known:
         for job in sixteen:
             bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
@@ -101,8 +92,7 @@ def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failur
 
 
 def test_a_program_that_exits_with_the_code_of_a_silent_driver_ends_the_job() -> None:
-    bench = Bench(failure_budget=0)
-    bench.start(1)
+    bench = Bench.running(1, failure_budget=0)
     for started in range(1, 25):
         if bench.find_commands(End):
             break
@@ -114,12 +104,9 @@ def test_a_program_that_exits_with_the_code_of_a_silent_driver_ends_the_job() ->
 @pytest.mark.parametrize(
     "order", [on.HostsDiscovered(0, (("h1", 1), ("h2", 1))), on.DrainRequested(0, "it goes", host="h9")]
 )
-def test_r14_a_second_attempt_waits_only_until_the_first_must_have_ended(
-    order: on.DriverEvent,
-) -> None:
+def test_r14_a_second_attempt_waits_until_the_first_must_have_ended(order: on.DriverEvent) -> None:
     """Spark retries a task whose process was killed, and reports nothing."""
-    bench = Bench(Limits(2, 2, 2, driver_timeout=10.0))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=Limits(2, 2, 2, driver_timeout=10.0))
     bench.exit(name(1), -9)
     bench.on(order)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
@@ -135,8 +122,7 @@ def test_r14_a_second_attempt_waits_only_until_the_first_must_have_ended(
 
 
 def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
-    bench = Bench(Limits(1, 1, 2, driver_timeout=10.0))
-    bench.start(1)
+    bench = Bench.running(1, limits=Limits(1, 1, 2, driver_timeout=10.0))
     bench.start_warm(2)
     bench.wait(4.5, heartbeats_of=[2])
     bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
@@ -151,8 +137,7 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
 
 def test_r18_an_evicted_worker_that_speaks_again_is_waited_for_anew() -> None:
     """Its host is cut off, for a moment is not, and is again before it learns that its worker was evicted."""
-    bench = Bench(Limits(1, 1, 2, driver_timeout=10.0))
-    bench.start(1)
+    bench = Bench.running(1, limits=Limits(1, 1, 2, driver_timeout=10.0))
     bench.start_warm(2)
     bench.wait(10.0, heartbeats_of=[2])
     assert not bench.state.workers.get(name(1))
@@ -166,7 +151,7 @@ def test_r18_an_evicted_worker_that_speaks_again_is_waited_for_anew() -> None:
 
 def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     """Its connection is back before its next heartbeat."""
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.on(on.ConnectionLost(0, SlotId("1-0")))
     bench.wait(4.5, heartbeats_of=(2, 3, 4))
     bench.on(on.ConnectionBack(0, SlotId("1-0")))
@@ -187,11 +172,9 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
         ("wait", 3.0, "", 5.1),
     ],
 )
-def test_r24_a_silent_member_is_lost_once_it_is_later_than_ever_and_others_wait_for_it(
-    others: str, late: float, letter: str, within: float
-) -> None:
+def test_r24_a_member_others_wait_for_is_lost(others: str, late: float, letter: str, within: float) -> None:
     """letter: of its process, if its slot sends heartbeats."""
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(2.0, heartbeats_of=ALL)
     bench.wait(late, heartbeats_of=(1, 2, 3))
     began, waiting = bench.now, others == "wait"
@@ -210,7 +193,7 @@ def test_r24_a_silent_member_is_lost_once_it_is_later_than_ever_and_others_wait_
 
 @pytest.mark.parametrize("pause", ["of the driver", "of its network"])
 def test_r24_while_the_driver_is_late_itself_nobody_is_suspicious(pause: str) -> None:
-    bench = _start_running()
+    bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(2.0, heartbeats_of=ALL)
     for job in (4, 3, 2, 1):
         bench.wait(0.1)

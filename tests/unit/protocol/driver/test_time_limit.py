@@ -10,9 +10,7 @@ from tests.unit.protocol.driver_bench import Bench, at, name
 
 
 def _start_one(**limits: float) -> Bench:
-    bench = Bench(num_workers=1, max_workers=1, **limits)
-    bench.start(1)
-    return bench
+    return Bench.running(1, num_workers=1, max_workers=1, **limits)
 
 
 @pytest.mark.parametrize(
@@ -23,9 +21,7 @@ def _start_one(**limits: float) -> Bench:
         ({}, True, None),
     ],
 )
-def test_a_job_that_does_not_stop_ends_with_its_time(
-    limits: dict[str, float], world: bool, seconds: float | None
-) -> None:
+def test_a_job_ends_with_its_time(limits: dict[str, float], world: bool, seconds: float | None) -> None:
     bench = _start_one(**limits) if world else Bench(**limits)
     bench.wait((seconds or 500.0) - 1.0 - bench.now, heartbeats_of=[1])
     assert not bench.find_commands(End)
@@ -37,9 +33,7 @@ def test_a_job_that_does_not_stop_ends_with_its_time(
 
 
 def _start_two(most: int = 2) -> Bench:
-    bench = Bench(num_workers=2, max_workers=most, max_runtime=100.0)
-    bench.start(1, 2)
-    return bench
+    return Bench.running(1, 2, num_workers=2, max_workers=most, max_runtime=100.0)
 
 
 def _check_planned_end(bench: Bench, step: int, *jobs: int) -> None:
@@ -81,13 +75,11 @@ def test_a_loss_around_the_end_of_the_time_costs_no_checkpoint(lost_at: float) -
 
 
 def test_a_loss_after_the_time_is_up_ends_a_job_without_resets_by_its_time() -> None:
-    bench = Bench(num_workers=2, max_workers=2, max_runtime=100.0, reset_limit=0)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, num_workers=2, max_workers=2, max_runtime=100.0, reset_limit=0)
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.exit(name(2), -9)
     bench.regroup(50, name(1))
-    assert bench.end.outcome is JobOutcome.TIME_LIMIT
-    assert "(max_runtime)" in bench.end.reason
+    bench.check_end(JobOutcome.TIME_LIMIT, "(max_runtime)")
 
 
 def test_a_member_that_writes_its_last_checkpoint_is_waited_for_longer_than_at_another_stop() -> None:
@@ -105,16 +97,4 @@ def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     for job in (1, 2):
         bench.exit(name(job), -9)
-    assert bench.end.outcome is JobOutcome.TIME_LIMIT
-
-
-def test_survivors_that_reach_no_step_boundary_are_ended_after_the_grace_period() -> None:
-    bench = _start_two()
-    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
-    bench.exit(name(2), -9)
-    bench.regroup(50, name(1))
-    bench.form()
-    bench.wait(LAST_STOP_TIMEOUT - 2.0, heartbeats_of=[1])
-    assert not bench.find_commands(End)
-    bench.wait(2.0, heartbeats_of=[1])
     assert bench.end.outcome is JobOutcome.TIME_LIMIT

@@ -11,7 +11,6 @@ from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, NotifyU
 from spark_elastic.protocol.driver.forming import (
     LAST_STATE_FACTOR,
     SHORT_TIMEOUT,
-    ChosenWorker,
     assign_ranks,
     choose_members,
     find_source,
@@ -56,9 +55,7 @@ def _workers(spec: str) -> list[WorkerRecord]:
         ("A5", "N", 1, 1, "A"),
     ],
 )
-def test_members_are_survivors_then_newcomers(
-    survivors: str, newcomers: str, least: int, most: int, chosen: str
-) -> None:
+def test_survivors_come_first(survivors: str, newcomers: str, least: int, most: int, chosen: str) -> None:
     limits = Limits(num_workers=most, min_workers=least, max_workers=most)
     found = choose_members(_workers(survivors), _workers(newcomers), limits)
     assert "".join(worker.worker for worker in found) == chosen
@@ -74,12 +71,8 @@ def test_long_lists_of_names_are_shortened() -> None:
     assert format_names([str(i) for i in range(10)], most=2) == "0, 1 and 8 more"
 
 
-def _places(hosts: str) -> list[ChosenWorker]:
-    return [ChosenWorker(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
-
-
 @pytest.mark.parametrize(
-    ("hosts", "local", "cross"),
+    ("machines", "local", "cross"),
     [
         ("a", [(0, 1)], [(0, 1)]),
         ("aab", [(0, 2), (1, 2), (0, 1)], [(0, 2), (0, 1), (1, 2)]),
@@ -91,24 +84,15 @@ def _places(hosts: str) -> list[ChosenWorker]:
 )
 @pytest.mark.scenario("U1")
 def test_local_and_cross_ranks_follow_the_machines(
-    hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
+    machines: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
 ) -> None:
-    members = assign_ranks(_places(hosts))
-    assert [m.rank for m in members] == list(range(len(hosts)))
+    """Executors of one machine share its local ranks."""
+    workers = [WorkerRecord(f"w{i}", f"s{i}", f"executor {i}", 0.0) for i in range(len(machines))]
+    members = assign_ranks(workers, {w.worker: m for w, m in zip(workers, machines, strict=True)})
+    assert [m.rank for m in members] == list(range(len(machines)))
+    assert [m.host for m in members] == [w.host for w in workers], "shared memory is an executor's"
     assert [(m.local_rank, m.local_size) for m in members] == local
     assert [(m.cross_rank, m.cross_size) for m in members] == cross
-
-
-def test_executors_of_one_machine_share_its_local_ranks() -> None:
-    places = [
-        ChosenWorker(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")
-    ]
-    members = assign_ranks(places)
-    assert [(m.local_rank, m.local_size) for m in members] == [(0, 2), (1, 2), (0, 1)]
-    assert [(m.cross_rank, m.cross_size) for m in members] == [(0, 2), (0, 1), (1, 2)]
-    assert [m.host for m in members] == ["executor 0", "executor 1", "executor 2"], (
-        "shared memory is an executor's"
-    )
 
 
 @pytest.mark.parametrize(
@@ -131,17 +115,11 @@ def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joinin
 
 @pytest.mark.parametrize(
     ("positions", "source"),
-    [
-        ([None, None], None),
-        ([at(3), at(3), None], 0),
-        ([at(3), at(4), at(4)], 1),
-        ([None, at(0)], 1),
-    ],
+    [([None, None], None), ([at(3), at(3), None], 0), ([at(3), at(4), at(4)], 1), ([None, at(0)], 1)],
 )
-def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
-    positions: list[Position | None], source: int | None
-) -> None:
-    assert find_source([ChosenWorker(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source
+def test_r04_the_source_is_lowest_of_newest(positions: list[Position | None], source: int | None) -> None:
+    workers = [WorkerRecord(f"w{i}", f"s{i}", "h", 0.0, position=p) for i, p in enumerate(positions)]
+    assert find_source(workers) == source
 
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
@@ -152,8 +130,7 @@ def _find_killed(bench: Bench) -> set[str]:
 
 
 def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=SHORT)
     bench.exit(name(2), -9)
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
@@ -162,8 +139,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
 
 
 def test_the_last_member_with_the_state_is_not_evicted_while_only_members_without_state_came_back() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=SHORT)
     bench.exit(name(3), -9)
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
     bench.wait(SHORT.regroup_timeout + 1.0, heartbeats_of=[1, 2])
@@ -171,16 +147,14 @@ def test_the_last_member_with_the_state_is_not_evicted_while_only_members_withou
 
 
 def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=SHORT)
     bench.exit(name(2), -9)
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, heartbeats_of=[1, 2])
     assert _find_killed(bench) == {name(1)}
 
 
 def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came_with_the_state() -> None:
-    bench = Bench(SHORT)
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=SHORT)
     bench.join(name(2), bench.fence, at(7), suspects=(name(1),), reason="timed out after 60 s")
     bench.wait(SHORT.regroup_timeout - 0.1, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
@@ -190,8 +164,7 @@ def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came
 
 
 def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
-    bench = Bench(replace(SHORT, regroup_timeout=600.0))
-    bench.start(1, 2)
+    bench = Bench.running(1, 2, limits=replace(SHORT, regroup_timeout=600.0))
     bench.exit(name(2), -9)
     for _ in range(int(SHORT.lease / 0.1) + 5):
         bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))
@@ -226,8 +199,7 @@ def _keep_rank_0_busy(bench: Bench, step: int) -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: bool) -> None:
-    bench = Bench(replace(SHORT, num_workers=3, max_workers=3))
-    bench.start(1, 2, 3)
+    bench = Bench.running(1, 2, 3, limits=replace(SHORT, num_workers=3, max_workers=3))
     for attempt in range(6):
         if not bench.find_commands(End):
             _keep_rank_0_busy(bench, 7 + attempt * moves)
@@ -241,23 +213,21 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
     assert "raise collective_timeout" in bench.end.reason
 
 
-def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
-    bench = Bench(gather_timeout=5.0)
-    bench.start_warm(1, 2)
-    bench.wait(5.1, heartbeats_of=[1, 2])
-    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
-    assert told.startswith(
-        "2 of 4 workers (num_workers) came within 5 s (gather_timeout): the job begins with them"
-    )
-
-
-def test_a_wait_for_workers_that_still_import_asks_for_no_cores() -> None:
-    bench = Bench(min_workers=2, gather_timeout=5.0)
-    bench.slot(1)
-    bench.slot(2)
+@pytest.mark.parametrize(
+    ("least", "warm", "said"),
+    [
+        (1, True, "2 of 4 workers (num_workers) came within 5 s (gather_timeout): the job begins with them"),
+        (3, True, "2 workers are there and 3 are needed (min_workers)"),
+        (2, False, "2 more have started and import what the program needs"),  # it asks for no cores
+    ],
+)
+def test_a_wait_for_workers_is_announced(least: int, warm: bool, said: str) -> None:
+    bench = Bench(min_workers=least, gather_timeout=5.0)
+    for job in (1, 2):
+        bench.start_warm(job) if warm else bench.slot(job)
     bench.wait(6.0, heartbeats_of=[1, 2])
-    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
-    assert told.endswith("2 more have started and import what the program needs")
+    (told,) = [notice.reason for notice in bench.find_commands(NotifyUser)]
+    assert said in told
 
 
 def test_a_wait_for_min_workers_is_announced_once_and_again_after_the_next_loss() -> None:

@@ -12,15 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.gradients import host_memory
-from spark_elastic.gradients.bucket_memory import BucketMemory
-from spark_elastic.gradients.buckets import (
-    ALIGN,
-    FIRST_BUCKET,
-    ParameterSpec,
-    build_buckets,
-    hash_layout,
-)
-from spark_elastic.gradients.layout import build_specs
+from spark_elastic.gradients.buckets import ALIGN, FIRST_BUCKET, ParameterSpec, build_buckets, hash_layout
+from spark_elastic.gradients.layout import BucketMemory, build_specs
 
 SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
 DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])
@@ -57,11 +50,8 @@ def test_r07_different_layouts_have_different_hashes(specs: list[ParameterSpec],
     assert same == hash_layout([replace(spec) for spec in specs], size)
     assert same < 1 << 64
     first = specs[0]
-    for other in (
-        replace(first, name="q"),
-        replace(first, shape=(*first.shape, 1)),
-        replace(first, dtype="int8"),
-    ):
+    for change in ({"name": "q"}, {"shape": (*first.shape, 1)}, {"dtype": "int8"}):
+        other = replace(first, **change)  # type: ignore[arg-type]
         assert hash_layout([other, *specs[1:]], size) != same
     assert hash_layout(specs, size + 1) != same
 
@@ -91,6 +81,5 @@ def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
     for _ in range(2):  # in the next world, too, it is known
         BucketMemory(parameters, buckets, group)  # type: ignore[arg-type]
     assert len(buckets) == 2
-    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
-        "tensors of GPUs are exchanged through the host"
-    ] * times
+    told = [record.getMessage().partition(",")[0] for record in caplog.records]
+    assert told == ["tensors of GPUs are exchanged through the host"] * times

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
-from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, _Planes
-from spark_elastic.gradients.exchange_options import DEFAULT_OPTIONS, ExchangeOptions
+from spark_elastic.gradients import bulk_plane
+from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
 from spark_elastic.gradients.layout import ExchangedParameters
-from spark_elastic.gradients.modes.bulk import BulkMode
-from spark_elastic.worker.context import CollectiveThread
+from spark_elastic.gradients.modes import BulkMode
+from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
+from spark_elastic.worker.context import CollectiveThread, WorkerContext
 from tests import simulated_nccl
 from tests.devices import use_device
 from tests.fake_group import FakeFabric
@@ -27,10 +28,7 @@ from tests.unit.torch.worlds import run_in_world
 pytestmark = pytest.mark.native
 
 # (device, backend, ranks)
-PLANES = [
-    ("cpu", simulated_nccl.NAME, 3),
-    pytest.param("cuda", "nccl", 1, marks=pytest.mark.gpu),
-]
+PLANES = [("cpu", simulated_nccl.NAME, 3), pytest.param("cuda", "nccl", 1, marks=pytest.mark.gpu)]
 
 
 def open_plane(group: Group, store: Any, device: str, backend: str) -> BulkPlane:
@@ -64,9 +62,8 @@ def sum_gradients(
 def await_threads() -> None:
     """The simulation's threads end a moment after an abort."""
     deadline = time.monotonic() + 5
-    while (
-        any(each.name == "simulated-nccl" for each in threading.enumerate()) and time.monotonic() < deadline
-    ):
+    while any(thread.name == "simulated-nccl" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -133,22 +130,18 @@ def test_a_rank_whose_communicator_fails_leaves_all_with_the_host(capsys: pytest
     assert "gradients travel through host memory in this world" in capsys.readouterr().err
 
 
-def test_each_device_of_a_group_has_a_plane_of_its_own() -> None:
-    planes, group, made = _Planes(), FakeFabric(1).group(0), []
-
-    def get_plane(device: str) -> BulkPlane:
-        def create(number: int) -> BulkPlane:
-            made.append(number)
-            plane = BulkPlane(group, torch.device(device), simulated_nccl.NAME, tuple)
-            plane._builder = threading.Thread(target=tuple)
-            return plane
-
-        return planes.get_or_create(group, torch.device(device), create)
-
-    first = get_plane("cuda:0")
-    assert get_plane("cuda:1") is not first
-    assert get_plane("cuda:0") is first
-    assert made == [0, 1]
+def test_each_device_of_a_group_has_a_plane_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, group = WorkerContext("w", driver=cast("Any", object())), FakeFabric(2).group(0)
+    options = replace(DEFAULT_OPTIONS, bulk_backend=simulated_nccl.NAME)
+    monkeypatch.setattr(bulk_plane, "get_context", lambda: worker)
+    monkeypatch.setattr(bulk_plane, "_get_stores", lambda worker, group, number: (number,))
+    monkeypatch.setattr(BulkPlane, "start", lambda self: None)
+    devices = [torch.device(name) for name in ("cuda:0", "cuda:1", "cuda:0")]
+    first, second, again = (get_or_start_bulk_plane(group, device, options) for device in devices)
+    assert first is again
+    assert first is not None
+    assert second is not None
+    assert (first._get_stores(), second._get_stores()) == ((0,), (1,))
 
 
 class FastClock(SystemClock):
@@ -172,9 +165,8 @@ def test_every_rank_names_the_ranks_without_a_communicator(first: int) -> None:
         if group.rank == first:
             plane._clock = FastClock()
         plane.start()
-        with pytest.raises(
-            CollectiveError, match=r"ranks \[1\] have built no simnccl communicator in 30 s"
-        ) as error:
+        says = r"ranks \[1\] have built no simnccl communicator in 30 s"
+        with pytest.raises(CollectiveError, match=says) as error:
             plane.wait_until_ready()
         done.set()
         plane._builder.join()
@@ -197,9 +189,8 @@ def test_every_rank_names_the_ranks_whose_sums_are_late(first: int) -> None:
             sums.launch(lambda _: simulated_nccl.Work())  # never complete
         else:
             sums.launch(lambda alone: alone.allreduce([torch.ones(1)]))
-        with pytest.raises(
-            CollectiveError, match=r"the bulk sums of ranks \[1\] were not complete after 30 s"
-        ) as error:
+        says = r"the bulk sums of ranks \[1\] were not complete after 30 s"
+        with pytest.raises(CollectiveError, match=says) as error:
             sums.finish()
         return tuple(error.value.ranks)
 

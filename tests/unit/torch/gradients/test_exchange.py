@@ -1,8 +1,9 @@
-"""Gradients summed over a world: what ranks must have in common, and when the thread for collectives lives."""
+"""Gradients summed over a world: what ranks must have in common, when a thread lives, whom a stalled step waits for."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 from contextlib import closing
@@ -13,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_collectives import Group, MismatchError
+from elastic_collectives import CollectiveTimeout, Group, MismatchError
+from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
-from spark_elastic.gradients.modes.host import HostMode
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.modes import HostMode, OneBucketMode
+from spark_elastic.gradients.reduction import ExchangeOptions, options_from_env
 from tests.unit.torch.worlds import run_in_world
 
 
@@ -37,10 +38,8 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
             backward(model, inputs)
             mine = model.weight.grad
             assert mine is not None
-            with pytest.raises(
-                MismatchError,
-                match=r"ranks \[1\] .*number 1: on rank 0, 'weight' is .*3, 5\); on rank 1, .*\(5, 3\)",
-            ):
+            says = r"ranks \[1\] .*number 1: on rank 0, 'weight' is .*3, 5\); on rank 1, .*\(5, 3\)"
+            with pytest.raises(MismatchError, match=says):
                 exchange.finish()
             assert torch.equal(mine, torch.full_like(mine, 2.0))  # nothing was added to it
 
@@ -52,7 +51,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
     [
         (
             ExchangeOptions(average=True),
-            "averaged, sparse gradients: refused, in 0 groups; on rank 1, gradients are summed",
+            "averaged, .*: refused, in 0 groups; on rank 1, gradients are summed",
         ),
         (ExchangeOptions(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
         (ExchangeOptions(predivide=2.0), "divided by 2.0 before"),
@@ -127,9 +126,8 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with closing(
-            GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second)
-        ) as exchange:
+        options = ExchangeOptions(bucket_bytes=16)
+        with closing(GradientExchange(named, options, may_overlap=start_second)) as exchange:
             exchange.clear_and_begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:
@@ -147,25 +145,18 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
 MESSAGE = 6  # bytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [
-        (torch.float64, None),
-        (torch.float32, None),
-        (torch.float32, "bf16"),
-        (torch.float32, "fp16"),
-        (torch.float16, None),
-    ],
-)
+KINDS = [(torch.float64, None), (torch.float16, None), *((torch.float32, w) for w in (None, "bf16", "fp16"))]
+
+
+@pytest.mark.parametrize(("dtype", "wire"), KINDS)
 def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtype, wire: str | None) -> None:
     """Of every byte; also where gradients are not finite. Between the worlds one process trains alone."""
     models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype) for _ in range(3)]
-    exchanges = [
-        GradientExchange(
-            model.named_parameters(), ExchangeOptions(wire=wire), count_message_bytes=lambda count: MESSAGE
-        )
-        for model in models
-    ]
+    how: dict[str, Any] = {
+        "options": ExchangeOptions(wire=wire),
+        "count_message_bytes": lambda count: MESSAGE,
+    }
+    exchanges = [GradientExchange(model.named_parameters(), **how) for model in models]
 
     def work(group: Group) -> None:
         model, exchange = models[group.rank], exchanges[group.rank]
@@ -180,10 +171,8 @@ def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtyp
             if group.size == 1:
                 continue
             assert isinstance(exchange.mode, OneBucketMode)
-            messages = [
-                [(step * MESSAGE + rank + place) % 256 for place in range(MESSAGE)]
-                for rank in range(group.size)
-            ]
+            firsts = [step * MESSAGE + rank for rank in range(group.size)]
+            messages = [[(first + place) % 256 for place in range(MESSAGE)] for first in firsts]
             assert exchange.mode.carry(np.array(messages[group.rank], np.uint8)).tolist() == messages
             total = 2.0 * sum(2 * rank + 1 for rank in range(1, group.size))
             assert exchange.parameters[0].grad is not None
@@ -212,9 +201,8 @@ def test_r06_no_message_travels_with_buckets_unless_it_can_on_all_ranks(
     def work(group: Group) -> tuple[bool, bool]:
         model = nn.Linear(5, 3)
         count = (1 << 20) if lacks_room and group.rank else MESSAGE
-        with closing(
-            GradientExchange(model.named_parameters(), options, count_message_bytes=lambda _: count)
-        ) as exchange:
+        named = model.named_parameters()
+        with closing(GradientExchange(named, options, count_message_bytes=lambda _: count)) as exchange:
             exchange.clear_and_begin(group, 1)
             return isinstance(exchange.mode, OneBucketMode), exchange.mode.follows_backward
 
@@ -280,7 +268,7 @@ def test_r22_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcom
     [
         (
             nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}),
-            "'w' is torch.complex64: only float16, bfloat16",
+            "'w' is torch.complex64: only",
         ),
         (nn.Linear(2, 2, device="meta"), "'weight' is on meta, and has no values"),
         (nn.ReLU(), "no parameter that requires a gradient"),
@@ -289,3 +277,66 @@ def test_r22_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcom
 def test_parameters_that_cannot_be_exchanged_are_named(model: nn.Module, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         GradientExchange(model.named_parameters())
+
+
+CLOCK = SystemClock()
+
+
+def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0, 0.0)) -> None:
+    """Steps of two layers; rank 1 comes so many seconds late to each of them."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    with closing(GradientExchange(model.named_parameters(), terms)) as exchange:
+        for delay in delays:
+            exchange.clear_and_begin(group, 1)
+            model(torch.ones(1, 2)).sum().backward()
+            if group.rank == 1:
+                CLOCK.sleep(delay)
+            exchange.finish()
+
+
+def test_the_stall_check_names_parameters_and_missing_ranks_as_the_worlds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(group: Group) -> None:
+        if group.rank in (1, 3):
+            step(group.subgroup(1, [1, 3]), ExchangeOptions(warn_after=2.5), (0.0, 3.5))
+        group.barrier()
+
+    with caplog.at_level(logging.WARNING, "spark_elastic.gradients.step_reducer"):
+        run_in_world(4, work)
+    (line,) = caplog.messages
+    assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
+    assert line.endswith("for rank(s) 3, which have not sent theirs.")
+
+
+def test_gradients_fail_after_wait_at_most_and_later_collectives_have_the_usual_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(group: Group) -> None:
+        step(group, ExchangeOptions(wait_at_most=0.5))
+        if group.rank == 1:
+            CLOCK.sleep(1.0)
+        group.barrier()  # the group's timeout holds again
+        with pytest.raises(CollectiveTimeout) as raised:
+            step(group, ExchangeOptions(wait_at_most=0.5), (0.0, 1.5))
+        assert raised.value.ranks == (1,)
+
+    run_in_world(2, work)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, (10.0, None)),
+        ({"CHECK_TIME_SECONDS": "30", "SHUTDOWN_TIME_SECONDS": "90"}, (30.0, 90.0)),
+        ({"CHECK_DISABLE": "1"}, (float("inf"), None)),
+    ],
+)
+def test_horovods_settings_hold_for_gradients(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: tuple[float, float | None]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOROVOD_STALL_{name}", value)
+    terms = options_from_env()
+    assert (terms.warn_after, terms.wait_at_most) == found

@@ -3,64 +3,40 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set
 from spark_elastic.handwritten.torch_state import OptimizerStateHandler
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use, get_training_group
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
-from spark_elastic.worker.context import get_context, set_context
-from spark_elastic.worker.stack_sampler import StackReader, StackSampler
+from spark_elastic.worker.context import WaitRecorder, get_context, set_context
 from tests.fake_group import FakeFabric
-from tests.patience import until
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 from tests.unit.torch.worlds import run_in_world
-
-CLOCK = SystemClock()
 
 
 def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
-    fabric, window = FakeFabric(3), StackReader()
-    sampler = StackSampler(window.activity, window.stacks, CLOCK)
-    sampler.start()
-    seen = threading.Event()
+    recorder, watched = WaitRecorder(), list[Group]()
+    monkeypatch.setattr(recorder, "watch_group", lambda group: watched.append(group) or group)
 
-    def reduce(rank: int) -> float:
-        enter_group(fabric.group(rank))
+    def work(group: Group) -> Group | None:
         worker = get_context()
         assert worker is not None
-        if rank == 0:
-            set_context(replace(worker, wait_recorder=sampler))
-        else:
-            assert seen.wait(45)
-        group, array = get_training_group(ProcessSet([0, 1])), np.ones(1)
-        assert group is not None
-        group.allreduce(array)
-        return float(array[0])
+        set_context(replace(worker, wait_recorder=recorder if group.rank == 0 else WaitRecorder()))
+        return get_training_group(ProcessSet([0, 1])) if group.rank < 2 else None
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            sums = [pool.submit(reduce, rank) for rank in (0, 1)]
-            try:
-                assert until(lambda: window.read(CLOCK.now()).is_waiting)
-            finally:
-                seen.set()
-            assert [each.result() for each in sums] == [2.0, 2.0]
-        assert not window.read(CLOCK.now()).is_waiting
-    finally:
-        sampler.close()
-        window.close()
+    first, *_ = run_in_fake_world(3, work)
+    assert watched == [first]
+    assert first is not None
+    assert first.size == 2
 
 
 def take_step(model: torch.nn.Module) -> None:
@@ -111,10 +87,6 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
     """Rank 0 lacks a gradient: what the first one has sent by then differs."""
     use_context_per_thread(monkeypatch)
 
-    def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        groups = [[parameter] for parameter in model.parameters()]
-        return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=Sum, groups=groups)
-
     def work(group: Group) -> list[float]:
         enter_group(group)
         model, later, x = layers(), layers(), torch.ones(1, 4)
@@ -139,6 +111,12 @@ def layers() -> torch.nn.ModuleList:
     return torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
 
 
+def make_optimizer(model: torch.nn.Module, op: Any = Sum) -> Any:
+    """A bucket for each parameter, except for Adasum."""
+    groups: Any = 0 if op is Adasum else [[parameter] for parameter in model.parameters()]
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=op, groups=groups)
+
+
 @pytest.mark.parametrize("adasum", [False, True], ids=["sums", "one by Adasum"])
 def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.MonkeyPatch, adasum: bool) -> None:
     """One rank has no gradient for the first bucket of one of them, so that the other's are complete before it."""
@@ -147,14 +125,7 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
     def work(group: Group) -> list[float]:
         enter_group(group)
         first, second = layers(), layers()
-        optimizers = [
-            DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=1.0),
-                op=op,
-                groups=0 if op is Adasum else [[p] for p in model.parameters()],
-            )
-            for model, op in ((first, Sum), (second, Adasum if adasum else Sum))
-        ]
+        optimizers = [make_optimizer(first), make_optimizer(second, Adasum if adasum else Sum)]
         parameters = [*first.parameters(), *second.parameters()]
         before = [parameter.detach().clone() for parameter in parameters]
         used = [layer for layer in first if group.rank == 1 or layer is not first[2]]
@@ -163,9 +134,8 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
         for optimizer in reversed(optimizers):
             optimizer.step()
         close_engine()
-        return [
-            round(float((was - now.detach()).mean()), 3) for was, now in zip(before, parameters, strict=True)
-        ]
+        pairs = zip(before, parameters, strict=True)
+        return [round(float((was - now.detach()).mean()), 3) for was, now in pairs]
 
     of_second = 100.0 if adasum else 200.0  # equal steps count once
     assert run_in_world(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
@@ -177,10 +147,7 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
     def work(group: Group) -> list[bool]:
         enter_group(group)
         model, other = layers(), layers()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters()), groups=[[p] for p in model.parameters()]
-        )
-        found = []
+        optimizer, found = make_optimizer(model), []
         for together in (False, True, False):
             second = DistributedOptimizer(torch.optim.SGD(other.parameters())) if together else None
             sum(layer(torch.ones(1, 4)).sum() for layer in model).backward()  # type: ignore[union-attr]

@@ -140,9 +140,7 @@ def test_p2_all_ranks_hold_the_buffers_of_one_process() -> None:
         for found in take_steps(net, size):
             assert found.keys() == alone.keys()
             for name, value in found.items():
-                torch.testing.assert_close(
-                    value, alone[name], rtol=1e-6, atol=1e-9, msg=lambda text, n=name: n + text
-                )
+                torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
 def push(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
@@ -157,24 +155,15 @@ def append(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
     net.kept = torch.cat([net.kept, x[:, :1]])
 
 
+LOST = "buffer 'part.kept' of the model depends on all rows of a step in a way"
+
+
 @pytest.mark.parametrize(
     ("value", "write", "says"),
     [
-        (
-            torch.zeros(40, 1).double(),
-            push,
-            "buffer 'part.kept' of the model depends on all rows of a step in a way",
-        ),
-        (
-            torch.ones(3).double(),
-            average_sums,
-            "buffer 'part.kept' of the model depends on all rows of a step in a way",
-        ),
-        (
-            torch.zeros(0, 1).double(),
-            append,
-            r"different shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)",
-        ),
+        (torch.zeros(40, 1).double(), push, LOST),
+        (torch.ones(3).double(), average_sums, LOST),
+        (torch.zeros(0, 1).double(), append, r"shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)"),
     ],
 )
 def test_a_buffer_that_ranks_cannot_bring_together_is_named_at_once(

@@ -1,8 +1,10 @@
-"""Metrics over steps and worlds: what a newcomer takes over, what the history is given, what is refused."""
+"""Metrics over steps and worlds: what a newcomer takes over, what the history has, what callbacks may watch."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,19 @@ import torch.nn.functional as F
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.training.torch.callbacks import (
+    BestWeights,
+    Callback,
+    EarlyStopping,
+    LearningRateSchedule,
+    Training,
+    get_monitored,
+)
 from spark_elastic.training.torch.loss import LossResult, RowLoss
 from spark_elastic.training.torch.metrics import Metrics, name_metrics
+from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.torch.trainer import check_watched
 from spark_elastic.training.trainer import sync_state
 from tests.checkpoints import reload_from_checkpoint
 from tests.unit.torch.worlds import run_in_world
@@ -135,9 +147,8 @@ def test_metrics_take_outputs_of_16_bits(kind: torch.dtype) -> None:
     metrics = Metrics(name_metrics([torch.nn.functional.l1_loss]), ["y"], logs=False)
 
     def work(group: Group) -> Any:
-        metrics.add(
-            LossResult(torch.zeros(()), 2, (torch.zeros(2, dtype=kind),)), (torch.ones(2, dtype=kind),)
-        )
+        output, label = torch.zeros(2, dtype=kind), torch.ones(2, dtype=kind)
+        metrics.add(LossResult(torch.zeros(()), 2, (output,)), (label,))
         metrics.gather(group)
         metrics.commit()
         return metrics.results()
@@ -153,12 +164,8 @@ def test_a_label_per_row_fits_an_output_of_one_column() -> None:
         return (output[:, 0] - label).abs().mean()
 
     l1 = torch.nn.functional.l1_loss
-    given = {
-        "l1": l1,
-        "no_module": functools.partial(l1, weight=None),
-        "theirs": theirs,
-        "own": compute_own_metric,
-    }
+    partial = functools.partial(l1, weight=None)
+    given = {"l1": l1, "no_module": partial, "theirs": theirs, "own": compute_own_metric}
     metrics = Metrics(given, ["y"], logs=False)
     metrics._update([torch.tensor([[1.0], [2.0], [4.0]])], [torch.tensor([1.0, 1.0, 1.0])])
     assert metrics.results() == pytest.approx(dict.fromkeys(given, 4 / 3))
@@ -184,9 +191,7 @@ def test_a_metric_function_may_return_a_number_for_each_row() -> None:
 @pytest.mark.parametrize("returned", [torch.zeros(3, 2), None, "much"])
 def test_a_metric_function_that_returns_no_number_is_named(returned: object) -> None:
     odd = Metrics({"odd": lambda output, label: returned}, ["y"], logs=False)
-    with pytest.raises(
-        InvalidInput, match=r"the metric 'odd' returned a .* for 3 rows: return one number, or"
-    ):
+    with pytest.raises(InvalidInput, match=r"metric 'odd' returned a .* for 3 rows: return one number, or"):
         odd._update([torch.zeros(3)], [torch.zeros(3)])
 
 
@@ -210,12 +215,8 @@ def test_metrics_of_the_installed_torchmetrics_work() -> None:
     kinds = given.classification
     classes = kinds.MulticlassAccuracy(num_classes=2, average=None)
     collection = given.MetricCollection([kinds.BinaryAccuracy(), kinds.BinaryF1Score()])
-    metrics = [
-        collection,
-        kinds.BinaryAUROC(),
-        given.ClasswiseWrapper(classes),
-        kinds.BinaryROC(thresholds=3),
-    ]
+    curve = kinds.BinaryROC(thresholds=3)
+    metrics = [collection, kinds.BinaryAUROC(), given.ClasswiseWrapper(classes), curve]
     first, joined = (Metrics(name_metrics(metrics), ["y"], logs=False) for _ in range(2))
     steps = [([0.0, 1.0, 0.0], [0, 1, 1]), ([1.0, 0.0], [0, 1])]
     both = [(torch.tensor(output), torch.tensor(label)) for output, label in steps]
@@ -235,10 +236,7 @@ def test_metrics_of_the_installed_torchmetrics_work() -> None:
 
 
 def test_a_run_may_be_resumed_with_other_metrics() -> None:
-    first, other = (
-        Metrics({"near": MeanDistance()}, ["y"], False),
-        Metrics({"far": MeanDistance()}, ["y"], False),
-    )
+    first, other = (Metrics({name: MeanDistance()}, ["y"], False) for name in ("near", "far"))
     rows = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])
     first._update([rows[0]], [rows[1]])
     other.load_state_dict(first.state_dict())
@@ -302,3 +300,78 @@ def test_a_metric_of_classes_names_the_column_of_a_wrong_one() -> None:
     metrics = Metrics({"found": F.cross_entropy}, ["kind", "size"], logs=False)
     with pytest.raises(InvalidInput, match=r"column 'size' has 0.5, and CrossEntropyLoss takes whole"):
         metrics._update([torch.rand(1, 3)] * 2, [torch.tensor([1.0]), torch.tensor([0.5])])
+
+
+def measure_distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().mean()
+
+
+class Curve:
+    """A metric object, whose `compute` may give a dict."""
+
+    def update(self, *arguments: Any) -> None: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
+class AddMetric(Callback):
+    def on_epoch_end(self, training: Any, logs: Any) -> None:
+        logs["gap"] = 1.0
+
+
+def make_objects(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) -> TorchUserObjects:
+    model = torch.nn.Linear(1, 1)
+    found = tuple(EarlyStopping(name) for name in names)
+    mse: tuple[Callable[..., torch.Tensor], ...] = (torch.nn.MSELoss(),) * losses
+    metrics = {"far": measure_distance, "curve": Curve()}
+    return TorchUserObjects(model, None, mse, metrics=metrics, callbacks=(*found, *callbacks), watched=names)
+
+
+HARMLESS = (BestWeights(), LearningRateSchedule(measure_distance))  # which add no number
+
+
+@pytest.mark.parametrize(
+    ("objects", "validates", "says"),
+    [
+        *(
+            (make_objects(name), True, None)
+            for name in ("loss", "far", "val_loss", "val_far", "curve", "val_curve_auc", "learning_rate")
+        ),
+        (make_objects("loss_b", "val_far_a", losses=2), True, None),
+        (make_objects("gap", callbacks=(AddMetric(),)), False, None),  # looked for at the end of the epoch
+        (make_objects("loss_b"), True, "'loss_b', which no epoch will have"),
+        (
+            make_objects("val_los", callbacks=HARMLESS),
+            True,
+            "'val_los', which no epoch will have: set its monitor to one of loss, far, curve, val_loss, val_far,",
+        ),
+        (make_objects("los"), False, r"'los', which .* one of loss, far, curve\.$"),
+        (make_objects("val_los"), False, r"one of loss, far, curve \(those with val_ need a validation\)\.$"),
+        (make_objects("loss", "val_loss"), False, "watches 'val_loss', but nothing is validated"),
+    ],
+)
+def test_metrics_that_callbacks_watch_must_exist(objects: Any, validates: bool, says: str | None) -> None:
+    labels = ["a", "b"][: len(objects.losses)]
+    with nullcontext() if says is None else pytest.raises(InvalidInput, match=says):
+        check_watched(objects, labels, validates)
+    with pytest.raises(InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, "):
+        get_monitored({"loss": 1.0, "far": 2.0}, "gap")
+
+
+@pytest.mark.parametrize(("patience", "ends_after"), [(0, 3), (1, 3), (2, 6)])
+def test_a_training_ends_after_as_many_epochs_without_progress_as_patience_says(
+    patience: int, ends_after: int
+) -> None:
+    """Epochs that improve never end it."""
+    stopping = EarlyStopping("loss", patience)
+    model = torch.nn.Linear(1, 1)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [3.0, 2.0, 2.0, 1.0, 1.0, 1.0]
+    for epoch, loss in enumerate(losses):
+        stopping.on_epoch_end(training, {"epoch": epoch, "loss": loss})
+        if training.stopped:
+            break
+    assert epoch + 1 == ends_after
+    assert training.stopped == f"loss has not improved for {max(1, patience)} epochs"

@@ -15,21 +15,13 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.modes.one_bucket import OneBucketMode
+from spark_elastic.gradients.modes import OneBucketMode
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.step import GradientScaling
 from spark_elastic.training.trainer import StepCall, defer_interrupts
-from tests.unit.torch.train.trainees import (
-    NEXT,
-    ROWS,
-    TrainedModel,
-    X,
-    Y,
-    have_equal_values,
-    train_plain,
-)
+from tests.unit.torch.train.trainees import NEXT, ROWS, TrainedModel, X, Y, have_equal_values, train_plain
 from tests.unit.torch.worlds import run_in_world
 
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -276,13 +268,11 @@ def test_fp16_is_refused_where_torch_has_no_scaler_for_cpus_and_all_else_works(
 ) -> None:
     """As torch 2.2 is."""
     monkeypatch.delattr(torch.amp, "GradScaler")
-    with pytest.raises(
-        InvalidInput, match=r"precision='fp16' needs torch 2\.3 or newer, and this is .* to 'bf16'"
-    ):
+    says = r"precision='fp16' needs torch 2\.3 or newer, and this is .* to 'bf16'"
+    with pytest.raises(InvalidInput, match=says):
         GradientScaling("fp16")
-    assert (
-        GradientScaling("bf16").state_dict() == GradientScaling().state_dict() == {"scaler": {}, "skipped": 0}
-    )
+    for scaling in (GradientScaling("bf16"), GradientScaling()):
+        assert scaling.state_dict() == {"scaler": {}, "skipped": 0}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -294,13 +284,11 @@ def test_p4_callbacks_see_the_buffers_of_the_step_that_is_finalized(size: int) -
         trainee.taker.shows_buffers = True
         seen, after = [], []
         rows = divide_rows(group)
-        batch = LocalBatch(
-            ROWS, np.array(rows), (X[rows.start : rows.stop],), (Y[rows.start : rows.stop],), None
-        )
+        part = slice(rows.start, rows.stop)
+        batch = LocalBatch(ROWS, np.array(rows), (X[part],), (Y[part],), None)
+        tell = lambda: seen.append(read(trainee))  # noqa: E731
         for _ in range(3):
-            call = StepCall(
-                group, MembershipVersion(), lambda decision: NEXT, lambda: seen.append(read(trainee))
-            )
+            call = StepCall(group, MembershipVersion(), lambda decision: NEXT, tell)
             trainee.taker.run(batch, call)
             after.append(read(trainee))
         trainee.exchange.close()

@@ -108,23 +108,17 @@ def test_r08_weights_of_rows_and_several_losses_count_once() -> None:
     def work(group: Group) -> tuple[nn.Module, Any, dict[str, Any]]:
         losses = {"a": (compare_pairs, 0.3), "b": (nn.CrossEntropyLoss(classes), 0.7)}
         metrics = Metrics({"mean": lambda output, label: output.mean()}, ["a", "b"], logs=True)
-        trainee = TrainedModel(
-            model, loss=MultiOutputLoss(losses, weighted=True), metrics=metrics, labels=2, loss_scope="step"
-        )
+        loss = MultiOutputLoss(losses, weighted=True)
+        trainee = TrainedModel(model, loss=loss, metrics=metrics, labels=2, loss_scope="step")
         decision = trainee.take(group, divide_rows(group), weights=WEIGHTS)
         trainee.exchange.close()
         return trainee.model, decision, metrics.results()
 
     def compute_loss(outputs: Any, label: torch.Tensor) -> torch.Tensor:
         rows, divisors = compare_pairs(outputs[0], label), WEIGHTS * classes[label]
-        by_class = nn.functional.cross_entropy(outputs[1], label, reduction="none")
-        return (
-            0.3 * (rows * WEIGHTS).sum() / WEIGHTS.sum()
-            + 0.7
-            * (nn.functional.cross_entropy(outputs[1], label, classes, reduction="none") * WEIGHTS).sum()
-            / divisors.sum()
-            + 0 * by_class.sum()
-        )
+        by_class = nn.functional.cross_entropy(outputs[1], label, classes, reduction="none")
+        first, second = (rows * WEIGHTS).sum() / WEIGHTS.sum(), (by_class * WEIGHTS).sum() / divisors.sum()
+        return 0.3 * first + 0.7 * second
 
     plain = train_plain(model, 1, compute_loss)
     with torch.no_grad():
@@ -132,9 +126,8 @@ def test_r08_weights_of_rows_and_several_losses_count_once() -> None:
     for size in (1, 3, 12):
         for trained, decision, numbers in run_in_world(size, work):
             assert have_equal_values(trained, plain)
-            assert decision.loss / decision.denominator == pytest.approx(
-                compute_loss(outputs, Y).item(), rel=1e-12
-            )
+            mean = decision.loss / decision.denominator
+            assert mean == pytest.approx(compute_loss(outputs, Y).item(), rel=1e-12)
             expected = (compare_pairs(outputs[0], Y) * WEIGHTS).sum() / WEIGHTS.sum()
             assert numbers["loss_a"] == pytest.approx(expected.item(), rel=1e-12)
             assert numbers["mean_b"] == pytest.approx(outputs[1].mean().item(), rel=1e-12)
@@ -242,7 +235,7 @@ def test_outputs_that_do_not_make_one_of_all_rows_are_refused() -> None:
         trainee = TrainedModel(Sums(), loss=lambda output, label: output.sum(), loss_scope="step")
         try:
             with pytest.raises(
-                InvalidInput, match=r"^loss_scope='step' joins .* has shape \(4,\) for 2 rows and"
+                InvalidInput, match=r"^loss_scope='step' joins .* has shape \(4,\) for 2 rows"
             ):
                 trainee.take(group, divide_rows(group))
         finally:

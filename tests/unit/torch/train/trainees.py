@@ -12,17 +12,17 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.exchange_options import ExchangeOptions
+from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.torch.loss import ModelLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step import GradientScaling, TrainStep
 from spark_elastic.training.trainer import StepCall
+from tests.fit_configs import make_config
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -65,20 +65,17 @@ class TrainedModel:
         """
         self.labels = (Y,) * labels
         self.model = copy.deepcopy(model)
-        self.state = TorchTrainingState(
-            self.model, torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
-        )
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
+        self.state = TorchTrainingState(self.model, optimizer)
         self.exchange = GradientExchange(
             self.model.named_parameters(),
             ExchangeOptions() if one_bucket else ExchangeOptions(bucket_bytes=64),
             count_message_bytes=count_summary_bytes if one_bucket else None,
         )
         self.ledger = Order()
-        objective = (
-            loss if hasattr(loss, "begin") else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        )
-        config = FitConfig(
-            feature_cols=("x",),
+        is_whole = hasattr(loss, "begin")
+        objective = loss if is_whole else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
+        config = make_config(
             label_cols=("y", "z")[:labels],
             batch_size=batch_size,
             gradient_clip_norm=1.0,
@@ -105,9 +102,8 @@ class TrainedModel:
         """weights: of all rows."""
         part = slice(rows.start, rows.stop)
         own = None if weights is None else weights[part]
-        share = LocalBatch(
-            ROWS, np.arange(rows.start, rows.stop), (X[part],), tuple(y[part] for y in self.labels), own
-        )
+        labels = tuple(y[part] for y in self.labels)
+        share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), labels, own)
         return self.taker.run(share, StepCall(group, MembershipVersion(), then))
 
 

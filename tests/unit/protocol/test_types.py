@@ -1,0 +1,59 @@
+"""Tables, and the pace of heartbeats."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_elastic.protocol.types import Table, heartbeat_interval
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.one_of(st.none(), st.integers())), max_size=120))
+def test_a_table_is_a_dict_and_never_changes(changes: list[tuple[int, int | None]]) -> None:
+    table: Table[int, int] = Table()
+    model: dict[int, int] = {}
+    for key, value in changes:
+        before, frozen = dict(table), table
+        if value is None:
+            table = table.drop(key)
+            model.pop(key, None)
+        else:
+            table = table.put(key, value)
+            model[key] = value
+        assert dict(frozen) == before
+        assert dict(table) == model
+        assert len(table) == len(model)
+        assert [k for k in range(41) if k in table] == sorted(model)
+
+
+def test_none_is_a_value_like_any_other() -> None:
+    table: Table[str, None] = Table[str, None]().put("a", None)
+    assert "a" in table
+    assert list(table.drop("a")) == []
+
+
+@pytest.mark.parametrize(
+    ("lease", "slots", "seconds"),
+    [
+        (5.0, 1, 0.4),
+        (5.0, 100, 0.4),
+        (5.0, 250, 1.0),
+        (5.0, 400, 1.6),
+        (5.0, 2000, 2.0),  # the lease bounds it
+        (20.0, 2000, 8.0),
+        (60.0, 2000, 8.0),
+        (1.0, 1, 0.2),
+        (1.0, 2000, 0.4),
+    ],
+)
+def test_seconds_between_two_heartbeats(lease: float, slots: int, seconds: float) -> None:
+    assert heartbeat_interval(lease, slots) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("lease", [1.0, 5.0, 30.0])
+def test_r12_half_a_lease_is_never_without_a_heartbeat(lease: float) -> None:
+    """Otherwise the driver would take itself to be cut off; and one lost heartbeat evicts no worker."""
+    for slots in (1, 10, 300, 3000, 10**6):
+        assert heartbeat_interval(lease, slots) < lease / 2
+        assert 2 * heartbeat_interval(lease, slots) < lease
