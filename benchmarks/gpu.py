@@ -170,7 +170,7 @@ class Ours:
         """Seconds until the device has finished."""
         program: Any = self.program
         epoch = program._state.position.epoch
-        program._spec.config.__dict__["epochs"] = epoch + 1
+        program._spec.config.data.__dict__["epochs"] = epoch + 1
         program._finish = lambda group: ""
         begin = time.perf_counter()
         program.run(self._world, self._group, self._handle)

@@ -43,7 +43,7 @@ def make_step(
     x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(group.rank))
     numbers = np.arange(group.rank * ROWS, (group.rank + 1) * ROWS)
     batch = LocalBatch(ROWS * group.size, numbers, (x,), (x,), None)
-    config = FitConfig(feature_cols=("x",), label_cols=("y",), batch_size=ROWS)
+    config = FitConfig.from_params({"feature_cols": ["x"], "label_cols": ["y"], "batch_size": ROWS})
     model = build_mlp(layers, width)
     state = TorchTrainingState(model, torch.optim.Adam(model.parameters(), lr=1e-3))
     exchange = ending.enter_context(closing(GradientExchange(model.named_parameters())))

@@ -58,7 +58,8 @@ def make_step(group: Group, scope: str, rows: int, passes: int, ending: ExitStac
     x = torch.randn(own, 3, 64, 64, generator=torch.Generator().manual_seed(group.rank))
     numbers = np.arange(group.rank * own, (group.rank + 1) * own)
     batch = LocalBatch(own * group.size, numbers, (x,), (torch.zeros(own),), None)
-    config = FitConfig(feature_cols=("x",), label_cols=("y",), batch_size=rows, loss_scope=scope)
+    values = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": rows, "loss_scope": scope}
+    config = FitConfig.from_params(values)
     model = build_net()
     state = TorchTrainingState(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     exchange = ending.enter_context(closing(GradientExchange(model.named_parameters())))

@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from numbers import Number, Real
 from typing import Any
 
@@ -119,6 +119,11 @@ COLUMN = make_kind("the name of a column", str)
 VERBOSE = Check("0, 1 or 2", lambda value: WHOLE.convert(int(value) if isinstance(value, bool) else value))
 
 
+def param(check: Any, default: Any = MISSING, *, may_change: bool = False) -> Any:
+    """A field of a component's config. may_change: a later fit of the same run may have another value."""
+    return field(default=default, metadata={"check": check, "may_change": may_change})
+
+
 def check_workers(least: int, number: int, most: int) -> None:
     """Raise InvalidInput if the numbers of workers contradict each other."""
     if not 1 <= least <= number <= most:
@@ -129,8 +134,7 @@ def check_workers(least: int, number: int, most: int) -> None:
 
 
 def require_package(module: str, what: str, package: str) -> Any:
-    """A module of a package that is not installed with this one. what: needs it; package: its name for pip. Raises
-    InvalidInput: it is not there."""
+    """A module of a package that `what` needs and pip calls so. Raises InvalidInput if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

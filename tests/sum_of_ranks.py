@@ -6,7 +6,6 @@ import numpy as np
 
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState
-from spark_elastic.handwritten.session import get_session
 from spark_elastic.worker.context import get_context
 
 
@@ -17,4 +16,4 @@ def loop(state: ObjectState) -> None:
     print("sum", numbers.sum(), flush=True)  # noqa: T201 - what its test reads
 
 
-elastic(loop, get_session)(ObjectState())
+elastic(loop)(ObjectState())

@@ -44,7 +44,7 @@ def build_program(
     shape = config.pop("shape", None)
     x = manifest.column("x")
     spec = TrainSpec(
-        config=FitConfig(feature_cols=("x",), label_cols=("y",), **config),
+        config=FitConfig.from_params({"feature_cols": ["x"], "label_cols": ["y"], **config}),
         rows=Rows(store, manifest, plan),
         features=(x if shape is None else Column("x", x.dtype, shape),),
         store=store,

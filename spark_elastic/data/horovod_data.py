@@ -9,10 +9,10 @@ records rows of its own. An iteration belongs to one consumer thread; `_iterate`
 from __future__ import annotations
 
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 from spark_elastic.data.plan import draw_permutation
@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
-END_WAIT = 10.0  # seconds for the thread to finish its batch
+_END = object()  # what follows the last batch
 
 
 class BaseDataLoader(ABC):
@@ -45,15 +45,10 @@ class AsyncDataLoaderMixin:
     def __init__(
         self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
     ) -> None:
-        """
-        Args:
-            async_loader_queue_size: batches that may be ready in advance; 0: no thread.
-            debug_data_loader: log each batch (INFO).
-            args, kwargs: for the other base class.
-        """
-        self.async_loader_queue_size = async_loader_queue_size
-        self.debug_data_loader = debug_data_loader
-        self._open: list[_BackgroundBatches] = []
+        """async_loader_queue_size: batches that may be ready in advance; 0: no thread. debug_data_loader: log each
+        batch (INFO). args, kwargs: for the other base class."""
+        self.async_loader_queue_size, self.debug_data_loader = async_loader_queue_size, debug_data_loader
+        self._open: list[ThreadPoolExecutor] = []  # of the running iterations
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,80 +56,32 @@ class AsyncDataLoaderMixin:
         if self.async_loader_queue_size <= 0:
             yield from map(loader._process_batch, loader._iterate())
             return
-        batches = _BackgroundBatches(loader._iterate, self.async_loader_queue_size, self.debug_data_loader)
-        self._open.append(batches)
-        batches.start()
+        level = logging.INFO if self.debug_data_loader else logging.DEBUG
+        thread = ThreadPoolExecutor(1, "batches-ahead")
+        self._open.append(thread)
         try:
-            yield from map(loader._process_batch, batches)
+            batches = thread.submit(lambda: iter(loader._iterate())).result()
+            # Without a deadline: the user's code may take as long as it would without a thread.
+            ahead = deque(thread.submit(next, batches, _END) for _ in range(self.async_loader_queue_size))
+            while thread in self._open and (batch := ahead.popleft().result()) is not _END:
+                ahead.append(thread.submit(next, batches, _END))
+                log.log(level, "a batch is taken, and %d more are asked for", len(ahead))
+                yield loader._process_batch(batch)
+        except (CancelledError, RuntimeError):
+            if thread in self._open:  # else `close_async_loader` has ended it
+                raise
         finally:
-            self._open.remove(batches)
-            batches.close()
+            self._close(thread)
 
     def close_async_loader(self) -> None:
         """End all running iterations and their threads."""
-        for batches in list(self._open):
-            batches.close()
+        for thread in list(self._open):
+            self._close(thread)
 
-
-class _BackgroundBatches:
-    """The batches of one iteration; a thread makes up to `room` of them in advance."""
-
-    def __init__(self, batches: Callable[[], Iterable[Any]], room: int, verbose: bool) -> None:
-        self._batches = batches
-        self._room = room
-        self._level = logging.INFO if verbose else logging.DEBUG
-        self._changed = threading.Condition()
-        self._ready: deque[Any] = deque()
-        self._ended = False
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._make, name="batches-ahead", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        with self._changed:
-            self._ready.clear()
-            self._ended = True
-            self._changed.notify_all()
-        self._thread.join(END_WAIT)
-        if self._thread.is_alive():
-            log.warning("a data loader is still at its batch %g s after it was closed.", END_WAIT)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            with self._changed:
-                # Without a deadline: the user's code may take as long as it would without a thread.
-                self._changed.wait_for(lambda: self._ready or self._ended)
-                if not self._ready:
-                    break
-                batch = self._ready.popleft()
-                self._changed.notify_all()
-            yield batch
-        if self._failed is not None:
-            raise self._failed
-
-    def _make(self) -> None:
-        try:
-            for number, batch in enumerate(self._batches()):
-                if not self._put(batch):
-                    return
-                log.log(self._level, "batch %d is ready", number)
-        except BaseException as error:  # the consumer's thread raises it
-            self._failed = error
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-
-    def _put(self, batch: Any) -> bool:
-        """Add a batch once there is room. False if the iteration was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or len(self._ready) < self._room)
-            if not self._ended:
-                self._ready.append(batch)
-                self._changed.notify_all()
-            return not self._ended
+    def _close(self, thread: ThreadPoolExecutor) -> None:
+        if thread in self._open:
+            self._open.remove(thread)
+        thread.shutdown(cancel_futures=True)
 
 
 class ElasticSampler:
@@ -160,17 +107,13 @@ class ElasticSampler:
             raise InvalidInput(
                 f"ElasticSampler takes a dataset with a length; got {type(dataset).__name__}: give a map-style dataset."
             )
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.pad = pad
+        self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.epoch = 0
         # Rows that were recorded one by one, and all that were processed before them. Those of `_recorded` came since
         # the last `reset`, and are not taken out of `remaining_indices` yet.
         self._known: frozenset[int] = frozenset()
         self._recorded: set[int] = set()
-        # How many rows of the epoch's order without `_known` all ranks have processed together.
-        self._taken = 0
+        self._taken = 0  # rows of the epoch's order without `_known` that all ranks have processed together
         self._ask_rank, self._ask_size = rank, size
         self.reset()
 
@@ -194,12 +137,12 @@ class ElasticSampler:
         rows together at the next change of the world, or when it is synced. Rows that only a lost worker recorded come
         again."""
         rows = [int(index) for index in indices]
-        odd = next((row for row in rows if not 0 <= row < len(self.dataset)), None)
-        if odd is not None:
-            raise InvalidInput(
-                f"record_indices was given row {odd} of a data set of {len(self.dataset)} rows: give what the sampler "
-                "yields."
-            )
+        for row in rows:
+            if not 0 <= row < len(self.dataset):
+                raise InvalidInput(
+                    f"record_indices was given row {row} of a data set of {len(self.dataset)} rows: give what the "
+                    "sampler yields."
+                )
         self._recorded.update(rows)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -266,9 +209,8 @@ class ElasticSampler:
     def _find_order(self) -> list[int]:
         """The rows of the epoch in their order, without those that were recorded one by one before the last reset."""
         rows = len(self.dataset)
-        order = (
-            draw_permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
-        )
+        shuffled = draw_permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else None
+        order: list[int] = list(range(rows)) if shuffled is None else shuffled
         return [row for row in order if row not in self._known] if self._known else order
 
     def __iter__(self) -> Iterator[int]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ import numpy.typing as npt
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import ALONE, DataPlan, Division, EpochPermutation, Int64s, LaneRows, RankBlock
-from spark_elastic.data.reading.decoding import ColumnArrays, Reader, nbytes
+from spark_elastic.data.reading.decoding import ColumnArrays, nbytes
+from spark_elastic.data.reading.group_reader import Reader
 from spark_elastic.errors import StoreError
 
 ROWS_AHEAD = 1 << 18  # rows whose row groups are announced to the decoding thread
@@ -50,8 +50,7 @@ class Prefetch:
     """How far the gathering thread may run ahead, and how long the consumer waits for it."""
 
     steps: int = 64  # steps that are gathered and not consumed yet, at most
-    # Bytes of these steps, at most; a step that alone has more is gathered all the same.
-    bytes: int = 64 << 20
+    bytes: int = 64 << 20  # of these steps, at most; a step that alone has more is gathered all the same
     deadline: float = 300.0  # seconds without an answer from the store
 
 
@@ -65,9 +64,10 @@ class StepLoader:
         self._reader = reader
         self._columns = tuple(columns)
         self._prefetch = prefetch or Prefetch()
-        self._order: EpochPermutation | None = None
-        # A stream at the end of its epoch, which reads the beginning of the next one.
-        self._waiting: StepStream | None = None
+        # What streams leave here: a closed one its permutation, so that a resize does not permute everything again; and
+        # itself one at the end of its epoch, which reads the beginning of the next one.
+        self.order: EpochPermutation | None = None
+        self.waiting: StepStream | None = None
 
     def steps(
         self,
@@ -86,20 +86,19 @@ class StepLoader:
                 next epoch as well if rank and division stay. 0: it ends with its epoch.
         """
         division = division or self.plan.divide(size)
-        waiting, self._waiting = self._waiting, None
+        waiting, self.waiting = self.waiting, None
         if waiting is not None:
             if waiting.begin_epoch(epoch, first_step, rank, division):
                 return waiting
             waiting.close()
-        # A closed stream returns its permutation, so that a resize does not permute everything again.
-        order, self._order = self._order, None
+        order, self.order = self.order, None
         if order is None or order.epoch != epoch:
             order = self.plan.permute_epoch(epoch)
         return StepStream(self, order, first_step, rank, division, epochs)
 
     def close(self) -> None:
         """End a stream that reads ahead between two epochs."""
-        waiting, self._waiting = self._waiting, None
+        waiting, self.waiting = self.waiting, None
         if waiting is not None:
             waiting.close()
 
@@ -136,29 +135,16 @@ class StepLoader:
             _put(lane, lane_ids[:taken], ids)
             for name, out in lane_columns.items():
                 _put(lane, out[:taken], columns[name])
-        return [
-            StepRows(
-                epoch,
-                block.step + n,
-                block.planned,
-                ids[n],
-                {name: out[n] for name, out in columns.items()},
-                division,
-            )
-            for n in range(block.count)
-        ]
+        steps = []
+        for n in range(block.count):
+            own = {name: out[n] for name, out in columns.items()}
+            steps.append(StepRows(epoch, block.step + n, block.planned, ids[n], own, division))
+        return steps
 
     def _empty(self, *shape: int) -> tuple[Int64s, ColumnArrays]:
-        """Uninitialized row ids and columns of that many rows."""
         return np.empty(shape, np.int64), {
             column.name: np.empty((*shape, *column.shape), column.dtype) for column in self._columns
         }
-
-    def _return_order(self, order: EpochPermutation | None) -> None:
-        self._order = order
-
-    def _keep(self, stream: StepStream) -> None:
-        self._waiting = stream
 
 
 def _put(lane: LaneRows, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
@@ -171,11 +157,8 @@ class _Closed(Exception):
 
 
 class StepStream:
-    """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead.
-
-    It has the steps of one epoch. Once they are taken, and where another epoch follows, the thread reads that one after
-    `with`.
-    """
+    """The steps of one rank in one world and epoch, in order; `with` starts and ends the thread that reads ahead. Once
+    all are taken, and where another epoch follows, the thread reads that one after `with`."""
 
     def __init__(
         self,
@@ -187,8 +170,7 @@ class StepStream:
         epochs: int = 0,
     ) -> None:
         self._loader = loader
-        # By epoch: that of the consumer, and the next one once the thread reads it.
-        self._orders = {order.epoch: order}
+        self._orders = {order.epoch: order}  # the consumer's, and the next one once the thread reads it
         self._epoch, self._epochs = order.epoch, epochs
         self._next = first_step
         self._rank, self._division = rank, division
@@ -204,7 +186,9 @@ class StepStream:
         self._last_read = 0.0  # when a row group was read last
         self._failed: BaseException | None = None
         self._closed = False
-        self._ahead = DecodePrefetcher(loader._reader, self._count_groups_ahead(), self._note_answer)
+        usual = loader.plan.rows * self._row_bytes // len(loader.plan.row_groups)
+        groups_ahead = max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
+        self._ahead = DecodePrefetcher(loader._reader, groups_ahead, self._note_answer)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(order.epoch, first_step), name="read-ahead", daemon=True
         )
@@ -214,11 +198,9 @@ class StepStream:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._next >= self._loader.plan.steps and self._epoch + 1 < self._epochs:
-            self._loader._keep(self)
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None and self._next >= self._loader.plan.steps and self._epoch + 1 < self._epochs:
+            self._loader.waiting = self
         else:
             self.close()
 
@@ -282,7 +264,7 @@ class StepStream:
                     f"A read of the store did not end within {self._limit.deadline:g} s: the store does not answer."
                 )
         self._ready.clear()
-        self._loader._return_order(self._orders.get(self._epoch))
+        self._loader.order = self._orders.get(self._epoch)
 
     def _read_ahead(self, epoch: int, first_step: int) -> None:
         with self._ahead:
@@ -349,19 +331,11 @@ class StepStream:
             step += count
             count *= 2
 
-    def _count_groups_ahead(self) -> int:
-        """How many row groups to decode ahead; none of small ones."""
-        plan = self._loader.plan
-        usual = plan.rows * self._row_bytes // len(plan.row_groups)
-        return max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
-
     def _count_step_bytes(self, step: int) -> int:
-        """The bytes of this rank's rows of a step."""
         first, past = self._division.compute_rank_bounds(self._loader.plan.count_step_rows(step), self._rank)
-        return max(1, self._bytes(past - first))
+        return max(1, (past - first) * self._row_bytes)
 
     def _wait_for_room(self, steps: int, wanted: int) -> None:
-        """Wait until the consumer has taken enough steps, or the stream is closed."""
         with self._changed:
             self._next_block = steps, wanted
             self._changed.wait_for(lambda: self._closed or self._has_room())
@@ -369,7 +343,6 @@ class StepStream:
                 raise _Closed
 
     def _has_room(self) -> bool:
-        """Whether there is room for the next block."""
         steps, wanted = self._next_block
         return not self._ready or (
             len(self._ready) + steps <= self._limit.steps and self._ready_bytes + wanted <= self._limit.bytes
@@ -378,28 +351,20 @@ class StepStream:
     def _measure(self, gathered: list[StepRows]) -> list[int]:
         """Bytes of each step. The lengths of strings become known here, and are assumed for the next rows."""
         if not self._any_objects:
-            return [self._bytes(len(rows)) for rows in gathered]
+            return [len(rows) * self._row_bytes for rows in gathered]
         sizes = [rows.row_ids.nbytes + nbytes(rows.columns) for rows in gathered]
         most = max(size // max(1, len(rows)) for size, rows in zip(sizes, gathered, strict=True))
         self._row_bytes = max(self._row_bytes, most)
         return sizes
 
-    def _bytes(self, rows: int) -> int:
-        return rows * self._row_bytes
-
 
 class DecodePrefetcher:
-    """Decodes row groups in a thread of its own before the one thread that fetches asks for them.
-
-    The fetching thread enters and leaves it as a context. The reader keeps what was decoded.
-    """
+    """Decodes row groups in a thread of its own before the one thread that fetches asks for them, which enters and
+    leaves it as a context. The reader keeps what was decoded."""
 
     def __init__(self, reader: Reader, most: int, on_read: Callable[[], None]) -> None:
-        """
-        Args:
-            most: row groups that may be decoded before they are fetched; with 0 there is no thread.
-            on_read: called after each row group that was read, by the thread that read it.
-        """
+        """most: row groups that may be decoded before they are fetched; with 0 there is no thread. on_read: called
+        after each row group that was read, by the thread that read it."""
         self._reader, self._most, self._on_read = reader, most, on_read
         self._changed = threading.Condition()
         self._wanted: dict[int, None] = {}  # ordered set: they will be fetched in this order
@@ -417,10 +382,7 @@ class DecodePrefetcher:
                 self._most = 0
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait until the thread has finished its row group."""
+    def __exit__(self, *error: object) -> None:
         self.stop()
         if self._most:
             self._thread.join()
@@ -432,7 +394,6 @@ class DecodePrefetcher:
             self._changed.notify()
 
     def ask(self, groups: Iterable[int]) -> None:
-        """Announce row groups that will be fetched soon, in this order."""
         coming = dict.fromkeys(groups)
         self._reader.announce(coming)
         if self._most:
@@ -441,7 +402,7 @@ class DecodePrefetcher:
                 self._wake()
 
     def fetch(self, group: int) -> ColumnArrays:
-        """See `Reader.fetch`. A row group that is not decoded yet is decoded here."""
+        """A row group that is not decoded yet is decoded here."""
         if self._most:
             with self._changed:
                 self._wanted.pop(group, None)
@@ -452,7 +413,6 @@ class DecodePrefetcher:
         return decoded
 
     def release(self, group: int) -> None:
-        """See `Reader.release`."""
         self._reader.release(group)
         if self._most:
             with self._changed:

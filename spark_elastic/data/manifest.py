@@ -48,7 +48,6 @@ class Column:
 
     @property
     def is_raw(self) -> bool:
-        """Whether a transformation must turn it into numbers."""
         return np.dtype(self.dtype).kind in "OM"
 
     @property
@@ -80,10 +79,8 @@ class RowGroup:
     bytes: int  # encoded bytes before compression; those of decoded ragged values, where these are more
     first_row: int = 0  # of a part, its first row in the row group as it is in the file; 0 for a whole one
     parent_rows: int = 0  # of a part, the rows in the file of the whole row group; 0: this is the whole one
-    # Of a part, the rows in the file of each part of the row group but the last; 0 for a whole one.
-    part_rows: int = 0
-    # Which rows in the file the table has no more, by `pack_deleted`; "": it has all of them.
-    deleted: str = ""
+    part_rows: int = 0  # of a part, the rows in the file of each part but the last; 0 for a whole one
+    deleted: str = ""  # which rows in the file the table has no more, by `pack_deleted`; "": none
 
     @cached_property
     def keep_mask(self) -> npt.NDArray[np.bool_] | None:
@@ -103,7 +100,6 @@ class RowGroup:
 
     @property
     def stored_rows(self) -> int:
-        """Rows in the file, deleted ones among them."""
         return self.rows if self.keep_mask is None else len(self.keep_mask)
 
 
@@ -118,29 +114,34 @@ def pack_deleted(deleted: npt.NDArray[np.bool_]) -> str:
 class RowGroups:
     """Row groups as arrays of RowGroup's fields: there may be a million."""
 
-    # The names of the arrays, in which both forms have the same fields.
     NUMBERS: ClassVar = ("file", "index", "rows", "bytes", "first_row", "parent_rows", "part_rows")
 
-    file: Int64s  # number of the file in the manifest
-    index: Int64s  # number of the row group in its file
-    rows: Int64s  # that the table has
-    bytes: Int64s  # encoded, before compression
-    first_row: Int64s  # of a part, in the row group; 0 for a whole one
-    parent_rows: Int64s  # of the whole row group; 0: it is no part
-    part_rows: Int64s  # of each part but the last; 0 for a whole one
-    # Row group -> `RowGroup.deleted`, where the table has not all rows.
-    deleted: Mapping[int, str] = field(default_factory=dict)
+    file: Int64s
+    index: Int64s
+    rows: Int64s
+    bytes: Int64s
+    first_row: Int64s
+    parent_rows: Int64s
+    part_rows: Int64s
+    deleted: Mapping[int, str] = field(default_factory=dict)  # by row group, where the table has not all rows
 
     @classmethod
     def of(cls, groups: Iterable[RowGroup]) -> RowGroups:
-        """From single row groups."""
-        found = list(groups)
-        numbers: dict[str, Any] = {
-            name: np.array([getattr(each, name) for each in found], np.int64) for name in cls.NUMBERS
-        }
+        single = list(groups)
+        numbers: dict[str, Any] = {}
+        for name in cls.NUMBERS:
+            numbers[name] = np.array([getattr(group, name) for group in single], np.int64)
         return cls(
-            **numbers, deleted={number: each.deleted for number, each in enumerate(found) if each.deleted}
+            **numbers, deleted={place: group.deleted for place, group in enumerate(single) if group.deleted}
         )
+
+    def keep(self, rows: Int64s, deleted: Mapping[int, str]) -> RowGroups:
+        """The row groups that have rows of so many each. deleted: of their rows in the files, by row group."""
+        stays = rows > 0
+        place = np.cumsum(stays) - 1
+        numbers: dict[str, Any] = {name: getattr(self, name)[stays] for name in self.NUMBERS}
+        numbers["rows"] = rows[stays]
+        return RowGroups(**numbers, deleted={int(place[n]): text for n, text in deleted.items() if stays[n]})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -162,17 +163,15 @@ class RowGroups:
 
     def to_fields(self) -> dict[str, Any]:
         """For a document: a number where all row groups have it, else a list."""
-        columns = ((name, getattr(self, name)) for name in self.NUMBERS)
-        found = {name: _shorten(values) for name, values in columns}
+        numbers = {name: _shorten(getattr(self, name)) for name in self.NUMBERS}
         return {
-            **found,
+            **numbers,
             "count": len(self),
             "deleted": {str(key): text for key, text in self.deleted.items()},
         }
 
     @classmethod
     def from_fields(cls, content: Mapping[str, Any]) -> RowGroups:
-        """What `to_fields` made."""
         count = content["count"]
         if count > MOST_ROW_GROUPS:
             raise ValueError(f"{count} row groups")
@@ -202,11 +201,9 @@ class FileColumns:
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
     def restrict(self, columns: Container[str]) -> FileColumns:
-        """What is known of these columns."""
         constants = {name: text for name, text in self.constants.items() if name in columns}
-        return FileColumns(
-            constants, {name: stored for name, stored in self.stored_names.items() if name in columns}
-        )
+        stored = {name: own for name, own in self.stored_names.items() if name in columns}
+        return FileColumns(constants, stored)
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,6 @@ class Manifest:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the data set."""
         return sum(self.group_rows)
 
     @cached_property
@@ -262,13 +258,11 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def column(self, name: str) -> Column:
-        """The column of that name."""
         for column in self.columns:
             if column.name == name:
                 return column
-        raise InvalidInput(
-            f"The data set has no column {name!r}; it has {format_columns(name, [c.name for c in self.columns])}."
-        )
+        names = [column.name for column in self.columns]
+        raise InvalidInput(f"The data set has no column {name!r}; it has {format_columns(name, names)}.")
 
     def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the largest row group in memory, of all columns or of those named."""
@@ -276,7 +270,6 @@ class Manifest:
         return int(compute_decoded_bytes(columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0))
 
     def to_json(self) -> str:
-        """The document."""
         shared = reuse_equal(self.file_columns)
         kinds = {id(each): each for each in shared}
         number = {kind: place for place, kind in enumerate(kinds)}
@@ -310,6 +303,8 @@ class Manifest:
             )
         kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
         packed = content.get("packed")
+        if packed is not None:
+            packed = {**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
         manifest = cls(
             tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
             tuple(content["files"]),
@@ -318,10 +313,7 @@ class Manifest:
             content["content"],
             tuple(kinds[number] for number in content["file_columns"]),
             tuple(content["file_states"]),
-            packed
-            and PackedSource(
-                **{**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
-            ),
+            packed and PackedSource(**packed),
         )
         manifest.max_decoded_group_bytes()  # raises for what are no columns
         if not all(isinstance(name, str) for name in manifest.files):
@@ -334,11 +326,9 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store, name: str) -> Manifest:
-        """Read the manifest of that name."""
         return cls.from_json(store.read_bytes(name))
 
     def save(self, store: Store, name: str) -> None:
-        """Publish the manifest under that name."""
         store.write_bytes(name, self.to_json().encode())
 
 

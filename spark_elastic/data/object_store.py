@@ -1,10 +1,13 @@
-"""An object store: calls of its client, tried again until they succeed or a time limit is over; objects as files.
+"""An object store: calls of its client, tried again until they succeed or a time is over; files; credentials.
 
 The clients try a single request again by themselves, some for two seconds and some without an end. This module bounds
 them: each attempt has a limit of its own, so that an answer that trickles in or never comes is asked for anew, and all
-attempts together have one. Credentials that have expired are looked up again. Only clients whose calls are coroutines
-(S3, GCS, Azure) are retried: those of local disks, mounts and HDFS wait by themselves. Any thread may use a client; the
-coroutines run in fsspec's thread. A `RemoteFile` belongs to one thread.
+attempts together have one. Only clients whose calls are coroutines (S3, GCS, Azure) are retried: those of local disks,
+mounts and HDFS wait by themselves. Any thread may use a client; its coroutines run in fsspec's thread. A `RemoteFile`
+belongs to one thread.
+
+Credentials that have expired are looked up again, and `RenewedFileSystem` asks for others before they end. It pickles
+without them: each process asks for its own. Knows no catalog.
 """
 
 from __future__ import annotations
@@ -12,18 +15,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import logging
 import os
 import random
+import threading
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
 
 from fsspec.asyn import AsyncFileSystem
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.errors import StoreError
+
+log = logging.getLogger("spark_elastic")
 
 RETRY_SECONDS = 60.0
 ATTEMPTS = 6  # an attempt may take this part of the limit
@@ -60,16 +68,10 @@ class RetryingClient:
     def call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
     ) -> Any:
-        """A method of the file system. size, longest: see `retry`.
-
-        Raises:
-            TimeoutError: no attempt succeeded within the limit; it names the last error. Else what the client raises.
-        """
         run = getattr(self.filesystem, f"_{method}")
         return self.run(self.retry(lambda: run(*arguments, **options), size, longest))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, awaited in fsspec's thread while this one waits."""
         future = self.begin(work)
         try:
             return future.result()
@@ -78,7 +80,6 @@ class RetryingClient:
             raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine in fsspec's thread, for a thread to wait for."""
         return asyncio.run_coroutine_threadsafe(work, self.filesystem.loop)
 
     async def read_ranges(self, path: str, ranges: Sequence[Range]) -> list[bytes]:
@@ -134,7 +135,6 @@ class RetryingClient:
         return size, (await self.read_ranges(path, [(max(0, size - length), size)]))[0]
 
     async def find_size(self, path: str) -> int:
-        """Bytes of an object."""
         return int((await self.retry(lambda: self.filesystem._info(path)))["size"])
 
     async def _read_range(self, path: str, part: Range) -> bytes:
@@ -147,12 +147,11 @@ class RetryingClient:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], size: int = 0, longest: float | None = None
     ) -> T:
-        """The result of the first attempt that succeeds; raises as `call`.
+        """The result of the first attempt that succeeds.
 
-        Args:
-            size: bytes that are written or read.
-            longest: seconds that an attempt of many requests may take, which begins before the limit is over; None: an
-                attempt takes a part of the limit.
+        size: bytes that are written or read. longest: seconds that an attempt of many requests may take, which begins
+        before the limit is over; None: an attempt takes a part of the limit. Raises TimeoutError, which names the last
+        error, if no attempt succeeded within the limit, else what the client raises.
         """
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer
@@ -201,7 +200,6 @@ async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
     # FileNotFoundError and others that say what is wrong are OSErrors with another errno.
     if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
         return True
@@ -215,26 +213,17 @@ def _is_transient(error: BaseException) -> bool:
     return bool(names & _BROKEN)
 
 
-TAIL_BYTES = 64 << 10  # one read gets nearly every footer of Parquet
-
-
 class RemoteFile(io.RawIOBase):
     """Reads from the ranges in memory, and by requests of their own what is in none."""
 
-    def __init__(self, client: RetryingClient, path: str, size: int, ranges: Mapping[int, bytes]) -> None:
-        """ranges: first byte -> the bytes from there on; they do not overlap."""
+    def __init__(self, client: RetryingClient, path: str, size: int) -> None:
         super().__init__()
         self._client, self._path, self._size = client, path, size
         self._place = 0
-        self.keep(ranges)
-
-    @classmethod
-    def open(cls, client: RetryingClient, path: str) -> RemoteFile:
-        """Reads nothing but the object's size."""
-        return cls(client, path, client.run(client.find_size(path)), {})
+        self.keep({})
 
     def keep(self, ranges: Mapping[int, bytes]) -> None:
-        """Read from these ranges from now on, instead of those before."""
+        """Read from these ranges from now on, instead of those before: first byte -> the bytes from there on."""
         self._ranges = ranges
         self._starts = sorted(ranges)
 
@@ -257,10 +246,10 @@ class RemoteFile(io.RawIOBase):
         count = max(0, min(len(buffer), self._size - self._place))
         begin, end = self._place, self._place + count
         if count:
-            found = self._find(begin, end)
-            if found is None:
-                (found,) = (memoryview(each) for each in self._client.run(self._read(begin, end)))
-            memoryview(buffer)[:count] = found
+            content = self._find(begin, end)
+            if content is None:
+                (content,) = self._client.run(self._client.read_ranges(self._path, [(begin, end)]))
+            memoryview(buffer)[:count] = content
         self._place = end
         return count
 
@@ -268,17 +257,13 @@ class RemoteFile(io.RawIOBase):
         """The rest of the file. That of RawIOBase asks for 8 KiB at a time, by a request for each."""
         return self.read(max(0, self._size - self._place)) or b""
 
-    def _find(self, begin: int, end: int) -> memoryview | None:
-        """The bytes if they are in memory."""
+    def _find(self, begin: int, end: int) -> memoryview | bytes | None:
         slot = bisect_right(self._starts, begin) - 1
         if slot < 0:
             return None
         start = self._starts[slot]
         content = self._ranges[start]
         return memoryview(content)[begin - start : end - start] if end <= start + len(content) else None
-
-    async def _read(self, begin: int, end: int) -> list[bytes]:
-        return await self._client.read_ranges(self._path, [(begin, end)])
 
 
 def coalesce(ranges: Iterable[Range], gap: int) -> list[Range]:
@@ -290,3 +275,185 @@ def coalesce(ranges: Iterable[Range], gap: int) -> list[Range]:
         else:
             joined.append((start, end))
     return joined
+
+
+# ---- credentials that end during a run
+
+# Others are asked for after a part of the time that is left; workers draw it, so that they do not ask all at once.
+RENEW_AFTER = (0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Credentials for some time."""
+
+    options: Mapping[str, Any] = field(repr=False)  # fsspec's, such as key, secret and token
+    ends: float | None  # in seconds since 1970; None: it is not known
+
+
+class Credentials(Protocol):
+    """What gives credentials, again and again; a worker gets it pickled. Its repr has no secrets."""
+
+    @property
+    def name(self) -> str: ...  # of what they open
+
+    def fetch(self) -> Lease: ...  # raises ConnectionError if that may succeed later
+
+
+class RenewedCredentials:
+    """The credentials of now."""
+
+    def __init__(self, source: Credentials, lease: Lease | None = None) -> None:
+        self.source = source  # where they come from
+        self._lock = threading.Lock()
+        self._lease, self._renew_at = lease, _choose_renewal(lease)
+        self._is_first = lease is None
+
+    def __repr__(self) -> str:
+        return f"RenewedCredentials({self.source!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RenewedCredentials, (self.source,)
+
+    @property
+    def lease(self) -> Lease | None:
+        """That of now; None: it is time to ask for another."""
+        return self._lease if self._renew_at is None or _CLOCK.wall() < self._renew_at else None
+
+    def refuse(self, lease: Lease) -> None:
+        """The store takes this one no more."""
+        with self._lock:
+            if lease is self._lease:
+                self._lease, self._renew_at = None, 0.0
+
+    def get(self) -> Lease:
+        """The lease of now, or the next one; blocks. Raises ConnectionError if nobody answers and the last lease is
+        over, StoreError if there are no others."""
+        with self._lock:
+            found = self.lease
+            if found is not None:
+                return found
+            try:
+                found = self.source.fetch()
+            except Exception as error:
+                found = self._lease
+                if found is None or found.ends is None or _CLOCK.wall() >= found.ends:
+                    if self._is_first or isinstance(error, ConnectionError):
+                        raise
+                    raise StoreError(f"Credentials have ended and cannot be renewed: {error}") from error
+                log.warning("credentials of %r are not renewed yet: %s", self.source, error)
+            self._lease, self._renew_at, self._is_first = found, _choose_renewal(found), False
+            return found
+
+
+def _choose_renewal(lease: Lease | None) -> float | None:
+    if lease is None:
+        return 0.0
+    if lease.ends is None:
+        return None
+    now = _CLOCK.wall()
+    # By a clock that is ahead it may be over: the store knows better.
+    return now + (lease.ends - now) * random.uniform(*RENEW_AFTER) if lease.ends > now else None
+
+
+@dataclass(frozen=True)
+class RenewedRoot:
+    """A folder with the credentials that open it."""
+
+    path: str  # as the client takes it
+    client: Callable[..., AsyncFileSystem] = field(repr=False)  # its class
+    options: Mapping[str, Any] = field(repr=False)  # of the client, beside those of a lease
+    credentials: RenewedCredentials
+
+    def connect(self) -> tuple[Lease, AsyncFileSystem]:
+        """A client with the lease of now; blocks."""
+        lease = self.credentials.get()
+        return lease, self.client(**{**lease.options, **self.options}, skip_instance_cache=True)
+
+
+class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
+    """Reads folders of one kind of object store, each with its own credentials.
+
+    `session` and `set_session` are those of s3fs, by which `RetryingClient` has others asked for after a refusal.
+    """
+
+    cachable = False
+
+    def __init__(self, *roots: RenewedRoot, **options: Any) -> None:
+        super().__init__(**options)
+        self.roots, self.protocol = roots, roots[0].client.protocol  # type: ignore[attr-defined]
+        self.session: object = None  # another one after each refusal and renewal
+        # Path of a root -> its lease and client, and what makes the next ones.
+        self._connected: dict[str, tuple[Lease, AsyncFileSystem]] = {}
+        self._connecting: dict[str, asyncio.Future[None]] = {}
+
+    async def set_session(self, refresh: bool = False) -> None:
+        """Have the next call ask for other credentials."""
+        for root in self.roots:
+            if root.path in self._connected:
+                root.credentials.refuse(self._connected[root.path][0])
+        self.session = object()
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        for _, client in list(self._connected.values()):
+            client.invalidate_cache(path)
+
+    async def _find_client(self, path: str) -> AsyncFileSystem:
+        inside = [root for root in self.roots if f"{path}/".startswith(f"{root.path}/")]
+        root = max(inside or self.roots, key=lambda each: len(each.path))
+        lease, _ = self._connected.get(root.path, (None, None))
+        if lease is None or root.credentials.lease is not lease:
+            task = self._connecting.get(root.path)
+            if task is None:
+                task = self._connecting[root.path] = asyncio.ensure_future(self._connect(root))
+                # Whoever waited may have left.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.shield(task)  # an attempt that is over leaves it to the next
+        return self._connected[root.path][1]
+
+    async def _connect(self, root: RenewedRoot) -> None:
+        thread = ThreadPoolExecutor(1, "credentials")
+        try:
+            connected = await asyncio.get_running_loop().run_in_executor(thread, root.connect)
+        finally:
+            del self._connecting[root.path]
+            thread.shutdown(wait=False)
+        if root.path in self._connected:
+            self.session = object()
+        self._connected[root.path] = connected
+
+
+def _make_client_call(method: str) -> Callable[..., Any]:
+    async def call(self: RenewedFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+        client = await self._find_client(path)
+        return await getattr(client, method)(path, *arguments, **options)
+
+    return call
+
+
+for _name in ("_info", "_ls", "_find", "_exists", "_cat_file"):
+    setattr(RenewedFileSystem, _name, _make_client_call(_name))
+
+
+def renew(filesystem: Any, root: str, options: Mapping[str, Any], credentials: RenewedCredentials) -> Any:
+    """The file system with credentials that are renewed; of others than object stores itself. options: the user's."""
+    if not isinstance(filesystem, AsyncFileSystem):
+        return filesystem
+    given = credentials.get().options
+    opened = filesystem.storage_options
+    kept = {name: value for name, value in opened.items() if name in options or name not in given}
+    return RenewedFileSystem(RenewedRoot(root, type(filesystem), kept, credentials))
+
+
+def join_filesystems(parts: list[Any]) -> Any:
+    """One file system for what is in any of these; None: there is none."""
+    if all(each == parts[0] for each in parts):
+        return parts[0]
+    if all(isinstance(each, RenewedFileSystem) and each.protocol == parts[0].protocol for each in parts):
+        return RenewedFileSystem(*(root for each in parts for root in each.roots))
+    return None
+
+
+def find_table(filesystem: Any) -> str | None:
+    """The name in its catalog of what a file system with renewed credentials opens; None for others."""
+    return filesystem.roots[0].credentials.source.name if isinstance(filesystem, RenewedFileSystem) else None

@@ -65,28 +65,19 @@ class Ragged:
         # An empty row, of which numpy makes float64, does not decide on the dtype.
         found = np.concatenate([part for part in cut if len(part)] or cut or [np.zeros(0)])
         found = found if dtype is None else found.astype(dtype, copy=False)
-        return cls(
-            found, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64), truncated
-        )
+        return cls(found, _find_offsets(lengths), truncated)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts (one at least)."""
         values, offsets = zip(*(part._arrays for part in parts), strict=True)
         lengths = np.concatenate([np.diff(each) for each in offsets])
-        found = cls(
-            np.concatenate(values),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            sum(part.truncated for part in parts),
-        )
-        return found.tensors() if parts[0]._is_torch else found
+        joined = cls(np.concatenate(values), _find_offsets(lengths), sum(part.truncated for part in parts))
+        return joined.tensors() if parts[0]._is_torch else joined
 
     def __len__(self) -> int:
-        """The number of rows."""
         return len(self.offsets) - 1
 
     def __iter__(self) -> Iterator[Any]:
-        """Each row, as a view."""
         return (self[row] for row in range(len(self)))
 
     def __getitem__(self, rows: Any) -> Any:
@@ -108,7 +99,6 @@ class Ragged:
         return self._like(list(self), max_length)
 
     def _like(self, rows: Sequence[Any], max_length: int | None = None) -> Ragged:
-        """Rows of the same dtype and the same kind of arrays."""
         found = Ragged.of(rows, max_length, str(self._arrays[0].dtype))
         return found.tensors() if self._is_torch else found
 
@@ -135,7 +125,6 @@ class Ragged:
         return _to_tensor(padded) if self._is_torch else padded
 
     def nested(self) -> Any:
-        """torch's nested tensor of the rows, with the layout `torch.jagged`."""
         import torch
 
         own = self.tensors()
@@ -155,6 +144,10 @@ class Ragged:
     @property
     def _arrays(self) -> tuple[Array, Array]:
         return np.asarray(self.values), np.asarray(self.offsets)
+
+
+def _find_offsets(lengths: Any) -> Int64s:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
 def _to_tensor(array: Array) -> Any:
@@ -181,8 +174,7 @@ class Packing:
 
     column: str = "input_ids"  # of arrays, the documents' tokens
     length: int = 2048  # tokens of a sequence
-    # What happens to longer documents. refuse: an error with their number. split: they become several documents.
-    # truncate: they lose their end.
+    # Longer documents are an error with their number, or become several ("split"), or lose their end ("truncate").
     overlong: str = "refuse"
     pad_id: int = 0  # the token that fills the end of a sequence
     # Columns whose rows are as long as those of `column`, such as labels -> the value that fills their end.
@@ -212,21 +204,20 @@ class Window:
 
     count: int  # sequences
     documents: Int64s  # (n,) the number in the window of each piece's document
-    # The piece has the tokens `starts ... stops` of its document.
-    starts: Int64s
+    starts: Int64s  # the piece has the tokens `starts ... stops` of its document
     stops: Int64s
     sequences: Int64s  # (n,) the sequence that each piece is in
 
     @property
     def sizes(self) -> Int64s:
-        """(n,) tokens of each piece."""
         return self.stops - self.starts
 
     def fill(self, rows: Ragged, width: int, value: Any) -> Array:
         """(count, width) the values of all pieces, with `value` behind those of each sequence."""
-        return self._spread(
-            _pick(rows.values, rows.offsets[self.documents] + self.starts, self.sizes), width, value
-        )
+        starts, sizes = rows.offsets[self.documents] + self.starts, self.sizes
+        before = np.cumsum(sizes) - sizes
+        places = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
+        return self._spread(rows.values[places], width, value)
 
     def number_documents(self, width: int) -> npt.NDArray[np.int32]:
         """(count, width) 1, 2, ... for the pieces of each sequence, 0 behind them."""
@@ -239,12 +230,6 @@ class Window:
         found = np.full((self.count, width), value, values.dtype)
         found[np.arange(width) < used[:, None]] = values
         return found
-
-
-def _pick(values: Array, starts: Int64s, sizes: Int64s) -> Array:
-    """The values `starts ... starts + sizes`, one behind the other."""
-    before = np.cumsum(sizes) - sizes
-    return values[np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))]
 
 
 def pack_window(lengths: Int64s, packing: Packing) -> Window:
@@ -297,11 +282,6 @@ def check_lengths(lengths: Int64s, packing: Packing) -> int:
             f"of {lengths.max()}: raise length, or say overlong='split' or overlong='truncate'."
         )
     return overlong
-
-
-def count_packed(lengths: Int64s, packing: Packing) -> int:
-    """The tokens that are packed."""
-    return int((np.minimum(lengths, packing.length) if packing.overlong == "truncate" else lengths).sum())
 
 
 def cut_windows(tokens: Int64s, length: int) -> tuple[int, ...]:

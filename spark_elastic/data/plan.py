@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -63,8 +63,8 @@ def compute_share_bounds(planned: int, shares: int, share: int) -> tuple[int, in
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks of a world divide the rows of each step: it is cut into parts of equally many rows, give or take
-    one, and each rank takes some neighbours of them."""
+    """How ranks divide the rows of each step: into parts of equally many rows, give or take one, of which each rank
+    takes some neighbours."""
 
     # Rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last number is that of all parts.
     cuts: tuple[int, ...]
@@ -77,7 +77,6 @@ class Division:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.cuts) - 1
 
     @property
@@ -116,21 +115,6 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class RankRows:
-    """One rank's rows of one step, in the step's order."""
-
-    step: int  # of the epoch, from 0
-    planned: int  # rows of the step over all ranks
-    # The rank takes the rows `start ... start + len(rows)` of the step's.
-    start: int
-    groups: Int64s  # (n,) the row group of each row
-    rows: Int64s  # (n,) each row's number inside its row group
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
-@dataclass(frozen=True)
 class LaneRows:
     """The rows of one lane that a rank takes in consecutive steps."""
 
@@ -146,9 +130,8 @@ class RankBlock:
     step: int  # the first step
     count: int  # how many steps
     planned: int  # rows of each step over all ranks
-    # The rank takes the rows `start ... start + length` of each step's.
-    start: int
-    length: int  # how many rows the rank takes of each step; 0: none
+    start: int  # the rank takes the rows `start ... start + length` of each step's
+    length: int  # 0: none
     lanes: tuple[LaneRows, ...]  # those of which the rank takes rows, in the order of the step's rows
 
     @cached_property
@@ -170,8 +153,6 @@ class DataPlan:
     shares: int = 0
     # Whether each step has exactly `global_batch` rows, and the rows left over, others in each epoch, are left out.
     drop_last: bool = False
-    # The epoch that `assign_rows` was last asked for.
-    _last: list[EpochPermutation] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -193,15 +174,7 @@ class DataPlan:
 
     def __reduce__(self) -> tuple[type[DataPlan], tuple[Any, ...]]:
         # Only the fields are pickled, not what was computed from them.
-        return DataPlan, (
-            self.row_groups,
-            self.global_batch,
-            self.seed,
-            self.lanes,
-            self.shuffle,
-            self.shares,
-            self.drop_last,
-        )
+        return DataPlan, tuple(getattr(self, each.name) for each in fields(self))
 
     @classmethod
     def for_run(
@@ -260,16 +233,6 @@ class DataPlan:
         """The permutation of an epoch, for one thread. Costs a permutation of the row groups."""
         return EpochPermutation(self, epoch)
 
-    def assign_rows(self, epoch: int, step: int, rank: int, size: int) -> RankRows:
-        """The rows of `rank` in a step of a world of `size` ranks; the last epoch's order is kept, for one thread."""
-        if not self._last or self._last[0].epoch != epoch:
-            self._last[:] = [self.permute_epoch(epoch)]
-        return self._last[0].assign_rows(step, rank, size)
-
-    def compute_row_ids(self, rows: RankRows) -> Int64s:
-        """The global number of each of these rows: its place in the table of the manifest."""
-        return self.group_offsets[rows.groups] + rows.rows
-
     @cached_property
     def group_offsets(self) -> Int64s:
         """The global number of each row group's first row."""
@@ -277,7 +240,6 @@ class DataPlan:
 
     @cached_property
     def group_sizes(self) -> Int64s:
-        """`row_groups` as an array."""
         return np.array(self.row_groups, dtype=np.int64)
 
     @cached_property
@@ -305,10 +267,8 @@ class EpochPermutation:
     def __init__(self, plan: DataPlan, epoch: int) -> None:
         self.plan = plan
         self.epoch = epoch
-        count = len(plan.row_groups)
-        groups = draw_permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
-        self._groups: Int64s = groups
-        self._starts = np.concatenate([[0], np.cumsum(plan.group_sizes[groups])])
+        self._groups = self._draw(len(plan.row_groups))
+        self._starts = np.concatenate([[0], np.cumsum(plan.group_sizes[self._groups])])
         self._entered: dict[int, int] = {}  # the row group that each lane is in
         self._permuted: dict[int, Int64s] = {}  # the orders of those
 
@@ -316,16 +276,6 @@ class EpochPermutation:
     def open_groups(self) -> Collection[int]:
         """The row groups that the lanes are in after the last call."""
         return self._permuted.keys()
-
-    def assign_rows(self, step: int, rank: int, size: int) -> RankRows:
-        """The rows of `rank` in a step of n rows: floor(n·rank/size) to floor(n·(rank+1)/size), or its virtual
-        shares."""
-        block = self.assign_block(step, 1, rank, self.plan.divide(size))
-        runs = [run for lane in block.lanes for run in lane.runs]
-        groups = np.repeat([group for group, _ in runs], [len(rows) for _, rows in runs])
-        return RankRows(
-            step, block.planned, block.start, groups.astype(np.int64), _concatenate([r for _, r in runs])
-        )
 
     def assign_block(self, first: int, count: int, rank: int, division: Division) -> RankBlock:
         """A rank's rows of `count` steps with equally many rows (`DataPlan.count_equal_steps`)."""
@@ -362,19 +312,14 @@ class EpochPermutation:
             at, slot = past, slot + 1
         return tuple(runs)
 
+    def _draw(self, count: int, *words: int) -> Int64s:
+        plan = self.plan
+        return draw_permutation(count, plan.seed, self.epoch, *words) if plan.shuffle else np.arange(count)
+
     def _permute_group(self, lane: int, group: int) -> Int64s:
         left, self._entered[lane] = self._entered.get(lane, group), group
         if left not in self._entered.values():
             self._permuted.pop(left, None)
         if group not in self._permuted:
-            count = self.plan.row_groups[group]
-            shuffled = self.plan.shuffle
-            rows = (
-                draw_permutation(count, self.plan.seed, self.epoch, group) if shuffled else np.arange(count)
-            )
-            self._permuted[group] = rows
+            self._permuted[group] = self._draw(self.plan.row_groups[group], group)
         return self._permuted[group]
-
-
-def _concatenate(parts: Sequence[Int64s]) -> Int64s:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)

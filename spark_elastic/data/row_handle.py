@@ -1,7 +1,7 @@
 """The rows of a table that lie in files: `RowHandle`, the base of the public `Rows`, and `RowAccess` to them.
 
-A handle names files, row groups and columns, and holds no row. An access takes rows by their numbers, in any order: row
-groups come through the cache of the process. Knows neither Spark nor frameworks. Any thread.
+A handle names files, row groups and columns, and holds no row. An access takes rows by their numbers, in any order, and
+opens files of its own in each process. Knows neither Spark nor frameworks. Any thread.
 """
 
 from __future__ import annotations
@@ -22,33 +22,20 @@ import numpy.typing as npt
 
 from spark_elastic.checks import COUNT, WHOLE, make_kind
 from spark_elastic.data.manifest import Column, Manifest, RowGroups, pack_deleted
+from spark_elastic.data.object_store import find_table
 from spark_elastic.data.packing import Packing
 from spark_elastic.data.plan import Int64s, draw_uniform
-from spark_elastic.data.reading.decoding import ColumnArrays, Reader
+from spark_elastic.data.reading.decoding import ColumnArrays
+from spark_elastic.data.reading.group_reader import Reader
 from spark_elastic.data.reading.readers import open_reader, pack_rows
-from spark_elastic.data.renewal import find_table
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, format_columns
-
-
-class _OpenReader:
-    """A reader that closes once nobody in this process uses it."""
-
-    def __init__(self, store: Store, manifest: Manifest) -> None:
-        self.reader = open_reader("arrow", store, manifest)
-        weakref.finalize(self, _close_here, self.reader, os.getpid()).atexit = False
+from spark_elastic.errors import InvalidInput
 
 
 def _close_here(reader: Reader, process: int) -> None:
     # In a fork, a thread that is not there may have been reading when the process was copied.
     if process == os.getpid():
         reader.close()
-
-
-# By process, file system (another one has other credentials), store and hash of the manifest.
-_open_readers: weakref.WeakValueDictionary[tuple[int, int, str, str], _OpenReader] = (
-    weakref.WeakValueDictionary()
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +47,12 @@ class RowAccess:
 
     @property
     def reader(self) -> Reader:
-        """The reader of this process; it lives as long as an access of the process that has used it."""
-        key = os.getpid(), id(self.store.filesystem), self.store.url, self._hash
-        opened: _OpenReader | None = self.__dict__.get("_opened", {}).get(key)
-        if opened is None:
-            opened = _open_readers.get(key) or _OpenReader(self.store, self.manifest)
-            _open_readers[key] = opened
-            self.__dict__["_opened"] = {key: opened}
-        return opened.reader
+        """The reader of this process; it lives as long as the access."""
+        opened: tuple[Reader, int] | None = self.__dict__.get("_opened")
+        if opened is None or opened[1] != os.getpid():
+            opened = self.__dict__["_opened"] = open_reader("arrow", self.store, self.manifest), os.getpid()
+            weakref.finalize(self, _close_here, *opened).atexit = False
+        return opened[0]
 
     def take(self, rows: Sequence[int] | Int64s) -> ColumnArrays:
         """Column -> (n, *shape), the values of these rows in their order.
@@ -82,10 +67,8 @@ class RowAccess:
             )
         groups = np.searchsorted(self._ends, numbers, "right")
         reader = self.reader
-        taken = {
-            column.name: np.empty((len(numbers), *column.shape), column.dtype)
-            for column in self.manifest.columns
-        }
+        columns = self.manifest.columns
+        taken = {each.name: np.empty((len(numbers), *each.shape), each.dtype) for each in columns}
         for group in np.unique(groups):
             places = np.flatnonzero(groups == group)
             inside = numbers[places] - (self._ends[group] - self.manifest.row_groups.rows[group])
@@ -99,10 +82,6 @@ class RowAccess:
     def _ends(self) -> Int64s:
         """The number behind the last row of each row group."""
         return np.cumsum(self.manifest.row_groups.rows)
-
-    @cached_property
-    def _hash(self) -> str:
-        return self.manifest.hash
 
     def __getstate__(self) -> dict[str, object]:
         return {"store": self.store, "manifest": self.manifest}
@@ -140,7 +119,6 @@ class RowHandle:
 
     @property
     def count(self) -> int:
-        """The number of rows."""
         return self.manifest.rows
 
     def __len__(self) -> int:
@@ -154,22 +132,14 @@ class RowHandle:
     def describe(self) -> str:
         """The rows in words: how many, of what, in which files, and the columns."""
         groups, files = len(self.manifest.row_groups), len(self.manifest.files)
-        lines = [
-            f"{self.count:,} rows of {self.source}",
-            f"{files} files, {groups} row groups, {self.store.url}",
-        ]
-        for column in self.columns:
-            lines.append(f"  {column.name}: {column.kind}")
-        return "\n".join(lines)
+        columns = "".join(f"\n  {column.name}: {column.kind}" for column in self.columns)
+        where = f"{files} files, {groups} row groups, {self.store.url}"
+        return f"{self.count:,} rows of {self.source}\n{where}{columns}"
 
     # ---- parts of them
 
     def select(self: H, *names: str) -> H:
-        """The same rows with these columns alone.
-
-        Raises:
-            InvalidInput: there is no such column.
-        """
+        """The same rows with these columns alone; InvalidInput if there is no such column."""
         if not names:
             raise InvalidInput(f"Name at least one of the columns {[each.name for each in self.columns]}.")
         columns = tuple(self.manifest.column(name) for name in dict.fromkeys(names))
@@ -226,28 +196,18 @@ class RowHandle:
         return dataclasses.replace(self, manifest=manifest, source=source)
 
     def _read_marks(self, name: str) -> npt.NDArray[np.bool_]:
-        names = [column.name for column in self.columns]
-        if name not in names:
-            raise InvalidInput(
-                f"split names column {name!r}, which these Rows do not have: they have {format_columns(name, names)}."
-            )
         column = self.manifest.column(name)
         if column.shape or np.dtype(column.dtype).kind not in "biuf":
             raise InvalidInput(f"split needs a column of booleans or numbers; {name!r} has {column.kind}.")
         rows = RowAccess(self.store, self.select(name).manifest)
-        groups = range(len(self.manifest.row_groups))
-        values: npt.NDArray[Any] = np.concatenate([rows.reader.fetch(group)[name] for group in groups])
-        return values > 0
+        marks: npt.NDArray[Any] = rows.take(np.arange(self.count))[name]
+        return marks > 0
 
     def _keep(self: H, kept: npt.NDArray[np.bool_], what: str) -> H:
         """kept: (count,), of each row. what: another text for other rows of the same files."""
         content = hashlib.sha256(f"{self.manifest.content} {what}".encode()).hexdigest()[:32]
-        manifest = dataclasses.replace(
-            self.manifest,
-            row_groups=_keep_rows(self.manifest.row_groups, kept),
-            fingerprint=content,
-            content=content,
-        )
+        groups = _keep_rows(self.manifest.row_groups, kept)
+        manifest = dataclasses.replace(self.manifest, row_groups=groups, fingerprint=content, content=content)
         return dataclasses.replace(self, manifest=manifest, source=f"{self.source} ({what})")
 
 
@@ -264,10 +224,4 @@ def _keep_rows(groups: RowGroups, kept: npt.NDArray[np.bool_]) -> RowGroups:
             mask = np.ones(count, np.bool_) if before is None else before.copy()
             mask[mask] = part
             deleted[number] = pack_deleted(~mask)
-    stays = rows > 0
-    place = np.cumsum(stays) - 1
-    numbers = {name: getattr(groups, name)[stays] for name in RowGroups.NUMBERS}
-    return RowGroups(
-        **{**numbers, "rows": rows[stays]},
-        deleted={int(place[number]): text for number, text in deleted.items() if stays[number]},
-    )
+    return groups.keep(rows, deleted)

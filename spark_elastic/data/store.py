@@ -13,6 +13,7 @@ import errno
 import inspect
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -33,8 +34,13 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractFileSystem
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.object_store import RETRY_SECONDS, RemoteFile, RetryingClient
-from spark_elastic.data.renewal import RenewedCredentials, renew
+from spark_elastic.data.object_store import (
+    RETRY_SECONDS,
+    RemoteFile,
+    RenewedCredentials,
+    RetryingClient,
+    renew,
+)
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 
 T = TypeVar("T")
@@ -82,36 +88,13 @@ def make_folder(path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Have the kernel write a folder's entries to the disk: a file's own fsync need not save its name."""
+    """A file's own fsync need not save its name."""
     with suppress(OSError):  # mounts need not know this; another job may have removed the folder
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def replace_file(
-    filesystem: Any, path: str, data: bytes | memoryview, *, local: bool, durable: bool = True
-) -> None:
-    """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename.
-
-    Only a local file is replaced at once: elsewhere a process that is killed may leave neither the old nor the new.
-    durable: whether a local file is there after a power cut.
-    """
-    temporary = _name_temporary(path.rpartition("/")[0])
-    try:
-        with filesystem.open(temporary, "wb") as file:
-            for begin in range(0, len(data), _WRITE_BYTES):
-                file.write(memoryview(data)[begin : begin + _WRITE_BYTES])
-            file.flush()
-            if local and durable:
-                os.fsync(file.fileno())
-        _rename(filesystem, temporary, path, data, local=local)
-    except BaseException:
-        if filesystem.exists(temporary):
-            filesystem.rm_file(temporary)
-        raise
 
 
 def _name_temporary(folder: str) -> str:
@@ -131,27 +114,6 @@ def _create_without_link(path: str, data: bytes) -> bool:
     return True
 
 
-def _rename(filesystem: Any, temporary: str, path: str, data: bytes | memoryview, *, local: bool) -> None:
-    try:
-        if local:
-            os.replace(temporary, path)
-            _sync_folder(os.path.dirname(path))
-            return
-        # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
-        if filesystem.exists(path):
-            filesystem.rm_file(path)
-        if type(filesystem).mv is AbstractFileSystem.mv:  # a copy, of what the path matches as a pattern
-            raise NotImplementedError
-        filesystem.mv(temporary, path)
-    except (OSError, NotImplementedError) as error:
-        if not _is_unsupported(error):
-            raise
-        # Without a rename a reader may see a part for a moment; it finds out by the checksum that it knows.
-        with filesystem.open(path, "wb") as file:
-            file.write(data)
-        filesystem.rm_file(temporary)
-
-
 def _is_unsupported(error: Exception) -> bool:
     """Whether the file system lacks the operation, rather than that this call failed."""
     return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
@@ -159,19 +121,15 @@ def _is_unsupported(error: Exception) -> bool:
 
 def parse_document(text: str | bytes, name: str, read: Callable[[Any], T]) -> T:
     """What `read` makes of JSON from a store. Whatever somebody has written there, and however much memory it would
-    take, the error is a sentence.
-
-    Raises:
-        StoreError: it is not what `read` takes.
-    """
+    take, the error is a sentence: StoreError if it is not what `read` takes."""
     try:
         return read(json.loads(text))
     except ElasticError:
         raise
     except Exception as error:  # also of JSON that is nested too deeply
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        why = f"{type(error).__name__}: {str(error)[:200]}"
         raise StoreError(
-            f"{name} is damaged and cannot be read ({reason}): write it again, or remove it."
+            f"{name} is damaged and cannot be read ({why}): write it again, or remove it."
         ) from error
 
 
@@ -191,10 +149,6 @@ _NO_ROOM_WORDS = (
 def lacks_room(description: str) -> bool:
     """Whether an error of a file system says that there is no room."""
     return any(word in description for word in _NO_ROOM_WORDS)
-
-
-def _is_full(error: Exception) -> bool:
-    return getattr(error, "errno", None) in _NO_ROOM or lacks_room(f"{type(error).__name__} {error}")
 
 
 MOST_RETRY_SECONDS = 240.0
@@ -233,11 +187,8 @@ def _open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _is_chained(url: str) -> bool:
-    """Whether a url names several file systems, one in the other, as `simplecache::s3://bucket/jobs` does.
-
-    Raises:
-        InvalidInput: it does, and what follows a further "::" is no url, which fsspec would drop.
-    """
+    """Whether a url names several file systems, one in the other, as `simplecache::s3://bucket/jobs` does. Raises
+    InvalidInput if it does, and what follows a further "::" is no url, which fsspec would drop."""
     head, *rest = url.split("::")
     scheme, _, path = head.partition("://")
     is_wrapper = scheme in fsspec.available_protocols() and (not path or scheme in _ARCHIVES)
@@ -252,11 +203,7 @@ def _is_chained(url: str) -> bool:
 
 
 def check_storage_options(given: object) -> dict[str, Any]:
-    """The options of an argument; errors do not show their values, which may be credentials.
-
-    Raises:
-        InvalidInput: they are no dict of names, or one of them is the store's url.
-    """
+    """The options of an argument; errors do not show their values, which may be credentials."""
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidInput(
             f"storage_options must map the names of fsspec's options to their values; got {type(given).__name__}: "
@@ -267,8 +214,8 @@ def check_storage_options(given: object) -> dict[str, Any]:
     return dict(given)
 
 
-def _is_retry_limit(seconds: object) -> bool:
-    return isinstance(seconds, Real) and 0 < float(seconds) <= MOST_RETRY_SECONDS
+def _is_seconds(given: object, most: float = math.inf) -> bool:
+    return isinstance(given, Real) and 0 <= float(given) <= most
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +263,7 @@ class Store:
             raise InvalidInput(
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
             )
-        if not _is_retry_limit(retry_seconds):
+        if not (_is_seconds(retry_seconds, MOST_RETRY_SECONDS) and retry_seconds):
             raise InvalidInput(
                 f"retry_seconds in storage_options is {retry_seconds!r}: give seconds, at most "
                 f"{MOST_RETRY_SECONDS:g}, after which a step waits for its rows no longer."
@@ -397,7 +344,8 @@ class Store:
         with self._translate_errors("read", name):
             path, client = self.path(name), self.client
             if client is not None:
-                return cast("BinaryIO", io.BufferedReader(RemoteFile.open(client, path), FILE_BUFFER))
+                file = RemoteFile(client, path, client.run(client.find_size(path)))
+                return cast("BinaryIO", io.BufferedReader(file, FILE_BUFFER))
             return cast("BinaryIO", self.filesystem.open(path, "rb"))
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
@@ -420,16 +368,52 @@ class Store:
                 self._call("pipe_file", path, bytes(data), size=len(data))
                 return
             try:
-                self._write_file(path, data, durable)
+                self._replace_file(path, data, durable)
             except FileNotFoundError:  # another job has removed the folder, which was empty
-                self._write_file(path, data, durable)
+                self._replace_file(path, data, durable)
 
-    def _write_file(self, path: str, data: bytes | memoryview, durable: bool) -> None:
+    def _replace_file(self, path: str, data: bytes | memoryview, durable: bool) -> None:
+        """Whole or not at all where the file system can rename. Only a local file is replaced at once: elsewhere a
+        process that is killed may leave neither the old nor the new."""
+        folder, files = os.path.dirname(path), self.filesystem
         if self.is_local:
-            make_folder(os.path.dirname(path))
+            make_folder(folder)
         else:
-            self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-        replace_file(self.filesystem, path, data, local=self.is_local, durable=durable)
+            files.makedirs(folder, exist_ok=True)
+        temporary = _name_temporary(folder)
+        try:
+            with files.open(temporary, "wb") as file:
+                for begin in range(0, len(data), _WRITE_BYTES):
+                    file.write(memoryview(data)[begin : begin + _WRITE_BYTES])
+                file.flush()
+                if self.is_local and durable:
+                    os.fsync(file.fileno())
+            self._rename(temporary, path, data)
+        except BaseException:
+            if files.exists(temporary):
+                files.rm_file(temporary)
+            raise
+
+    def _rename(self, temporary: str, path: str, data: bytes | memoryview) -> None:
+        files = self.filesystem
+        try:
+            if self.is_local:
+                os.replace(temporary, path)
+                _sync_folder(os.path.dirname(path))
+                return
+            # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
+            if files.exists(path):
+                files.rm_file(path)
+            if type(files).mv is AbstractFileSystem.mv:  # a copy, of what the path matches as a pattern
+                raise NotImplementedError
+            files.mv(temporary, path)
+        except (OSError, NotImplementedError) as error:
+            if not _is_unsupported(error):
+                raise
+            # Without a rename a reader may see a part for a moment; it finds out by the checksum that it knows.
+            with files.open(path, "wb") as file:
+                file.write(data)
+            files.rm_file(temporary)
 
     def write_verified(self, name: str, data: bytes) -> None:
         """Write an object and, unless the store is local, read it back: the driver learns only of objects that exist,
@@ -469,11 +453,13 @@ class Store:
             return True
 
     def exists(self, name: str) -> bool:
-        """Whether an object or a folder of that name exists."""
         with self._translate_errors("look for", name):
             path = self.path(name)
             if self.is_local:  # that of fsspec also takes a file system that fails for one without the object
-                return _exists_locally(path)
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    os.stat(path)
+                    return True
+                return False
             self.filesystem.invalidate_cache()
             return bool(self._call("exists", path))
 
@@ -485,13 +471,14 @@ class Store:
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
-        return [each for each in self._find(name) if not _is_partial(each.name)]
+        return [each for each in self.find_written(name) if not _is_partial(each.name)]
 
     def find_partial(self, name: str = "") -> Sequence[ObjectInfo]:
         """The files under a folder that are still being written, or whose writer was killed."""
-        return [each for each in self._find(name) if _is_partial(each.name)]
+        return [each for each in self.find_written(name) if _is_partial(each.name)]
 
-    def _find(self, name: str) -> Sequence[ObjectInfo]:
+    def find_written(self, name: str) -> Sequence[ObjectInfo]:
+        """Both."""
         with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             folder = self.path(name)
@@ -514,10 +501,8 @@ class Store:
     def delete(self, name: str) -> None:
         """Delete an object if it exists."""
         with self._translate_errors("delete", name):
-            try:
+            with suppress(FileNotFoundError):
                 self._call("rm_file", self.path(name))
-            except FileNotFoundError:
-                return
 
     def remove_tree(self, name: str) -> None:
         """Delete a folder and everything under it, if it exists. What is deleted later never outlives it."""
@@ -557,20 +542,15 @@ class Store:
     @property
     def client(self) -> RetryingClient | None:
         """What retries the calls of an object store; None for file systems whose calls are not retried."""
-        filesystem = self.filesystem
-        return (
-            RetryingClient(filesystem, self.retry_seconds)
-            if isinstance(filesystem, AsyncFileSystem)
-            else None
-        )
+        is_object_store = isinstance(self.filesystem, AsyncFileSystem)
+        return RetryingClient(self.filesystem, self.retry_seconds) if is_object_store else None
 
     def _call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
     ) -> Any:
         """A method of the file system. size, longest: see `RetryingClient.retry`."""
-        client = self.client
-        if client is not None:
-            return client.call(method, *arguments, size=size, longest=longest, **options)
+        if self.client is not None:
+            return self.client.call(method, *arguments, size=size, longest=longest, **options)
         return getattr(self.filesystem, method)(*arguments, **options)
 
     @contextmanager
@@ -584,7 +564,8 @@ class Store:
             if isinstance(error, FileNotFoundError) and verb not in ("write", "create"):
                 raise StoreError(f"The store {self.url} has no {name!r}.") from error
             reason = f"{type(error).__name__}: {error}"
-            raise (StoreFull if _is_full(error) else StoreError)(
+            is_full = getattr(error, "errno", None) in _NO_ROOM or lacks_room(reason)
+            raise (StoreFull if is_full else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
 
@@ -596,14 +577,6 @@ def _choose_exclusive_option(filesystem: Any) -> dict[str, Any]:
     if "mode" in parameters:
         return {"mode": "create"}
     return {"overwrite": False} if "overwrite" in parameters else {}  # adlfs
-
-
-def _exists_locally(path: str) -> bool:
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _is_partial(name: str) -> bool:
@@ -643,9 +616,6 @@ def make_scratch_folder() -> Iterator[Path]:
 
     Its name identifies the owner by boot, process id namespace, process id and start time, so that only folders of dead
     processes are removed, even if several machines or containers share the parent folder.
-
-    Raises:
-        InvalidInput: none can be made.
     """
     remove_stale_folders()
     me = os.getpid()
@@ -679,7 +649,6 @@ def find_scratch_folders() -> list[Path]:
 
 
 def _build_owner_prefix() -> str:
-    """The prefix of the folders of all processes that this process can see."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     return f"{PREFIX}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -708,11 +677,9 @@ class StoreEntry:
     """A folder of this package in a store."""
 
     name: str  # its path within the store
-    # data, run, probe, channel, or partial: a file whose writer was killed, or still writes
-    kind: str
+    kind: str  # data, run, probe, channel, or partial: a file whose writer was killed, or still writes
     bytes: int  # of all objects in it
-    # When its newest object was written, in seconds since 1970; None if the store does not say.
-    modified: float | None
+    modified: float | None  # when its newest object was written, in seconds since 1970; None: not known
     needed: bool  # whether it is an unfinished run, or rows that one reads
 
 
@@ -721,12 +688,7 @@ def list_entries(store: Store) -> list[StoreEntry]:
 
     A store may be a folder in which others keep `data` and `runs` of their own: those are left out.
     """
-    objects = [each for kind in _KINDS for each in store._find(kind)]
-    partial = [
-        StoreEntry(each.name, "partial", each.bytes, each.modified, needed=False)
-        for each in objects
-        if _is_partial(each.name)
-    ]
+    partial: list[StoreEntry] = []
     own: set[str] = set()  # entries with objects that only this package makes
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
@@ -734,16 +696,17 @@ def list_entries(store: Store) -> list[StoreEntry]:
     published: set[str] = set()  # runs with checkpoints from which they can be continued
     newest: dict[str, str] = {}  # attempt of each run; by its name, with ENDED once it has ended
     results: set[str] = set()
-    for found in objects:
-        if _is_partial(found.name):
+    for info in (each for kind in _KINDS for each in store.find_written(kind)):
+        if _is_partial(info.name):
+            partial.append(StoreEntry(info.name, "partial", info.bytes, info.modified, needed=False))
             continue
-        name = "/".join(found.name.split("/", 2)[:2])
-        if _OWN.fullmatch(found.name):
+        name = "/".join(info.name.split("/", 2)[:2])
+        if _OWN.fullmatch(info.name):
             own.add(name)
-        sizes[name] = sizes.get(name, 0) + found.bytes
-        ages = [each for each in (changed.get(name), found.modified) if each is not None]
-        changed[name] = max(ages, default=None)
-        part = found.name.removeprefix(f"{name}/")
+        sizes[name] = sizes.get(name, 0) + info.bytes
+        times = [time for time in (changed.get(name), info.modified) if time is not None]
+        changed[name] = max(times, default=None)
+        part = info.name.removeprefix(f"{name}/")
         if part == "run.json":
             fits.add(name)
         elif part == "result.json":
@@ -754,10 +717,8 @@ def list_entries(store: Store) -> list[StoreEntry]:
             newest[name] = max(part, newest.get(name, ""))
     # A fit ends with its result; any other run with its newest attempt: a later one continues it.
     unfinished_fits = (fits & own) - results
-    unfinished = unfinished_fits | {
-        run for run in published - fits if not newest.get(run, "").endswith(ENDED)
-    }
-    needed = unfinished | {rows for run in unfinished_fits for rows in _iter_data_sets(store, run)}
+    needed = unfinished_fits | {rows for run in unfinished_fits for rows in _iter_data_sets(store, run)}
+    needed |= {run for run in published - fits if not newest.get(run, "").endswith(ENDED)}
     return partial + [
         StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(own)
     ]
@@ -766,33 +727,26 @@ def list_entries(store: Store) -> list[StoreEntry]:
 def remove_old_entries(
     store: Store, older_than: float, now: float, unfinished: bool = False
 ) -> list[StoreEntry]:
-    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`.
-
-    Entries without a known time stay.
-
-    Args:
-        unfinished: also remove runs that could be resumed, and their rows.
-    """
-    if not _is_age(older_than):
+    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`; those without
+    a known time stay. unfinished: also runs that could be resumed, and their rows."""
+    if not _is_seconds(older_than):
         raise InvalidInput(f"older_than must be a number of seconds, 0 or more; got {older_than!r}.")
-    old = [
-        each for each in list_entries(store) if each.modified is not None and each.modified < now - older_than
-    ]
-    removable = [each for each in old if unfinished or not each.needed]
-    for each in removable:
-        store.remove_tree(each.name)
-    return removable
-
-
-def _is_age(seconds: object) -> bool:
-    return isinstance(seconds, Real) and float(seconds) >= 0
+    removed = []
+    for entry in list_entries(store):
+        is_old = entry.modified is not None and entry.modified < now - older_than
+        if is_old and (unfinished or not entry.needed):
+            store.remove_tree(entry.name)
+            removed.append(entry)
+    return removed
 
 
 def _iter_data_sets(store: Store, run: str) -> Iterator[str]:
     """The data sets outside of its own folder that a run reads."""
-    text, name = store.read_bytes(f"{run}/run.json"), f"{run}/run.json in the store {store.url}"
-    for parts in parse_document(
-        text, name, lambda record: [each.split("/") for each in json.loads(record["manifest"])["files"]]
-    ):
+
+    def read(record: Any) -> list[list[str]]:
+        return [file.split("/") for file in json.loads(record["manifest"])["files"]]
+
+    text = store.read_bytes(f"{run}/run.json")
+    for parts in parse_document(text, f"{run}/run.json in the store {store.url}", read):
         if parts[0] == "data" and len(parts) > 2:
             yield "/".join(parts[:2])

@@ -21,8 +21,12 @@ from spark_elastic.checks import make_choice
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
-from spark_elastic.estimators.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
+from spark_elastic.estimators.dataframes.file_scan import (
+    FileScan,
+    NoFileScan,
+    find_file_scan,
+    make_footer_collector,
+)
 from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, find_difference
 from spark_elastic.estimators.dataframes.materialize import materialize as write_dataframe
 from spark_elastic.estimators.dataframes.scan import MissingValues
@@ -38,12 +42,12 @@ from spark_elastic.estimators.fit_rows import (
     FoundRows,
     Request,
     RowSource,
+    RunRecord,
     choose_group_bytes,
     find_conversion,
     find_fit_conversion,
     list_names,
 )
-from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, find_data_files
@@ -77,11 +81,10 @@ class DataFrameRows(RowSource):
             return
         try:
             refuse_conversions(request)
-            names = list(dict.fromkeys(request.config.used_cols))
+            names = list(dict.fromkeys(request.config.data.used_cols))
             transformed = request.objects.transformation is not None
-            self.found = find_scanned_rows(
-                self._df, names, transformed, choose_group_bytes(request), request.storage_options
-            )
+            size, options = choose_group_bytes(request), request.storage_options
+            self.found = find_scanned_rows(self._df, names, transformed, size, options)
         except NoFileScan as reason:
             if request.materialize == "never":
                 raise InvalidInput(
@@ -102,18 +105,13 @@ class DataFrameRows(RowSource):
             raise InvalidInput(
                 "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
             )
-        config = request.config
-        check_columns(
-            self._df.schema,
-            config.feature_cols,
-            config.label_cols,
-            config.sample_weight_col,
-            transformed=request.objects.transformation is not None,
-        )
-        used = config.used_cols
-        if isinstance(config.validation, str):
-            check_validation_column(self._df.schema, config.validation)
-            used.append(config.validation)
+        data, schema = request.config.data, self._df.schema
+        transformed = request.objects.transformation is not None
+        check_columns(schema, data.feature_cols, data.label_cols, data.sample_weight_col, transformed)
+        used = data.used_cols
+        if isinstance(data.validation, str):
+            check_validation_column(schema, data.validation)
+            used.append(data.validation)
         check_distinct_names(self._df, used)
 
     def describe(self, record: RunRecord) -> str:
@@ -132,7 +130,7 @@ class DataFrameRows(RowSource):
             return
         validation = record.load_validation()
         written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
-        found = find_difference(self._df, request.config.used_cols, *_write_options(request), written)
+        found = find_difference(self._df, request.config.data.used_cols, *_write_options(request), written)
         if found is not None:
             raise InvalidInput(
                 f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
@@ -147,11 +145,9 @@ class DataFrameRows(RowSource):
         if self.found is not None:
             return super().begin_run(request, store, run)
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
-        options, split = _write_options(request)
+        place, (options, split) = _open_folder(store, folder), _write_options(request)
         try:
-            rows, validation = write_dataframe(
-                self._df, request.config.used_cols, _open_folder(store, folder), options, split
-            )
+            rows, validation = write_dataframe(self._df, request.config.data.used_cols, place, options, split)
             record = RunRecord.create(request, folder, rows, validation)
             run.check()
             record.save(store, run.run_id)
@@ -176,20 +172,14 @@ def _open_folder(store: Store, folder: str) -> Store:
 
 
 def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
-    """How the rows of a table are written."""
-    config = request.config
+    data = request.config.data
     options = WriteOptions(
         transformed=request.objects.transformation is not None,
         missing=request.missing,
-        row_order=config.row_order or ("hash" if config.shuffle else "table"),
+        row_order=data.row_order or ("hash" if data.shuffle else "table"),
         row_group_bytes=choose_group_bytes(request),
     )
-    validation = config.validation
-    if validation is None:
-        return options, None
-    if isinstance(validation, str):
-        return options, ValidationSplit(column=validation, seed=config.seed)
-    return options, ValidationSplit(fraction=validation, seed=config.seed)
+    return options, None if data.validation is None else ValidationSplit(data.validation, data.seed)
 
 
 def find_or_write_rows(
@@ -213,9 +203,8 @@ def find_or_write_rows(
         try:
             written = "hash" if order is None and where == "auto" else order
             has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
-            conversion = find_conversion(
-                treatment, written, avoids_nan_check="missing={'nans': 'keep'}" if has_floats else ""
-            )
+            avoids = "missing={'nans': 'keep'}" if has_floats else ""
+            conversion = find_conversion(treatment, written, avoids_nan_check=avoids)
             if conversion is not None:
                 raise NoFileScan(conversion[0])
             found = find_scanned_rows(df, names, True, PIECE_BYTES, storage_options)
@@ -234,12 +223,12 @@ def find_or_write_rows(
 
 def refuse_conversions(request: Request) -> None:
     """Raises NoFileScan if the rows must be written to become those that the request asks for."""
-    config, conversion = request.config, find_fit_conversion(request)
+    data, conversion = request.config.data, find_fit_conversion(request)
     if conversion is not None:
         raise NoFileScan(conversion[0])
-    if config.reader != "arrow":
-        raise NoFileScan(f"reader={config.reader!r} reads what was written for it")
-    if request.materialize == "auto" and config.row_order is None and config.shuffle:
+    if data.reader != "arrow":
+        raise NoFileScan(f"reader={data.reader!r} reads what was written for it")
+    if request.materialize == "auto" and data.row_order is None and data.shuffle:
         raise NoFileScan(
             "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
             "are, if the DataFrame only scans files)"
@@ -254,8 +243,6 @@ def find_scanned_rows(
     storage_options: Mapping[str, Any],
 ) -> FoundRows:
     """The rows of the files that a DataFrame scans, with columns as the DataFrame names them. Reads the files' footers.
-
-    transformed, piece_bytes: as for `describe_files`.
 
     Raises NoFileScan for other DataFrames, and as `describe_files` does.
     """

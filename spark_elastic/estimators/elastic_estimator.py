@@ -148,9 +148,7 @@ class _Writer(saving.OverwritingWriter):
 
     def saveImpl(self, path: str) -> None:
         estimator = self._instance
-        values = {
-            param.name: value for param, value in estimator._paramMap.items() if param.name not in _UNSAVED
-        }
+        values = {p.name: value for p, value in estimator._paramMap.items() if p.name not in _UNSAVED}
         objects = {name: value for name, value in values.items() if not _is_plain(value)}
         plain = {name: value for name, value in values.items() if name not in objects}
         extra = {"format": saving.FORMAT}
@@ -193,20 +191,18 @@ def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
 
 
 def _list_paths(given: Any) -> list[str]:
-    """Raises InvalidInput if it is no path, nor several."""
     several = [given] if isinstance(given, str | os.PathLike) else given
     is_table = hasattr(given, "columns")  # whose iterator gives names of columns
-    found = list(several) if isinstance(several, Iterable) and not is_table else [None]
-    if not all(isinstance(each, str | os.PathLike) for each in found):
+    paths = list(several) if isinstance(several, Iterable) and not is_table else [None]
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
         raise InvalidInput(
             f"fit_on_parquet takes paths of Parquet files or folders; got {describe_class(given)}: give their paths, "
             "or call fit with a DataFrame."
         )
-    return to_names(found)
+    return to_names(paths)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON preserves the value."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,15 +25,16 @@ import numpy as np
 from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.packing import format_remedy
+from spark_elastic.data.plan import DataPlan, count_affordable_lanes
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_handle import RowHandle
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, parse_document
 from spark_elastic.errors import CoordinatorLost, InvalidInput, StoreError, format_columns
-from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
+from spark_elastic.estimators.dataframes.file_scan import make_footer_collector
 from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.messages import SPARK_STOPPED
+from spark_elastic.rendezvous import codec
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import (
@@ -46,6 +49,7 @@ from spark_elastic.tables.existing_parquet import (
 from spark_elastic.tables.footers import CollectFooters, DataFile, collect_footers_in_threads
 from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
+from spark_elastic.training.identity import WEIGHTS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,6 +57,159 @@ if TYPE_CHECKING:
 log = logging.getLogger("spark_elastic")
 
 Request = FitRequest[Any]
+FORMAT = 4  # of run.json
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that stays the same when a run is resumed, whatever the number of workers then is."""
+
+    # Where the rows are: a folder of the store ("": its root), or the url of existing files, or those of two tables.
+    data: str
+    manifest: str  # the manifest of the rows that are trained on, as JSON
+    manifest_hash: str  # its `Manifest.hash`; `load_manifest` compares it
+    global_batch: int  # rows of one step
+    lanes: int  # streams that an epoch is cut into
+    settings: Mapping[str, Any]  # the parameters that must stay the same
+    # manifest, global_batch and lanes of the rows that are validated with; None: there are none.
+    validation: Mapping[str, Any] | None
+    objects: Mapping[str, str]  # digests of the user's objects, by the names that an error has for them
+    format: int = FORMAT  # of this record; a release reads its own alone
+
+    @classmethod
+    def create(cls, request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
+        """The record of a new run on these rows, which are in `data`."""
+        config = request.config
+        plan, seen = plan_rows(request, rows, config.global_batch, config.data.shuffle), None
+        if validation is not None:
+            batch = config.data.validation_batch * config.world.num_workers
+            order = plan_rows(request, validation, batch, shuffle=False)
+            numbers = {"global_batch": order.global_batch, "lanes": order.lanes}
+            seen = {"manifest": validation.to_json(), **numbers}
+        return cls(
+            data=data,
+            manifest=rows.to_json(),
+            manifest_hash=rows.hash,
+            global_batch=plan.global_batch,
+            lanes=plan.lanes,
+            settings=config.list_run_settings(),
+            validation=seen,
+            objects=request.objects.identity(),
+        )
+
+    @property
+    def is_on_files(self) -> bool:
+        """Whether the rows are those of files that were there before the run."""
+        return "://" in self.data
+
+    @classmethod
+    def load(cls, store: Store, run_id: str) -> RunRecord | None:
+        """The run's record, or None while the run has none. Raises StoreError for one of another format, or damaged."""
+        name = f"runs/{run_id}/run.json"
+        if not store.exists(name):
+            return None
+
+        def read(fields: Any) -> RunRecord:
+            found = fields.get("format", 1)
+            if found != FORMAT:
+                raise StoreError(
+                    f"{name} in the store {store.url} has format {found}, and this release reads {FORMAT}: continue "
+                    "the run with the release that began it."
+                )
+            record: RunRecord = codec.read(cls, fields)
+            itemgetter("shuffle", "seed", "batch_size", "backward_passes_per_step")(record.settings)
+            if record.validation is not None:
+                itemgetter("manifest", "global_batch", "lanes")(record.validation)
+            return record
+
+        return parse_document(store.read_bytes(name), f"{name} in the store {store.url}", read)
+
+    def save(self, store: Store, run_id: str) -> None:
+        store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
+
+    def check(self, request: Request, run_id: str) -> None:
+        """Raises InvalidInput with the first setting, or object of the user's, that differs."""
+        for name, value in request.config.list_run_settings().items():
+            before = self.settings.get(name, value)  # a parameter may be newer than the run
+            if before != value:
+                raise InvalidInput(
+                    f"run_id {run_id!r} began with {name}={before!r} and this fit has {value!r}: "
+                    "continue with the same, or use another run_id."
+                )
+        now = request.objects.identity() if self.objects else {}
+        different = [name for name, before in self.objects.items() if now.get(name) != before]
+        if different == [WEIGHTS]:
+            log.warning("run %s keeps its own weights: this fit's model begins with others", run_id)
+        elif different:
+            raise InvalidInput(
+                f"run_id {run_id!r} began with another {different[0]} than this fit's: continue with the same, or use "
+                "another run_id."
+            )
+
+    def load_manifest(self) -> Manifest:
+        """The manifest of the rows that are trained on. Raises StoreError if the document was altered."""
+        manifest = Manifest.from_json(self.manifest)
+        if manifest.hash != self.manifest_hash:
+            raise StoreError("The run's manifest is not the one that it began with: it was altered.")
+        return manifest
+
+    def build_plan(self, manifest: Manifest) -> DataPlan:
+        return self._plan_rows(manifest, self.global_batch, self.lanes, self.settings["shuffle"])
+
+    def load_validation(self) -> tuple[Manifest, DataPlan] | None:
+        """The validation rows and their plan; None: there are none."""
+        if self.validation is None:
+            return None
+        manifest = Manifest.from_json(self.validation["manifest"])
+        batch, lanes = self.validation["global_batch"], self.validation["lanes"]
+        return manifest, self._plan_rows(manifest, batch, lanes, shuffle=False)
+
+    def _plan_rows(self, manifest: Manifest, global_batch: int, lanes: int, shuffle: bool) -> DataPlan:
+        settings = self.settings
+        shares = settings.get("virtual_shares", 0) if settings.get("determinism") else 0
+        return DataPlan(manifest.group_rows, global_batch, settings["seed"], lanes, shuffle, shares)
+
+    def count_initial_workers(self) -> int:
+        """`num_workers` of the fit that began the run; a later fit may have another number."""
+        rows: int = self.settings["batch_size"] * self.settings["backward_passes_per_step"]
+        return self.global_batch // rows
+
+
+def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
+    decoded, config = manifest.max_decoded_group_bytes(), request.config
+    seed, most, limit = config.data.seed, config.world.max_workers, DEFAULT_CACHE_BYTES
+    plan = DataPlan.for_run(manifest.group_rows, global_batch, seed, most, decoded, limit, shuffle)
+    lanes = plan.lanes
+    if config.data.lanes is not None:
+        lanes = min(config.data.lanes, plan.base_rows, count_affordable_lanes(decoded, limit))
+    return replace(plan, lanes=lanes, shares=config.exchange.shares)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a finished run."""
+
+    model: str  # name of the trained weights in the store
+    sha256: str  # SHA-256 of that object
+    digest: str  # checksum of weights and optimizer, equal on all replicas
+    epochs: int  # that the run was to have; callbacks may have ended it sooner
+    history: list[dict[str, Any]]  # one dict for each epoch
+    data_rows: int  # rows of the training table
+
+    @classmethod
+    def load(cls, store: Store, run_id: str) -> RunResult | None:
+        """None while the run has not ended."""
+        name = f"runs/{run_id}/result.json"
+        if not store.exists(name):
+            return None
+        name_there = f"{name} in the store {store.url}"
+        return parse_document(store.read_bytes(name), name_there, lambda fields: codec.read(cls, fields))
+
+    def save(self, store: Store, run_id: str) -> None:
+        store.write_bytes(f"runs/{run_id}/result.json", json.dumps(asdict(self)).encode())
+
+
+log = logging.getLogger("spark_elastic")
 
 # Parts that are words, or anything but a slash in backquotes.
 _TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
@@ -81,7 +238,7 @@ class RowSource(ABC):
 
     def has_validation(self, request: Request) -> bool:
         """Whether there are rows to validate with after each epoch."""
-        return request.config.validation is not None
+        return request.config.data.validation is not None
 
     def describe(self, record: RunRecord) -> str:
         """The rows of a run in words, such as the version of a table."""
@@ -120,16 +277,11 @@ class FileRows(RowSource):
     call, validation_argument = "fit_on_parquet", "validation_paths"
 
     def __init__(
-        self,
-        session: SparkSession | None,
-        files: Store,
-        names: Sequence[str],
-        validation_names: Sequence[str],
+        self, session: SparkSession | None, files: Store, names: Sequence[str], seen: Sequence[str]
     ) -> None:
-        """files: the store that holds all of them. names: of files or folders in it, to train on."""
+        """files: the store that holds all of them. names: of files or folders in it, to train on; seen: to validate."""
         self.session = require_session(session)
-        self._files = files
-        self._names, self._validation_names = names, validation_names
+        self._files, self._names, self._validation_names = files, names, seen
 
     @classmethod
     def locate(
@@ -148,12 +300,10 @@ class FileRows(RowSource):
         """Also reads the files' footers, by a Spark job if there are many."""
         conversion = find_fit_conversion(request)
         if conversion is not None:
-            clause, remedy = conversion
-            raise InvalidInput(
-                f"{clause}; {self.call} reads files as they are: {remedy.format(argument=self.validation_argument)}."
-            )
+            clause, remedy = conversion[0], conversion[1].format(argument=self.validation_argument)
+            raise InvalidInput(f"{clause}; {self.call} reads files as they are: {remedy}.")
         options = {
-            "columns": request.config.used_cols,
+            "columns": request.config.data.used_cols,
             "transformed": request.objects.transformation is not None,
             "piece_bytes": choose_group_bytes(request),
             "collect": make_footer_collector(self.session),
@@ -257,7 +407,6 @@ class Selection:
 
     @cached_property
     def digest(self) -> str:
-        """Another one for another selection."""
         return hashlib.sha256(repr((sorted(self.columns.items()), self.where)).encode()).hexdigest()[:32]
 
 
@@ -308,10 +457,11 @@ class SnapshotRows(FileRows):
         return len(self._snapshots) > 1
 
     def check(self, request: Request) -> None:
-        if request.config.reader != "arrow":
+        reader = request.config.data.reader
+        if reader != "arrow":
             raise InvalidInput(
-                f"reader={request.config.reader!r} knows neither renamed columns nor deleted rows, which tables have: "
-                f"{self.call} needs reader='arrow'."
+                f"reader={reader!r} knows neither renamed columns nor deleted rows, which tables have: {self.call} "
+                "needs reader='arrow'."
             )
         super().check(request)
 
@@ -408,30 +558,23 @@ class HandleRows(RowSource):
     def check(self, request: Request) -> None:
         config = request.config
         avoids = "" if self._rows.has_no_nan else _avoid_nan_check(request)
-        conversion = find_conversion(request.missing, config.row_order, avoids_nan_check=avoids)
+        conversion = find_conversion(request.missing, config.data.row_order, avoids_nan_check=avoids)
         if conversion is not None:
-            clause, remedy = conversion
-            raise InvalidInput(
-                f"{clause}, and Rows are read as they are: {remedy.format(argument='validation')}."
-            )
+            clause, remedy = conversion[0], conversion[1].format(argument="validation")
+            raise InvalidInput(f"{clause}, and Rows are read as they are: {remedy}.")
         rest, held_out = self._rows, None
-        if config.validation is not None:
-            rest, held_out = rest.split(config.validation, config.seed)
+        if config.data.validation is not None:
+            rest, held_out = rest.split(config.data.validation, config.data.seed)
         parts = [
-            None if each is None else each.select(*config.used_cols).manifest for each in (rest, held_out)
+            None if each is None else each.select(*config.data.used_cols).manifest
+            for each in (rest, held_out)
         ]
         assert parts[0] is not None
         for column in parts[0].columns if request.objects.transformation is None else ():
             if column.is_raw:
-                raise InvalidInput(
-                    f"The column {column.name!r} has {column.kind}: "
-                    + (
-                        format_remedy(1)
-                        if column.ragged
-                        else "pass transformation_fn, which makes numbers of them"
-                    )
-                    + "."
-                )
+                numbers = "pass transformation_fn, which makes numbers of them"
+                remedy = format_remedy(1) if column.ragged else numbers
+                raise InvalidInput(f"The column {column.name!r} has {column.kind}: {remedy}.")
         self.found = FoundRows(self._rows.store, parts[0], parts[1], self._rows.store.url, self._rows.source)
 
 
@@ -464,11 +607,7 @@ def find_conversion(
     missing: MissingValues, row_order: str | None, validation: Any = None, avoids_nan_check: str = ""
 ) -> tuple[str, str] | None:
     """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing.
-
-    Args:
-        validation: which of the rows validate; None: none, or they are apart already.
-        avoids_nan_check: settings by which nobody has to look for NaN; "": nobody has to.
-    """
+    avoids_nan_check: settings by which nobody has to look for NaN; "": nobody has to."""
     if validation is not None:
         return "validation splits the rows while they are written", "give {argument} instead"
     if "drop" in (missing.nulls, missing.nans):
@@ -485,18 +624,19 @@ def find_conversion(
 
 
 def find_fit_conversion(request: Request) -> tuple[str, str] | None:
-    """As `find_conversion`, of what a fit asks for."""
     config = request.config
-    return find_conversion(request.missing, config.row_order, config.validation, _avoid_nan_check(request))
+    return find_conversion(
+        request.missing, config.data.row_order, config.data.validation, _avoid_nan_check(request)
+    )
 
 
 def _avoid_nan_check(request: Request) -> str:
-    return "" if request.config.terminate_on_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
+    return "" if request.config.loss.terminate_on_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
 
 
 def choose_group_bytes(request: Request) -> int:
     """Decoded bytes of a row group, or of a piece of one, so that those of all lanes fit into a worker's memory."""
-    lanes = request.config.lanes
+    lanes = request.config.data.lanes
     # Row groups of less than twice that are left whole.
     return PIECE_BYTES if lanes is None else min(PIECE_BYTES, DEFAULT_CACHE_BYTES // (2 * (lanes + 2)))
 
@@ -505,10 +645,8 @@ def choose_group_bytes(request: Request) -> int:
 def materialize_rows(
     rows: RowSource, request: Request, store: Store, run: OwnedRun
 ) -> Iterator[tuple[RunRecord, Store]]:
-    """The run's record, and the store that its rows are in, for as long as the run needs them.
-
-    A run that is resumed needs the rows that it began with.
-    """
+    """The run's record, and the store that its rows are in, for as long as the run needs them: if it is resumed, those
+    that it began with."""
     record = RunRecord.load(store, run.run_id)
     if record is None:
         record = rows.begin_run(request, store, run)

@@ -27,8 +27,7 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import RowSource, materialize_rows
-from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RowSource, RunRecord, RunResult, materialize_rows
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener
@@ -100,14 +99,10 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             payload, modules = _pickle_objects(request.objects)
             imports = list_early_imports(request.objects, (*framework.preload, *modules))
             with _show_progress(request) as listener:
-                workers = request.config.num_workers
+                workers = request.config.world.num_workers
                 platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
-                training = FitRun(
-                    platform, rows, request, framework, store, run_id, ledger, listener, modules
-                )
-                run = resume_after_coordinator_loss(
-                    training.run, CheckpointStore(store, run_id).read_published
-                )
+                fit = FitRun(platform, rows, request, framework, store, run_id, ledger, listener, modules)
+                run = resume_after_coordinator_loss(fit.run, CheckpointStore(store, run_id).read_published)
         weights = _read_weights(store, run.result)
         features = shape_features(request, run.record.load_manifest())
     summary = _summarize(run, run_id, clock.now() - started, rows.describe(run.record))
@@ -115,11 +110,8 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
 
 
 def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
-    """The pickled objects, and the installed modules that loading them imports, as early imports.
-
-    Raises:
-        InvalidInput: workers cannot use a parameter: it does not pickle, or holds what lives on Spark's driver.
-    """
+    """The pickled objects, and the installed modules that loading them imports, as early imports. Raises InvalidInput
+    with the parameter that workers cannot use."""
     modules: dict[str, None] = {}
     try:
         payload = captures.dumps(objects, modules=modules)
@@ -137,9 +129,10 @@ def _load_finished_run(
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
-    if result is not None and result.epochs != request.config.epochs:
+    wanted = request.config.data.epochs
+    if result is not None and result.epochs != wanted:
         raise InvalidInput(
-            f"run_id {run_id!r} has ended, with epochs={result.epochs}, and this fit wants {request.config.epochs}: "
+            f"run_id {run_id!r} has ended, with epochs={result.epochs}, and this fit wants {wanted}: "
             "use another run_id."
         )
     if record is not None and result is None:
@@ -151,7 +144,7 @@ def _load_finished_run(
 
 def _check_epochs_left(request: FitRequest[Any], checkpoints: CheckpointStore, run_id: str) -> None:
     """Raises InvalidInput if the run's newest checkpoint has steps of an epoch that this fit does not want."""
-    wanted, published = request.config.epochs, checkpoints.read_published()
+    wanted, published = request.config.data.epochs, checkpoints.read_published()
     if published and published[0].position > Position(wanted, Phase.TRAIN, 0):
         raise InvalidInput(
             f"run_id {run_id!r} is in epoch {published[0].position.epoch + 1} already and this fit wants {wanted} "
@@ -199,7 +192,7 @@ def _ledger_folder(request: FitRequest[Any], store: Store, run_id: str) -> str |
 @contextmanager
 def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
     listener = ProgressListener(
-        request.config.epochs,
+        request.config.data.epochs,
         callback=request.on_progress,
         quiet=request.verbose == 0,
         show_output=request.elastic.show_logs,
@@ -238,7 +231,7 @@ class FitRun(Generic[O]):
                 model=trained["model"],
                 sha256=trained["sha256"],
                 digest=trained["digest"],
-                epochs=self.request.config.epochs,
+                epochs=self.request.config.data.epochs,
                 history=trained["history"],
                 data_rows=manifest.rows,
             )
@@ -262,17 +255,16 @@ class FitRun(Generic[O]):
             store=self.store,
             # A former driver that lost the run may still write a model of its own.
             result=f"runs/{self.run_id}/model-{run.attempt:06d}{self.framework.suffix}",
-            lr_scale=record.count_initial_workers() if request.config.scale_lr else 1,
+            lr_scale=record.count_initial_workers() if request.config.optimizer.scale_lr else 1,
             ledger=self.ledger,
             checkpoints=CheckpointPolicy(self.run_id, elastic.checkpoint_steps, elastic.checkpoint_seconds),
         )
 
     def launch(self, spec: TrainSpec, run: OwnedRun) -> LaunchResult:
-        """Run the workers until they have trained."""
         config = self.request.config
         # `launch` pickles the program: workers train copies of the model and the optimizer.
         program = self.framework.build_program(spec, self.request.objects)
-        if config.num_workers > 1 and not config.scale_lr:
+        if config.world.num_workers > 1 and not config.optimizer.scale_lr:
             announce_phase(UNSCALED)
         limits = make_fit_limits(self.request, spec.plan.global_batch)
         job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, run, self.modules)
@@ -282,21 +274,18 @@ class FitRun(Generic[O]):
 def make_fit_limits(request: FitRequest[Any], global_batch: int) -> Limits:
     """The limits of the job: none of its worlds has more workers than a step has rows."""
     config = request.config
-    limits = make_limits(request.elastic, config.num_workers, config.min_workers, config.max_workers)
+    limits = make_limits(
+        request.elastic, config.world.num_workers, config.world.min_workers, config.world.max_workers
+    )
     return dataclasses.replace(limits, max_global_batch=global_batch)
 
 
 def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Rank 0's result, compared with those of the replicas (P4, identical replicas).
-
-    Args:
-        results: by rank; None for a worker that was lost after its last step.
-    """
+    """Rank 0's result, compared with those of the replicas (P4, identical replicas); None is a worker that was lost
+    after its last step."""
     trained = results[0]
     assert trained is not None  # or training would not have ended
-    differ = [
-        rank for rank, each in enumerate(results) if each is not None and each["digest"] != trained["digest"]
-    ]
+    differ = [rank for rank, own in enumerate(results) if own and own["digest"] != trained["digest"]]
     if differ:  # only a warning: after days of training the user wants to see the model
         log.warning(
             "the weights or the optimizer of ranks %s came to differ from rank 0's, whose model this is: look for "
@@ -308,19 +297,17 @@ def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
 
 def shape_features(request: FitRequest[Any], manifest: Manifest) -> tuple[Column, ...]:
     """The feature columns in the shapes that the model takes, or as stored for a transformation."""
-    columns = [manifest.column(name) for name in request.config.feature_cols]
+    columns = [manifest.column(name) for name in request.config.data.feature_cols]
     if request.objects.transformation is not None:
         return tuple(columns)
-    shapes = request.config.input_shapes or [column.shape for column in columns]
+    shapes = request.config.data.input_shapes or [column.shape for column in columns]
     for column, shape in zip(columns, shapes, strict=True):
         if math.prod(shape) != math.prod(column.shape):
             raise InvalidInput(
                 f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
                 "numbers."
             )
-    return tuple(
-        dataclasses.replace(column, shape=shape) for column, shape in zip(columns, shapes, strict=True)
-    )
+    return tuple(dataclasses.replace(c, shape=shape) for c, shape in zip(columns, shapes, strict=True))
 
 
 def _read_sample(request: FitRequest[Any], data: Store, manifest: Manifest) -> list[Any] | None:
@@ -328,7 +315,7 @@ def _read_sample(request: FitRequest[Any], data: Store, manifest: Manifest) -> l
     if request.objects.transformation is None:
         return None
     try:
-        return read_sample_row(data, manifest, request.config.feature_cols)
+        return read_sample_row(data, manifest, request.config.data.feature_cols)
     except Exception as error:
         log.debug("no row to try the transformation on: %s", error)
         return None

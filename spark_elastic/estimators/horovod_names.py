@@ -60,7 +60,6 @@ LocalStore = FilesystemStore = HDFSStore = DBFSLocalStore = Store
 
 
 def _translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of Horovod's estimators whose values are objects there."""
     given = dict(values)
     backend = given.pop("backend", None)
     if backend is not None and given.get("num_proc") is None and backend.num_processes() is not None:

@@ -52,7 +52,7 @@ def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> Elastic
     result = train_model(rows, request, KERAS)
     archive = objects.model.with_weights(result.weights)
     transformation = None if objects.transformation is None else cloudpickle.dumps(objects.transformation)
-    predictor = KerasPredictor(archive, result.features, transformation, request.config.label_cols)
+    predictor = KerasPredictor(archive, result.features, transformation, request.config.data.label_cols)
     return ElasticKerasModel(predictor, result.summary, try_shapes(predictor, result.sample))
 
 
@@ -132,9 +132,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
 
     def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         found: dict[str, Any] = cloudpickle.loads(parts["objects"]) if "objects" in parts else {}
-        custom = (
-            cloudpickle.loads(parts["custom"]) if "custom" in parts else found.get("custom_objects") or {}
-        )
+        custom = found.get("custom_objects") or {}
+        custom = cloudpickle.loads(parts["custom"]) if "custom" in parts else custom
         safe = "custom" not in parts  # what runs code comes from the same path
         if "model.keras" in parts:
             content, floatx = parts["model.keras"], parts["floatx"].decode()

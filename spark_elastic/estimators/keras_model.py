@@ -47,7 +47,6 @@ class KerasPredictor:
         self.__dict__.update(state)
 
     def model(self) -> Any:
-        """A new copy of the model."""
         return self.archive.load()
 
     def parts(self) -> dict[str, bytes]:
@@ -171,19 +170,14 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
             cloudpickle.dumps(custom),
             extra["floatx"],
             safe=CUSTOM not in parts,
-            undecayed=tuple(extra.get("undecayed", ())),  # none: saved before they were kept, as what follows
+            undecayed=tuple(extra["undecayed"]),
             adapters=_unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else (),
         )
-        labels = tuple(extra.get("labels", ()))
-        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
+        return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), tuple(extra["labels"]))
 
 
 def import_by_name(module: str, name: str) -> Any:
-    """A class or function by its place.
-
-    Raises:
-        StoreError: it is not there.
-    """
+    """A class or function by its place. Raises StoreError if it is not there."""
     try:
         found = importlib.import_module(module)
         for part in name.split("."):

@@ -7,20 +7,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from spark_elastic.checks import make_kind, make_whole
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.keras_loss_scope import check_keras_loss_scope, connect_model
-from spark_elastic.estimators.two_rows import MAX_BYTES, check_runs, describe_failure, has_hook
+from spark_elastic.estimators.two_rows import (
+    MAX_BYTES,
+    STEP_ADVICE,
+    TOLERANCE,
+    TOLERANCE_16,
+    LossTrial,
+    PartLoss,
+    check_loss_scope,
+    check_runs,
+    copy_objects,
+    has_hook,
+    transform_rows,
+)
 from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks
 from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.training.batch import Chunk, LocalBatch, join_chunks
 from spark_elastic.training.keras.archive import (
     Archive,
     collect_custom_objects,
@@ -31,13 +45,16 @@ from spark_elastic.training.keras.archive import (
     list_optimizers,
     select_user_objects,
 )
-from spark_elastic.training.keras.batching import order_features, order_labels
+from spark_elastic.training.keras.batching import BatchBuilder, order_features, order_labels
 from spark_elastic.training.keras.compiled import (
     CompiledLosses,
+    activity_by_row,
     compute_results,
     list_layer_metrics,
+    widen,
 )
-from spark_elastic.training.keras.trainer import KerasUserObjects
+from spark_elastic.training.keras.step import RunningStats, make_dense, to_arrays
+from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
@@ -52,11 +69,7 @@ _WATCHING = (
 
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
-    """Check the user's objects among an estimator's parameters.
-
-    Raises:
-        InvalidInput: the first mistake, in one sentence.
-    """
+    """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
     if keras.backend.backend() != "tensorflow":
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
@@ -83,20 +96,16 @@ _FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
 
 
 def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model and losses on two rows of the data, and refuse what fails there.
-
-    Raises:
-        InvalidInput: the shapes and types of the columns, and the error of the model or a loss.
-    """
+    """Run copies of model and losses on two rows of the data. Raises InvalidInput with what fails there."""
     if len(objects.model.content) > MAX_BYTES:
         return
     if not has_hook(objects.callbacks, _FIRST_HOOKS, ("keras.", "spark_elastic.")):
-        check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe_failure)
+        check_runs(spec, functools.partial(_run_on_rows, objects, spec))
     check_keras_loss_scope(objects, spec)
 
 
 def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
-    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.data.seed), objects.model.default_dtype():
         _, found, batch = connect_model(objects, spec, rows)
         found.losses.check_labels(batch)
         labels = found.structure.outputs(list(batch.labels))
@@ -104,14 +113,7 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:
-    """Check that each number that a callback watches will exist, before the first job.
-
-    Args:
-        validates: each epoch is followed by a validation.
-
-    Raises:
-        InvalidInput: a callback watches a number that no epoch will have.
-    """
+    """Raise InvalidInput if a callback watches a number that no epoch will have. validates: each epoch is validated."""
     watched = [
         callback.monitor
         for callback in objects.callbacks
@@ -169,11 +171,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
 
 
 def check_lambdas(things: Iterable[Any]) -> None:
-    """Refuse lambdas that use globals: Keras saves only their code.
-
-    Raises:
-        InvalidInput: one of them uses a global name.
-    """
+    """Raise InvalidInput for a lambda that uses a global name: Keras saves only its code."""
     for function in filter(inspect.isfunction, things):
         used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
         if used:
@@ -203,15 +201,10 @@ def find_activation(model: Any) -> str | None:
     return "probability" if name.startswith("binary") else "identity"
 
 
-@contextmanager
-def _draw_weights(seed: int) -> Iterator[None]:
-    with seeded_rng(seed):
-        keras.utils.set_random_seed(seed)
-        yield
-
-
 def _model(model: Any, seed: Any) -> Any:
-    model = build_model(model, keras.Model, "a Keras model", functools.partial(_draw_weights, int(seed)))
+    with MODEL_FACTORY_LOCK, seeded_rng(int(seed)):
+        keras.utils.set_random_seed(int(seed))
+        model = build_model(model, keras.Model, "a Keras model")
     if not model.built:
         raise InvalidInput("the model has no weights yet: give it an Input, or call model.build(shape).")
     if not model.trainable_variables:
@@ -220,11 +213,8 @@ def _model(model: Any, seed: Any) -> Any:
 
 
 def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
-    """The model as its `.keras` file.
-
-    Raises:
-        InvalidInput: a class of the user's has no get_config(), or cannot be pickled, as a function of the user's.
-    """
+    """The model as its `.keras` file. Raises InvalidInput for a class without get_config(), or what cannot be
+    pickled."""
     try:
         return Archive.of(model, custom_objects)
     except NotImplementedError as error:
@@ -242,7 +232,6 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) -> Any:
-    """A new optimizer with the same settings."""
     try:
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
@@ -326,31 +315,17 @@ def _read_back(archive: Archive) -> Any:
 
 
 def _is_keras(owner: type, name: str) -> bool:
-    """Whether Keras itself defines the method."""
     return str(getattr(owner, name).__module__).startswith("keras.")
 
 
 def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
     features, labels = values["feature_cols"] or (), values["label_cols"] or ()
-    inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
-    if inputs and features and len(inputs) != len(features):
-        raise InvalidInput(
-            f"the model has {len(inputs)} inputs and feature_cols names {len(features)} columns: name one for each "
-            "(put numbers of one input together with VectorAssembler)."
-        )
-    if outputs and labels and len(outputs) != len(labels):
-        raise InvalidInput(
-            f"the model has {len(outputs)} outputs and label_cols names {len(labels)} columns: name one for each."
-        )
     order_features(model, features)
     order_labels(model, getattr(model, "output", None), labels)
 
 
 def _check_losses(model: Any) -> None:
-    """Check losses and metrics against the outputs, as workers do, if the outputs are known.
-
-    model: a copy, which this builds.
-    """
+    """Check losses and metrics against the outputs, as workers do, if the outputs are known. model: a copy."""
     if not getattr(model, "outputs", None):
         return
     outputs = getattr(model, "output", model.outputs[0])  # a Sequential that was never called has no `output`
@@ -395,3 +370,114 @@ def _class_weight(weights: Any, labels: Any) -> dict[int, float] | None:
         raise InvalidInput("class_weight needs one label column: use sample_weight_col for several.")
     make_kind("a dict of class numbers and weights", Mapping)("class_weight", weights)
     return {int(number): float(weight) for number, weight in weights.items()}
+
+
+def check_keras_loss_scope(objects: KerasUserObjects, spec: TrainSpec) -> None:
+    """Refuse losses that compare rows, those of layers also with loss_scope='step': these see the rows of one pass."""
+    tries: list[_Tries] = []
+
+    def prepare(rows: StepRows) -> LossTrial:
+        tries.append(_Tries(objects, spec, rows))
+        return tries[0].make_trial(tries[0].compute_losses)
+
+    check_loss_scope(spec, "the model's loss", STEP_ADVICE, prepare)
+    if tries and tries[0].model.losses:
+        what, scope = "what a layer adds to the loss (add_loss)", spec.config.loss.loss_scope
+        advice = f"return from the model what it compares, compare it in the loss, and {STEP_ADVICE}"
+        loss = replace(spec.config.loss, loss_scope=None if scope == "step" else scope)
+        spec = replace(spec, config=replace(spec.config, loss=loss))
+        check_loss_scope(spec, what, advice, lambda _: tries[0].make_trial(tries[0].compute_added))
+
+
+def connect_model(
+    objects: KerasUserObjects, spec: TrainSpec, rows: StepRows
+) -> tuple[Any, ConnectedModel, LocalBatch[Any]]:
+    """A copy of the model, how it takes the columns, and the batch of these rows."""
+    (transformation,) = copy_objects((objects.transformation,))
+    rows = transform_rows(spec, transformation, rows)
+    model = objects.model.load()
+    found = ConnectedModel.of(model, spec, rows, transformed=transformation is not None)
+    builder = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
+    return model, found, builder.build(rows)
+
+
+class _Tries:
+    """A copy of the model, and the rows that its losses are tried on, of outputs that it computed once."""
+
+    def __init__(self, objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
+        self._seed, self._dtype = spec.config.data.seed, objects.model.default_dtype
+        with MODEL_FACTORY_LOCK, seeded_rng(self._seed), self._dtype():
+            self.model, self._found, self._whole = connect_model(objects, spec, rows)
+        self._outputs = keras.tree.flatten(self._found.outputs)
+        sixteen = any(each.dtype.size == 2 for each in self._outputs)
+        self._tolerance = TOLERANCE_16 if sixteen else TOLERANCE
+        if spec.config.loss.loss_scope == "step":
+            self._check_step()
+
+    def make_trial(self, compute: Callable[[LocalBatch[Any], slice, bool], PartLoss]) -> LossTrial:
+        def measure(part: slice, seed: int, moved: bool) -> PartLoss:
+            with seeded_rng(self._seed, seed), self._dtype():
+                return compute(self._whole.cut(part), part, moved)
+
+        return LossTrial(measure, lambda: None, is_apart=True, tolerance=self._tolerance)
+
+    def compute_losses(self, batch: LocalBatch[Any], part: slice, moved: bool) -> PartLoss:
+        factor, losses = tf.zeros(()), self._found.losses
+        with tf.GradientTape() as tape:
+            tape.watch(factor)
+            outputs = [
+                (each + float(moved) * tf.roll(way, 1, 0) + tf.cast(factor, each.dtype) * way)[part]
+                for each, way in zip(self._outputs, map(_choose_direction, self._outputs), strict=True)
+            ]
+            labels, packed = map(self._found.structure.outputs, (list(batch.labels), outputs))
+            total, _ = losses.total_of_outputs(labels, packed, batch.weights, [1.0] * losses.count)
+        slope = tape.gradient(total, factor)
+        return PartLoss(float(total), float(len(batch)), 0.0 if slope is None else float(slope))
+
+    def compute_added(self, batch: LocalBatch[Any], part: slice, moved: bool) -> PartLoss:
+        trained, fraction = self.model.trainable_variables, len(batch) / len(self._whole)
+        with tf.GradientTape() as tape:
+            self._call_model(batch, training=False)
+            total = self._found.losses.total_of_layers(len(batch), fraction)
+        found = zip(make_dense(tape.gradient(total, trained)), trained, strict=True)
+        slopes = [float(tf.reduce_sum(g * _choose_direction(v))) for g, v in found if g is not None]
+        return PartLoss(float(total), fraction, sum(slopes))
+
+    def _call_model(self, batch: LocalBatch[Any], *, training: bool) -> list[Any]:
+        with activity_by_row(self.model, len(batch)):
+            outputs = self.model(self._found.structure.inputs(list(batch.features)), training=training)
+        return [widen(each) for each in to_arrays(keras.tree.flatten(outputs))]
+
+    def _check_step(self) -> None:
+        """Refuse what workers would compute in different ways without noticing: they would train on gradients of other
+        outputs than the loss has seen, or each of another loss."""
+        whole, stats, passes = self._whole, RunningStats(self.model), []
+        with self._dtype():
+            parts = (whole, whole.cut(slice(0, 2)))
+            join_chunks([Chunk(len(part), self._call_model(part, training=False)) for part in parts])
+            for _ in range(2):
+                stats.begin(self._seed)
+                passes.append(self._call_model(whole, training=True))
+                stats.restore()
+        trial = self.make_trial(self.compute_losses)
+        values = [[trial.measure(slice(0, len(whole)), 0, False).total] for _ in range(2)]
+        for (one, other), sentence in (
+            (
+                passes,
+                "computes outputs again for their gradients, and the model returns others when it is called again: "
+                "let its layers draw by a keras.random.SeedGenerator that they keep.",
+            ),
+            (
+                values,
+                "has each worker compute the loss of all rows, and the model's loss is another one when it is computed "
+                "again: let a layer of the model draw random numbers, not the loss.",
+            ),
+        ):
+            for a, b in zip(one, other, strict=True):
+                if not np.allclose(a, b, rtol=self._tolerance, atol=self._tolerance, equal_nan=True):
+                    raise InvalidInput(f"loss_scope='step' {sentence}")
+
+
+def _choose_direction(tensor: Any) -> Any:
+    """In which slopes are taken: one of each tensor, the same in every call."""
+    return tf.random.stateless_normal(tensor.shape, (0, 0), dtype=tensor.dtype)

@@ -1,5 +1,5 @@
-"""A fit as a run of MLflow: the public name of `integrations.mlflow_fit`."""
+"""A fit as a run of MLflow: the public name of `integrations.export`."""
 
-from spark_elastic.integrations.mlflow_fit import log_fit
+from spark_elastic.integrations.export import log_fit
 
 __all__ = ["log_fit"]

@@ -27,7 +27,6 @@ HALF = 0.5
 
 
 def count_numbers(shape: Sequence[int]) -> int:
-    """How many numbers a row of this shape has."""
     return int(np.prod(shape, dtype=np.int64))
 
 
@@ -51,15 +50,8 @@ class OutputColumns:
     def from_params(
         cls, values: Mapping[str, Any], named: Collection[str] = (), implied: str | None = None
     ) -> OutputColumns:
-        """
-        Args:
-            values: the parameters by name.
-            named: those that the user has set.
-            implied: the activation that the loss implies.
-
-        Raises:
-            InvalidInput: names that are none, and parameters that exclude each other.
-        """
+        """The parameters `values`, of which the user has set those `named`, with the activation that the loss implies.
+        Raises InvalidInput for names that are none, and parameters that exclude each other."""
         prediction, outputs = values["prediction_col"], values["output_cols"]
         probability, raw_prediction = (values[name] or None for name in OF_CLASSES[:2])
         optional = [name for name in (probability, raw_prediction) if name is not None]
@@ -185,9 +177,8 @@ class Outputs:
             return list(outputs)
         probabilities = _compute_probabilities(outputs[0], self.activation)
         found = {"raw": _compute_raw_predictions(outputs[0], self.activation), "probability": probabilities}
-        classes = np.where(
-            np.isnan(probabilities).any(1), np.nan, _choose_classes(probabilities, self.thresholds)
-        )
+        chosen = _choose_classes(probabilities, self.thresholds)
+        classes = np.where(np.isnan(probabilities).any(1), np.nan, chosen)
         return [{**found, "class": classes[:, None]}[content] for content in self.contents]
 
 

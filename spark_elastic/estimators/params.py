@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from spark_elastic.training.torch.callbacks import Callback
 
-P = TypeVar("P", bound=type[Params])
 T = TypeVar("T", bound="type[EstimatorParams]")
 
 
@@ -39,16 +38,15 @@ def to_python_number(value: Any) -> Any:
 
 def to_names(value: Any) -> list[str]:
     """One or several names of columns, or paths, as a list. Raises InvalidInput for anything else."""
-    several = [value] if isinstance(value, str | os.PathLike) else value
-    found = list(several) if isinstance(several, Iterable) else [several]
-    for each in found:
-        if not isinstance(each, str | os.PathLike):
-            raise InvalidInput(f"columns are given by name, as 'x' or ['x', 'y']; got {each!r}.")
-    return [str(each) for each in found]
+    single = isinstance(value, str | os.PathLike) or not isinstance(value, Iterable)
+    names = [value] if single else list(value)
+    for name in names:
+        if not isinstance(name, str | os.PathLike):
+            raise InvalidInput(f"columns are given by name, as 'x' or ['x', 'y']; got {name!r}.")
+    return [str(name) for name in names]
 
 
 def to_optional_names(value: Any) -> list[str] | None:
-    """The same for a Param that may be None."""
     return value if value is None else to_names(value)
 
 
@@ -79,51 +77,40 @@ def hide_values(value: Any) -> Any:
     return value if value is None else HiddenOptions(check_storage_options(value))
 
 
-def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Any:
-    """Declare a Param; its name is that of the attribute it is assigned to."""
-    return _Declaration(doc, converter)
-
-
 class _Declaration:
-    """Replaces itself by a Param as soon as its name is known."""
+    """Replaces itself by a Param, with its accessors, as soon as its name is known."""
 
     def __init__(self, doc: str, converter: Callable[[Any], Any]) -> None:
-        self._doc = doc
-        self._converter = converter
+        self._doc, self._converter = doc, converter
 
     def __set_name__(self, owner: type, name: str) -> None:
         parent = Params._dummy()  # type: ignore[no-untyped-call,unused-ignore]
         setattr(owner, name, Param(parent, name, self._doc, self._converter))
 
+        def set_param(self: Any, value: Any) -> Any:
+            return self._set(**{name: value})
 
-def with_accessors(owner: P) -> P:
-    """Add `setBatchSize(value)` and `getBatchSize()` for a Param `batch_size`, as Spark ML users expect."""
-    for name, value in list(vars(owner).items()):
-        if isinstance(value, Param):
-            camel = "".join(part.capitalize() for part in name.split("_"))
-            _add(owner, f"set{camel}", _setter(name), f"Set `{name}`: {value.doc}")
-            _add(owner, f"get{camel}", _make_getter(name), f"`{name}`: {value.doc}")
-    return owner
+        def get_param(self: Any) -> Any:
+            return self.getOrDefault(name)
+
+        _add_method(owner, f"set{_to_camel(name)}", set_param, f"Set `{name}`: {self._doc}")
+        _add_method(owner, f"get{_to_camel(name)}", get_param, f"`{name}`: {self._doc}")
 
 
-def _add(owner: type, name: str, method: Any, doc: str) -> None:
+def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Param[Any]:
+    """Declare a Param of the attribute's name, with setter and getter such as `setBatchSize`, as users of Spark ML
+    expect."""
+    return _Declaration(doc, converter)  # type: ignore[return-value]
+
+
+def _to_camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _add_method(owner: type, name: str, method: Any, doc: str) -> None:
     if name not in vars(owner):
         method.__name__, method.__qualname__, method.__doc__ = name, f"{owner.__name__}.{name}", doc
         setattr(owner, name, method)
-
-
-def _setter(name: str) -> Callable[[Any, Any], Any]:
-    def set_param(self: Any, value: Any) -> Any:
-        return self._set(**{name: value})
-
-    return set_param
-
-
-def _make_getter(name: str) -> Callable[[Any], Any]:
-    def get_param(self: Any) -> Any:
-        return self.getOrDefault(name)
-
-    return get_param
 
 
 # Horovod's name -> ours.
@@ -194,15 +181,8 @@ def translate_names(
     own: Callable[[str], bool] = lambda name: False,
     refused: Mapping[str, str] = REFUSED,
 ) -> dict[str, Any]:
-    """Parameters by our names.
-
-    Args:
-        own: whether a name is a parameter of the estimator, even if another estimator refuses it.
-        refused: names without a meaning for the estimator, with the reasons.
-
-    Raises:
-        InvalidInput: a parameter has no meaning here, or is given under both names.
-    """
+    """Parameters by our names. own: whether a name is a parameter of the estimator, even if another estimator refuses
+    it. Raises InvalidInput for one that has no meaning here, with the reason, or is given under both names."""
     ours: dict[str, Any] = {}
     for name, value in values.items():
         if name in refused and not own(name):
@@ -229,60 +209,51 @@ def _translate_gpus(name: str, value: Any) -> str:
     """The `device` that Horovod's use_gpu or num_gpus stands for."""
     if value in (0, 1):
         return "auto" if value else "cpu"
-    wanted = (
-        "True or False"
-        if name == "use_gpu"
-        else "0 or 1: a worker trains on one GPU, and num_workers on several"
-    )
-    raise InvalidInput(f"{name} must be {wanted}; got {value!r}.")
+    several = "0 or 1: a worker trains on one GPU, and num_workers on several"
+    raise InvalidInput(f"{name} must be {'True or False' if name == 'use_gpu' else several}; got {value!r}.")
 
 
-@with_accessors
 class ColumnParams(Params):
     """Which columns go in and what shapes they have; shared by estimator and fitted model."""
 
-    feature_cols: Param[Sequence[str]] = declare(
-        "columns fed to the model's forward, in its order", to_optional_names
-    )
-    label_cols: Param[Sequence[str]] = declare(
-        "columns fed to the loss after the model's output", to_optional_names
-    )
-    sample_weight_col: Param[str] = declare("column of row weights, or None")
-    input_shapes: Param[Any] = declare(
+    feature_cols = declare("columns fed to the model's forward, in its order", to_optional_names)
+    label_cols = declare("columns fed to the loss after the model's output", to_optional_names)
+    sample_weight_col = declare("column of row weights, or None")
+    input_shapes = declare(
         "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "
         "returns",
         to_numbers,
     )
-    prediction_col: Param[str] = declare(
+    prediction_col = declare(
         "column that `transform` adds: the class (a double) with a loss of classes; else the output, a double for one "
         "number per row or an array"
     )
-    probability_col: Param[str] = declare(
+    probability_col = declare(
         "column that a loss of classes adds: a vector of the class probabilities; None: it is left out"
     )
-    raw_prediction_col: Param[str] = declare(
+    raw_prediction_col = declare(
         "column that a loss of classes adds: a vector of what the probabilities are made of, as "
         "BinaryClassificationEvaluator takes it; None: it is left out"
     )
-    threshold: Param[float] = declare("of two classes: the probability above which a row is of class 1")
-    thresholds: Param[Sequence[float]] = declare(
+    threshold = declare("of two classes: the probability above which a row is of class 1")
+    thresholds = declare(
         "a number for each class, or None: the class has the largest quotient of probability and threshold",
         to_numbers,
     )
-    activation: Param[str] = declare(
+    activation = declare(
         "how the output becomes probabilities, by default as the loss implies: softmax (of a number for each class), "
         "exp (of their log-probabilities), sigmoid (of one number, for class 1 of two), probability (one number is "
         "that of class 1) or identity (probabilities of all classes, or of class 1)"
     )
-    raw_outputs: Param[bool] = declare(
+    raw_outputs = declare(
         "whether prediction_col has the model's output as it is with a loss of classes, too"
     )
-    output_cols: Param[Sequence[str]] = declare(
+    output_cols = declare(
         "a column for each output of the model as it is, instead of prediction_col; None: with several outputs "
         "Horovod's LABEL__output for each",
         to_optional_names,
     )
-    missing: Param[Any] = declare(
+    missing = declare(
         "rows with nulls or NaN, in fit and in transform: refuse or drop; or a dict of nulls (refuse or drop) and nans "
         "(keep, too)"
     )
@@ -302,17 +273,13 @@ class ColumnParams(Params):
         return float(self.getOrDefault("threshold") if several is None else find_threshold(several))
 
     def find_output_columns(self, implied: str | None = None) -> OutputColumns:
-        """The columns that `transform` is to add. Raises InvalidInput as `OutputColumns.from_params`.
-
-        implied: the activation that the loss implies.
-        """
+        """The columns that `transform` is to add. implied: the activation that the loss implies. Raises
+        InvalidInput."""
         values = {param.name: self.getOrDefault(param) for param in self.params if self.isDefined(param)}
-        return OutputColumns.from_params(
-            values, [param.name for param in self.params if self.isSet(param)], implied
-        )
+        named = [param.name for param in self.params if self.isSet(param)]
+        return OutputColumns.from_params(values, named, implied)
 
 
-@with_accessors
 class EstimatorParams(ColumnParams):
     """The parameters of the estimators of all frameworks."""
 
@@ -320,84 +287,78 @@ class EstimatorParams(ColumnParams):
     refused: ClassVar[Mapping[str, str]] = REFUSED
     _input_kwargs: dict[str, Any]
 
-    learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
-    scale_lr: Param[bool] = declare(
-        "whether to multiply all learning rates by num_workers, once, as Horovod does"
-    )
-    loss_weights: Param[Sequence[float]] = declare(
-        "weight of each of several losses; None: 1/n each", to_numbers
-    )
-    transformation_fn: Param[Any] = declare(
+    learning_rate = declare("learning rate of all parameter groups; None: the optimizer's own")
+    scale_lr = declare("whether to multiply all learning rates by num_workers, once, as Horovod does")
+    loss_weights = declare("weight of each of several losses; None: 1/n each", to_numbers)
+    transformation_fn = declare(
         "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers; of "
         "(columns, rng) to augment rows: rng draws for each row in training, and is None elsewhere"
     )
-    transformation_workers: Param[int] = declare(
+    transformation_workers = declare(
         "processes of each worker that apply transformation_fn, ahead of the training; 0: the training itself does"
     )
-    transformation_pool: Param[str] = declare(
+    transformation_pool = declare(
         "process, or thread for a transformation_fn that releases the interpreter's lock"
     )
-    loss_scope: Param[str] = declare(
+    loss_scope = declare(
         "step: a loss that compares rows (contrastive, triplets, Dice) sees all rows of the step, for any number of "
         "workers; worker: those of a backward pass of one worker, and the weights depend on the workers; "
         "None: such a loss is refused"
     )
-    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_numbers)
-    validation: Param[Any] = declare(
+    label_shapes = declare("shape of one row of each label column, or None", to_numbers)
+    validation = declare(
         "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
     )
-    batch_size: Param[int] = declare(
+    batch_size = declare(
         "rows per worker and backward pass; batch_size × backward_passes_per_step × num_workers rows are one step"
     )
-    val_batch_size: Param[int] = declare("rows per worker in validation; None: batch_size")
-    backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
-    gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
-    reader: Param[str] = declare("what reads the rows: arrow or petastorm")
-    balance_rows: Param[bool] = declare(
+    val_batch_size = declare("rows per worker in validation; None: batch_size")
+    backward_passes_per_step = declare("backward passes of a worker whose gradients are one step")
+    gradient_compression = declare("bf16 or fp16 for float32 gradients on the wire, or None")
+    reader = declare("what reads the rows: arrow or petastorm")
+    balance_rows = declare(
         "whether slow workers get fewer rows of a step than others, and workers that stay slow are replaced"
     )
-    terminate_on_nan: Param[bool] = declare("whether the first loss of NaN or infinity ends the training")
-    inmemory_cache_all: Param[bool] = declare(
-        "whether a worker keeps the rows that it has read, as far as memory allows"
-    )
-    epochs: Param[int] = declare("passes over the data")
-    num_workers: Param[int] = declare("workers wanted at the start")
-    min_workers: Param[int] = declare("fewest workers to continue with")
-    max_workers: Param[int] = declare("most workers ever; default num_workers")
-    store: Param[str] = declare(
+    terminate_on_nan = declare("whether the first loss of NaN or infinity ends the training")
+    inmemory_cache_all = declare("whether a worker keeps the rows that it has read, as far as memory allows")
+    epochs = declare("passes over the data")
+    num_workers = declare("workers wanted at the start")
+    min_workers = declare("fewest workers to continue with")
+    max_workers = declare("most workers ever; default num_workers")
+    store = declare(
         "path or url for data and models that driver and executors share; None: a folder of this machine that is "
         "removed after the fit, which needs a local master of Spark"
     )
-    storage_options: Param[Any] = declare(
+    storage_options = declare(
         "fsspec's options for the store, a dict; not saved. `retry_seconds` (60, at most 240) among them: how long a "
         "read or write of an object store is tried again",
         hide_values,
     )
-    seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
-    shuffle: Param[bool] = declare("whether each epoch has its own order")
-    row_order: Param[str] = declare(
+    seed = declare("seed for the order of rows and the workers' random numbers")
+    shuffle = declare("whether each epoch has its own order")
+    row_order = declare(
         "order in which fit writes the table's rows: hash, the same on every cluster (rows are sorted on the "
         "way); or table, as Spark has them, which its partitions decide; None: hash, or table with shuffle=False"
     )
-    lanes: Param[int] = declare(
+    lanes = declare(
         "row groups that the rows of a step come from, at most; more mix a sorted table better, and read large row "
         "groups in smaller pieces; None: 16, or 2 for each of max_workers if that is more, at most 64"
     )
-    materialize: Param[str] = declare(
+    materialize = declare(
         "whether fit writes the table's rows to the store: always; never, which refuses all DataFrames but those that "
         "select and rename columns of Parquet, Delta or Iceberg files; or auto, which reads such files where they are "
         "if row_order is table"
     )
-    run_id: Param[str] = declare("name of the run in the store; by default a new one for each fit")
-    verbose: Param[int] = declare(
+    run_id = declare("name of the run in the store; by default a new one for each fit")
+    verbose = declare(
         "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
     )
-    keep_data: Param[bool] = declare("keep the materialized data in the store for the next fit")
-    on_progress: Param[Any] = declare(
+    keep_data = declare("keep the materialized data in the store for the next fit")
+    on_progress = declare(
         "function called on the driver with each report of progress (a dict); a slow one gets only the newest; or None"
     )
-    config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
-    settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
+    config = declare("an ElasticConfig, or None for the environment's")
+    settings = declare("single settings of ElasticConfig that override `config`")
 
     @keyword_only
     def __init__(  # noqa: PLR0913 - the keywords are the Params of all frameworks; each refuses the others'
@@ -474,7 +435,6 @@ class EstimatorParams(ColumnParams):
         self._set_arguments(self._input_kwargs)
 
     def _set_arguments(self, given: Mapping[str, Any]) -> None:
-        """Take the constructor's defaults, and what was given."""
         # Also finds the keywords of a base class of the user's subclass.
         constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
         signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
@@ -494,78 +454,69 @@ class EstimatorParams(ColumnParams):
         return self
 
 
-@with_accessors
 class TorchParams(EstimatorParams):
     """The other parameters of `ElasticTorchEstimator`."""
 
-    model: Param[Any] = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
-    optimizer: Param[Any] = declare(
+    model = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
+    optimizer = declare(
         "a torch optimizer over the model's parameters, or a function that makes one from parameters"
     )
-    loss: Param[Any] = declare(
+    loss = declare(
         "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
         "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
         "weights w make it sum(w * loss) / sum(w)",
         to_list,
     )
-    metrics: Param[Any] = declare(
+    metrics = declare(
         "functions of (output, label) or torchmetrics, as a list or by name; a lambda in a list is named metric",
         to_list,
     )
-    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
-    train_minibatch_fn: Param[Any] = declare(
+    callbacks = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
+    train_minibatch_fn = declare(
         "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
     )
-    determinism: Param[str] = declare(
+    determinism = declare(
         "bitwise: the trained weights have the same bits for any number of workers; None: the same up to rounding"
     )
-    virtual_shares: Param[int] = declare(
+    virtual_shares = declare(
         "parts that each step is cut into with determinism='bitwise', each computed by one worker; at least max_workers"
     )
-    verify_steps: Param[int] = declare(
+    verify_steps = declare(
         "with determinism='bitwise': every so many steps one virtual share is computed by two other workers, too, and "
         "compared by bits, which finds faulty memory and processors; None: never"
     )
-    precision: Param[str] = declare(
+    precision = declare(
         "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
     )
-    compile_model: Param[bool] = declare(
+    compile_model = declare(
         "whether each worker compiles the model's forward pass with torch.compile, in its first step"
     )
-    gradient_clip_norm: Param[float] = declare(
-        "largest norm of all gradients together (clipped to it), or None"
-    )
-    gradient_clip_value: Param[float] = declare(
-        "largest absolute value of a gradient's elements (clipped to it), or None"
-    )
+    gradient_clip_norm = declare("largest norm of all gradients together (clipped to it), or None")
+    gradient_clip_value = declare("largest absolute value of a gradient's elements (clipped to it), or None")
 
 
-@with_accessors
 class KerasParams(EstimatorParams):
     """The other parameters of `ElasticKerasEstimator`."""
 
     refused: ClassVar[Mapping[str, str]] = KERAS_REFUSED
 
-    model: Param[Any] = declare("the Keras model to train (it is copied), or a function that makes one")
-    optimizer: Param[Any] = declare("a Keras optimizer or its name; None: what the model is compiled with")
-    loss: Param[Any] = declare(
+    model = declare("the Keras model to train (it is copied), or a function that makes one")
+    optimizer = declare("a Keras optimizer or its name; None: what the model is compiled with")
+    loss = declare(
         "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", to_list
     )
-    metrics: Param[Any] = declare(
-        "Keras metrics or their names; None: what the model is compiled with", to_list
-    )
-    callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", to_list)
-    class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
-    custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")
+    metrics = declare("Keras metrics or their names; None: what the model is compiled with", to_list)
+    callbacks = declare("instances of keras.callbacks.Callback", to_list)
+    class_weight = declare("weight of each class of the one label, by its number, or None")
+    custom_objects = declare("classes and functions that the model consists of, by name, or None")
 
 
 def with_horovod_names(owner: T) -> T:
     """Add setters and getters for Horovod's names; those of refused names raise InvalidInput with the reason."""
     for name in (*ALIASES, *GPU_NAMES, *owner.refused):
-        camel = "".join(part.capitalize() for part in name.split("_"))
-        setattr(owner, f"set{camel}", _make_horovod_setter(name, owner.refused))
+        setattr(owner, f"set{_to_camel(name)}", _make_horovod_setter(name, owner.refused))
         if name in ALIASES:
-            setattr(owner, f"get{camel}", lambda self, ours=ALIASES[name]: self.getOrDefault(ours))
+            setattr(owner, f"get{_to_camel(name)}", lambda self, ours=ALIASES[name]: self.getOrDefault(ours))
     return owner
 
 

@@ -140,7 +140,6 @@ def predict_udf(shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows) 
 def _predict(
     shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows, batches: Iterator[tuple[pd.Series, ...]]
 ) -> Iterator[list[Any]]:
-    """The outputs' values for each batch of a task."""
     counts: Counter[int] = Counter()
     task = TaskContext.get()
     gpu = None if task is None else task.resources().get("gpu")

@@ -34,13 +34,8 @@ from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 
 def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
-    """The GPU's number, as the framework counts them; None: the CPU.
-
-    addresses: of the GPUs that Spark gave to the task. visible: how many GPUs the framework sees.
-
-    Raises:
-        InvalidInput: the framework sees several GPUs, and none of them has that address.
-    """
+    """The number of the GPU that Spark gave to the task, as the framework counts the visible ones; None: the CPU.
+    Raises InvalidInput if none of several has that address."""
     if not addresses or not visible:
         return None
     names = list_visible_gpus(os.environ)
@@ -76,11 +71,8 @@ def find_shapes(
     columns: Sequence[Column], sample: Sequence[Sequence[Any]] | None, forward: Forward
 ) -> list[Shape]:
     """Shape of a row of each output, tried on rows of zeros, or on `sample`, a row: on two and on three of them, since
-    any other dimension of an output may be as long as one number of rows.
-
-    Raises:
-        InvalidInput: the first dimension of an output is not the rows.
-    """
+    any other dimension of an output may be as long as one number of rows. Raises InvalidInput if the first is not the
+    rows."""
     outputs: list[Floats] = []
     for rows in (2, 3):
         if sample is None:
@@ -102,11 +94,9 @@ def _check_rows(output: Floats, rows: int) -> Floats:
 
 
 def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN.
-
-    Raises:
-        InvalidInput: nulls, rows of another size or of uneven arrays, or values that the column's dtype cannot hold.
-    """
+    """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN. Raises
+    InvalidInput for other nulls, rows of another size or uneven arrays, and values that the column's dtype cannot
+    hold."""
     if column.ragged:
         return _stack_ragged(rows, column)
     if column.dtype == "object":
@@ -132,7 +122,6 @@ def _stack_ragged(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
 
 
 def _stack_objects(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Stack bytes and strings, or (nested) lists of them."""
     leaves: list[Any] = list(rows)
     for length in column.shape:
         if any(map(_is_missing, leaves)):
@@ -169,7 +158,6 @@ def _flatten_row(row: Any, column: Column, size: int) -> npt.NDArray[Any]:
 
 
 def _to_regular_array(row: Any, column: Column) -> npt.NDArray[Any]:
-    """Convert a row to one array. Raises InvalidInput if its arrays have different lengths in a dimension."""
     if not isinstance(row, np.ndarray | list | tuple):
         return np.asarray(row)
     if isinstance(row, np.ndarray) and row.dtype != object:
@@ -271,11 +259,9 @@ class TorchPredictor:
         return tensor if tensor.dtype is torch.bool else tensor.to(torch.int64)
 
     def model(self) -> torch.nn.Module:
-        """A new copy of the module, in evaluation mode."""
         return self._unpack()[0]
 
     def parts(self) -> dict[str, bytes]:
-        """What is saved, by name."""
         return self.packed.parts()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,9 +273,7 @@ class TorchPredictor:
     def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
         return find_shapes(self.columns, sample, self._forward)
 
-    def predict(
-        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
-    ) -> list[npt.NDArray[np.float64]]:
+    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
         """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
         number = choose_gpu(gpus, torch.cuda.device_count())
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
@@ -311,9 +295,7 @@ class TorchPredictor:
             outputs = tuple(each for each in outputs if isinstance(each, torch.Tensor)) or outputs
         return outputs
 
-    def _forward(
-        self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
-    ) -> list[npt.NDArray[np.float64]]:
+    def _forward(self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu") -> list[Floats]:
         self._loaded[0].to(device)  # where it is there already, nothing happens
         given = transform_inputs(inputs, [column.name for column in self.columns], self._loaded[1])
         for column, values in zip(self.columns, given, strict=True):
@@ -337,13 +319,9 @@ class Predictor(Protocol):
     @property
     def columns(self) -> tuple[Column, ...]: ...
 
-    def model(self) -> Any:
-        """A new copy of the framework's model."""
-        ...
+    def model(self) -> Any: ...
 
-    def parts(self) -> dict[str, bytes]:
-        """What is saved, by name."""
-        ...
+    def parts(self) -> dict[str, bytes]: ...
 
     @property
     def needs_sample(self) -> bool:
@@ -358,9 +336,7 @@ class Predictor(Protocol):
         """Shape of a row of each output. sample: for each input column a list of one row."""
         ...
 
-    def predict(
-        self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
-    ) -> list[npt.NDArray[np.float64]]:
+    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
         """(rows, width) for each output. columns: for each input column its rows. gpus: addresses of those that Spark
         gave to the task."""
         ...

@@ -25,7 +25,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.store_access import describe_cause, escape_pattern
 
-FORMAT = 2  # 0: before probability columns, with output_col for prediction_col; 1: these only where they were named
+FORMAT = 2
 CHUNK = 16 << 20  # bytes
 
 
@@ -94,18 +94,18 @@ def name_incomplete(path: str, kind: type) -> Iterator[None]:
 
 
 def read_metadata(spark: SparkSession, path: str, kind: type) -> dict[str, Any]:
-    """What `kind` saved at the path beside its parts, as this format's.
-
-    Raises:
-        InvalidInput: another class saved it.
-        StoreError: it cannot be read, or was written by a newer release.
-    """
+    """What `kind` saved at the path beside its parts. Raises InvalidInput if another class saved it, and StoreError."""
     with name_incomplete(path, kind):
         metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(
             escape_pattern(path), find_metadata_session(spark)
         )
     check_class(metadata["class"], path, kind)
-    return check_format(metadata, path)
+    if metadata.get("format") != FORMAT:
+        raise StoreError(
+            f"{path} has format {metadata.get('format')}, and this release reads {FORMAT}: load it with the release "
+            "that wrote it."
+        )
+    return metadata
 
 
 def check_class(found: str, path: str, kind: type) -> None:
@@ -115,32 +115,6 @@ def check_class(found: str, path: str, kind: type) -> None:
         raise InvalidInput(
             f"{name} saved what is at {path}, and this loads {kind.__name__}: call {name}.load() instead."
         )
-
-
-def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
-    """Metadata of this or an older format, as this one's.
-
-    Raises:
-        StoreError: it was written by a newer release.
-    """
-    found = metadata.get("format", 0)
-    if found > FORMAT:
-        raise StoreError(
-            f"{path} has format {found}, and this release reads up to {FORMAT}: load it with the release that "
-            "wrote it, or a newer one."
-        )
-    given, defaults = metadata["paramMap"], metadata["defaultParamMap"]
-    for params in (given, defaults):
-        if "output_col" in params:
-            params["prediction_col"] = params.pop("output_col")
-    # Predictions are what they were: outputs, unless probability_col had a name; NaN of NaN
-    if found < FORMAT:
-        names = {"probability_col": None, "raw_prediction_col": None}
-        given.update({name: {**names, **defaults, **given}[name] for name in names})
-        given["raw_outputs"] = given["probability_col"] is None
-        if "missing" not in {**defaults, **given}:  # a fitted model
-            given["missing"] = {"nulls": "refuse", "nans": "keep"}
-    return metadata
 
 
 # A fitted model as bytes in two parts: tensors that load without running code, and the rest of the module.
@@ -158,7 +132,6 @@ class Packed:
     weights: bytes  # tensors by name
 
     def parts(self) -> dict[str, bytes]:
-        """By name."""
         return {"architecture": self.architecture, "weights": self.weights}
 
     def unpack(self) -> Any:
@@ -168,10 +141,7 @@ class Packed:
 
 
 def pack(thing: Any, model: torch.nn.Module | None = None) -> Packed:
-    """Take a module apart, or anything that holds tensors; it stays as it is.
-
-    model: the module that names the tensors where `thing` is more than one, such as itself with its optimizer.
-    """
+    """Take a module apart, or anything that holds tensors, which `model` then names; it stays as it is."""
     model = thing if isinstance(thing, torch.nn.Module) else model
     named = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
     file = io.BytesIO()
@@ -206,8 +176,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
-        self._tensors = tensors
-        self._parameters: dict[str, torch.Tensor] = {}
+        self._tensors, self._parameters = tensors, dict[str, torch.Tensor]()
 
     def persistent_load(self, identity: Any) -> torch.Tensor:
         key, is_parameter, requires_grad = identity

@@ -43,7 +43,7 @@ TORCH = Framework(("torch",), PRELOAD, ".pt", _build_program)
 def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> ElasticTorchModel:
     """Train on `rows`; the request's module and optimizer are only read."""
     objects = request.objects
-    check_watched(objects, request.config.label_cols, rows.has_validation(request))
+    check_watched(objects, request.config.data.label_cols, rows.has_validation(request))
     result = train_model(rows, request, TORCH)
     module = load_trained_module(objects.model, result.weights)
     if objects.transformation is None:

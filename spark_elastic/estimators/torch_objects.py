@@ -12,37 +12,44 @@ import inspect
 import io
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spark_elastic.checks import FUNCTION, Check, describe, make_number
+from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.loss_scope import STEP_ADVICE, check_loss_scope
-from spark_elastic.estimators.torch_loss_scope import prepare_trial
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
     MORE_ROWS,
-    Failure,
+    STEP_ADVICE,
+    TOLERANCE,
+    TOLERANCE_16,
+    LossTrial,
+    PartLoss,
+    check_loss_scope,
     check_runs,
     copy_objects,
-    describe_failure,
     has_hook,
     transform_rows,
 )
 from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks, name_failing
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.layout import find_trainable
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.torch.buffers import BufferSnapshot, depends_on_batch
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.training.torch.determinism import check_layers, draw_rows
 from spark_elastic.training.torch.lightning import check_lightning, is_lightning
-from spark_elastic.training.torch.loss import LossResult
+from spark_elastic.training.torch.loss import HALVES, LossFn, LossResult, autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_metrics
 from spark_elastic.training.torch.spec import (
     TorchUserObjects,
@@ -51,54 +58,36 @@ from spark_elastic.training.torch.spec import (
     make_batch_builder,
 )
 from spark_elastic.training.torch.state import check_storable
+from spark_elastic.training.torch.step import check_outputs
 from spark_elastic.training.transformation import check_transformation
 
 log = logging.getLogger("spark_elastic")
 
 
+_MODULES_OWN = vars(torch.nn.Module()).keys()  # attributes that torch gives each module
+
+
 def check_serializable(model: torch.nn.Module) -> None:
     """Raise InvalidInput with the first layer that cannot be copied and pickled for the workers."""
     for name, part in model.named_modules():
-        layer = _format_layer(name)
-        if any(is_lazy(each) for each in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+        layer = f"layer {name!r} of the model" if name else "the model"
+        if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             raise InvalidInput(
                 f"{layer} is lazy and has no weights yet: call the model on one row first, or give its sizes."
             )
-        hooked = [name for name, each in part.named_parameters(recurse=False) if _has_hooks(each)]
-        if hooked:
-            raise InvalidInput(
-                f"{layer} has a hook on the gradient of {hooked[0]}, which torch leaves out of the workers' copy: "
-                "register it in a callback's on_fit_begin (training.model)."
-            )
-    _check_picklable(model)
-
-
-def _check_picklable(model: torch.nn.Module) -> None:
-    """Refuse attributes that cannot be pickled: locks, open files, clients, generators."""
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    if (failed := _find_pickle_error(model, tensors)) is None:
-        return
-    parts = reversed(list(model.named_modules()))  # inner layers come first
-    name, part = next(each for each in parts if _find_pickle_error(each[1], tensors) is not None)
-    keys = [key for key, value in vars(part).items() if _find_pickle_error(value, tensors) is not None]
-    holds = f"{_format_layer(name)} holds {keys[0]!r}, which" if keys else _format_layer(name)
-    raise InvalidInput(
-        f"{holds} cannot be copied or pickled for the workers ({failed}): make it in forward, when it is first used."
-    ) from failed
-
-
-def _format_layer(name: str) -> str:
-    return f"layer {name!r} of the model" if name else "the model"
-
-
-def _find_pickle_error(thing: Any, tensors: Mapping[int, torch.Tensor]) -> Exception | None:
-    """The exception that copying or pickling raises, if any. Tensors, which can always be copied, are left out."""
+        for parameter, tensor in part.named_parameters(recurse=False):
+            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+                raise InvalidInput(
+                    f"{layer} has a hook on the gradient of {parameter}, which torch leaves out of the workers' copy: "
+                    "register it in a callback's on_fit_begin (training.model)."
+                )
     try:
-        copy.deepcopy(thing, dict(tensors))
-        _WithoutTensors(io.BytesIO()).dump(thing)
-    except Exception as error:  # `__getstate__` and `__deepcopy__` may raise anything
-        return error
-    return None
+        _WithoutTensors(io.BytesIO()).dump(model)
+    except Exception:  # of locks, open files, clients
+        for name, part in model.named_modules():
+            for key, value in vars(part).items():
+                if key not in _MODULES_OWN:
+                    captures.dumps(value, f"{key!r} of layer {name!r} of the model")
 
 
 class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
@@ -106,12 +95,8 @@ class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
         return "tensor" if isinstance(thing, torch.Tensor) else None
 
 
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 # An optimizer over a copy of the model, and its schedules
-Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]
+OptimizerTrial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]
 
 ACTIVATIONS: dict[Any, str] = {
     torch.nn.CrossEntropyLoss: "softmax",
@@ -129,11 +114,7 @@ ACTIVATIONS: dict[Any, str] = {
 
 
 def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
-    """Check the user's objects among an estimator's parameters.
-
-    Raises:
-        InvalidInput: the first mistake, in one sentence.
-    """
+    """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
     model = _check_model(values["model"], values["seed"])
     own_step = values["train_minibatch_fn"] is not None or is_lightning(model)
     if own_step and values["metrics"]:
@@ -141,8 +122,6 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
             "metrics are of the model's outputs, which train_minibatch_fn and a LightningModule's training_step keep "
             "to themselves: leave metrics out (a LightningModule has self.log)."
         )
-    if not own_step:
-        _check_forward(model, values["feature_cols"] or ())
     if values.get("determinism") == "bitwise":
         check_layers(model, keeps_buffers=True)
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
@@ -169,20 +148,6 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
     )
 
 
-def _check_forward(model: torch.nn.Module, features: Sequence[str]) -> None:
-    """Refuse a forward that does not take one tensor for each feature column."""
-    try:
-        inspect.signature(model.forward).bind(*features)
-    except ValueError:
-        return  # it does not say what it takes
-    except TypeError as error:
-        raise InvalidInput(
-            f"{type(model).__name__}.forward is given one tensor for each of feature_cols {list(features)}, which it "
-            f"does not take ({error}): combine columns of numbers into one by VectorAssembler, or write a forward with "
-            "these parameters."
-        ) from error
-
-
 def find_activation(loss: Any) -> str | None:
     """The activation that turns the inputs of the loss into probabilities; None if it is unknown, or no loss of
     classes."""
@@ -194,17 +159,10 @@ def find_activation(loss: Any) -> str | None:
     return next((ACTIVATIONS[kind] for kind in kinds if kind in ACTIVATIONS), None)
 
 
-@contextlib.contextmanager
-def _draw_weights(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
-
-
 def _check_model(given: Any, seed: Any) -> torch.nn.Module:
-    model = build_model(
-        given, torch.nn.Module, "a torch.nn.Module", functools.partial(_draw_weights, int(seed))
-    )
+    with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(seed))
+        model = build_model(given, torch.nn.Module, "a torch.nn.Module")
     check_serializable(model)
     if is_lightning(model):
         check_lightning(model)
@@ -219,51 +177,48 @@ _FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model, losses and metrics on two rows of the data, and refuse what fails there.
-
-    Raises:
-        InvalidInput: the shapes and types of the columns, and the error of the model, the loss or a metric; or the
-            loss compares rows.
-    """
+    """Run copies of model, losses and metrics on two rows of the data. Raises InvalidInput with what fails there, or if
+    the loss compares rows."""
     model = objects.model
     is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
     is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())  # which takes long, also here
     if is_large or is_compiled:
         return
     if not (is_lightning(model) or has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))):
-        advise = functools.partial(_find_advice, objects, spec)
-        check_runs(spec, functools.partial(_run_on_rows, objects, spec), advise)
+        what = "the model, the loss or a metric" if objects.metrics else "the model or the loss"
+        run = partial(_run_on_rows, objects, spec)
+        find_cause, take = partial(_find_scalar_columns, objects, spec), partial(_take_columns, objects, spec)
+        check_runs(spec, run, what, find_cause, take)
     own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
     what, advice = "loss", STEP_ADVICE
     if not objects.losses:
         what, advice = own, f"give it as loss, of the model's outputs, and {advice}"
     with MODEL_FACTORY_LOCK:
-        check_loss_scope(spec, what, advice, functools.partial(prepare_trial, objects, spec))
+        check_loss_scope(spec, what, advice, partial(prepare_trial, objects, spec))
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
     tried = objects.model, objects.losses, objects.metrics, objects.train_minibatch_fn, objects.transformation
-    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed):
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.data.seed):
         model, losses, metrics, minibatch_fn, transformation = copy_objects(tried)
-        objects = replace(
-            objects, losses=losses, train_minibatch_fn=minibatch_fn, transformation=transformation
-        )
+        changes = {"train_minibatch_fn": minibatch_fn, "transformation": transformation}
+        objects = replace(objects, losses=losses, **changes)
         if not model.training:  # single parts may be in evaluation mode, as in training
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
-        draw_rows(model, part.row_ids, spec.config.seed)
+        draw_rows(model, part.row_ids, spec.config.data.seed)
         held = {
             each: {n: b.clone() for n, b in each.named_buffers()}
             for each in losses
             if isinstance(each, torch.nn.Module)
         }
         result = objects.loss_fn(spec)(model, part)
-        for name, loss, label in zip(spec.config.label_cols, losses, part.labels, strict=False):
+        for name, loss, label in zip(spec.config.data.label_cols, losses, part.labels, strict=False):
             wrong = label[(label < 0) | (label > 1)]  # on which torch would train in silence
             if len(wrong) and find_activation(loss) in ("sigmoid", "probability"):
                 rule = f"{float(wrong[0]):g}, and a loss of two classes takes labels from 0 to 1"
                 raise InvalidInput(f"column {name!r} has {rule}: number the classes 0 and 1.")
-        if spec.config.max_workers != 1 and spec.config.loss_scope != "worker":
+        if spec.config.world.max_workers != 1 and spec.config.loss.loss_scope != "worker":
             for loss, before in held.items():
                 _check_buffers_of_loss(loss, before)
         _try_metrics(metrics, result, part.labels, spec)
@@ -286,7 +241,7 @@ def _try_metrics(
     rows = min(MORE_ROWS, spec.config.global_batch)
     for name, metric in metrics.items():
         try:
-            Metrics({name: metric}, spec.config.label_cols, logs=False).try_rows(result, labels, rows)
+            Metrics({name: metric}, spec.config.data.label_cols, logs=False).try_rows(result, labels, rows)
         except Exception as error:
             if isinstance(error, InvalidInput) or is_accumulator(metric):
                 raise
@@ -294,31 +249,30 @@ def _try_metrics(
             log.debug("the metric %r was not tried: %r", name, error)
 
 
-def _find_advice(objects: TorchUserObjects, spec: TrainSpec, failure: Failure) -> str:
-    shapes = {column.name: column.shape for column in spec.features}
-    scalar = [name for name, shape in shapes.items() if shape == ()]
-    if scalar and objects.transformation is None:
-        features = tuple(replace(column, shape=column.shape or (1,)) for column in spec.features)
-        try:
-            _run_on_rows(objects, replace(spec, features=features), failure.rows)
-        except Exception:
-            pass  # that is not the cause
-        else:
-            return (
-                f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape "
-                f"(rows,), but takes (rows, 1): set input_shapes={[list(column.shape) for column in features]}."
-            )
-    taken: dict[str, str] = {}
-    if objects.transformation is None:
-        with contextlib.suppress(Exception):  # what fails may be the rows themselves
-            part = make_batch_builder(spec, objects, objects.model).build(failure.rows)
-            names = [*shapes, *spec.config.label_cols]
-            taken = {
-                name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-                for name, tensor in zip(names, (*part.features, *part.labels), strict=True)
-            }
-    what = "the model, the loss or a metric" if objects.metrics else "the model or the loss"
-    return describe_failure(failure, taken, what)
+def _take_columns(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> Mapping[str, Any]:
+    """The columns as the model takes them, or as they are stored if that fails."""
+    with contextlib.suppress(Exception):  # what fails may be the rows themselves
+        if objects.transformation is None:
+            part = make_batch_builder(spec, objects, objects.model).build(rows)
+            names = [*(column.name for column in spec.features), *spec.config.data.label_cols]
+            return dict(zip(names, (*part.features, *part.labels), strict=True))
+    return rows.columns
+
+
+def _find_scalar_columns(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> str | None:
+    """The sentence if the model takes columns of single numbers as a matrix alone."""
+    scalar = [column.name for column in spec.features if column.shape == ()]
+    if not scalar or objects.transformation is not None:
+        return None
+    features = tuple(replace(column, shape=column.shape or (1,)) for column in spec.features)
+    try:
+        _run_on_rows(objects, replace(spec, features=features), rows)
+    except Exception:  # that is not the cause
+        return None
+    return (
+        f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape "
+        f"(rows,), but takes (rows, 1): set input_shapes={[list(column.shape) for column in features]}."
+    )
 
 
 def _check_dense(model: torch.nn.Module) -> None:
@@ -364,7 +318,6 @@ _WEIGHTS = Check(
 
 
 def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
-    """The factor of each of several losses."""
     if weights is None:
         return (1.0 / losses,) * losses if losses > 1 else ()
     factors: tuple[float, ...] = _WEIGHTS("loss_weights", weights)
@@ -377,7 +330,7 @@ def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
 
 def _check_optimizer(
     optimizer: Any, model: torch.nn.Module, given: Any, learning_rate: float | None
-) -> tuple[Any, Trial]:
+) -> tuple[Any, OptimizerTrial]:
     """The optimizer as the user gave it, and one over a copy of the model."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if given is not model:
@@ -386,17 +339,25 @@ def _check_optimizer(
                 "such as lambda params: SGD(params, lr=0.1)."
             )
         _check_parameters(optimizer, model)
-        return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
+        trial = _copy((model, optimizer))
+        return optimizer, build_optimizer(trial[0], trial[1], learning_rate)
     if not callable(optimizer) and not (optimizer is None and is_lightning(model)):
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
             f"lambda params: SGD(params, lr=0.1); got {describe(optimizer)}."
         )
-    trial = copy.deepcopy(model)
+    trial = _copy(model)
     with name_failing("optimizer"):
         tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
+
+
+def _copy(things: Any) -> Any:
+    try:
+        return copy.deepcopy(things)
+    except Exception as error:  # such as of tensors that were computed
+        raise InvalidInput(f"the model cannot be copied ({error}): make what it holds in forward.") from error
 
 
 def _find_watched_metrics(
@@ -449,3 +410,171 @@ def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 f"{', '.join(_HOOKS)}; rename it if it is none."
             )
     return found
+
+
+log = logging.getLogger("spark_elastic")
+
+Batch = LocalBatch[torch.Tensor]
+Output = tuple[str, Any]  # of a layer, with its name
+
+
+def prepare_trial(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> LossTrial:
+    """The trial of the loss, of train_minibatch_fn or of a LightningModule, on these rows."""
+    with seeded_rng(spec.config.data.seed):
+        tried = objects.model, objects.losses, objects.train_minibatch_fn, objects.transformation
+        model, losses, minibatch_fn, transformation = copy_objects(tried)
+        objects = replace(objects, losses=losses, train_minibatch_fn=minibatch_fn)
+        if not model.training:
+            model.train()
+        for part in model.modules():
+            if depends_on_batch(part):  # the job warns of it (R9, scope of P2)
+                part.training = False
+        batch = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
+        tries = _Tries(objects.loss_fn(spec), model, spec, batch)
+        outputs = tries.compute_outputs() if objects.losses else None
+        if outputs is not None and spec.config.optimizer.precision is not None:
+            # Slopes of 16 bits are too rough. The loss alone can be tried in the precision of its rows' columns.
+            config = replace(spec.config, optimizer=replace(spec.config.optimizer, precision=None))
+            plain = replace(spec, config=config)
+            tries = _Tries(objects.loss_fn(plain), model, plain, batch)
+            outputs = tree_map(lambda each: each.float() if is_half(each) else each, outputs)
+    measure = tries.measure_step if outputs is None else partial(tries.measure_loss, outputs)
+    first, again = (measure(slice(0, len(batch)), 0, False).total for _ in range(2))
+    if not math.isclose(first, again, rel_tol=1e-6) and first == first:
+        log.warning(
+            "the loss is another one when the same rows are given again: what it counts, or draws from a generator of "
+            "its own, is no part of the training's state, so that a worker that joins and a resumed run begin it anew"
+        )
+    halves = spec.config.optimizer.precision is not None or any(map(is_half, model.parameters()))
+    rounding = TOLERANCE_16 if halves else TOLERANCE
+    if outputs is None:
+        return LossTrial(measure, lambda: tries.find_layer(tries.run_step, rounding), False, rounding)
+    tolerance = TOLERANCE_16 if any(map(is_half, tree_leaves(outputs))) else TOLERANCE
+    return LossTrial(measure, lambda: tries.find_layer(tries.run_model, rounding), True, tolerance)
+
+
+def is_half(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dtype in HALVES
+
+
+class _Tries:
+    """Copies of the user's objects, and the rows that they are tried on."""
+
+    def __init__(self, loss_fn: LossFn, model: torch.nn.Module, spec: TrainSpec, batch: Batch) -> None:
+        self._loss_fn, self._model, self._config, self._batch = loss_fn, model, spec.config, batch
+        self._directions: list[torch.Tensor] = []  # in which slopes are taken
+
+    def compute_outputs(self) -> Any:
+        """The model's outputs of all rows; None if their first dimension is not the rows, as of a time series."""
+        whole, two = self.run_model(self._batch), self.run_model(self._batch.cut(slice(0, 2)))
+        if self._config.loss.loss_scope == "step":
+            check_outputs([(len(self._batch), whole), (2, two)])
+        pairs = zip(tree_leaves(whole), tree_leaves(two), strict=True)
+        size = len(self._batch)
+        by_row = [a.ndim and (len(a), len(b)) == (size, 2) for a, b in pairs if torch.is_tensor(a)]
+        return whole if all(by_row) else None
+
+    def run_model(self, batch: Batch) -> Any:
+        draw_rows(self._model, batch.row_ids, self._config.data.seed)
+        with torch.no_grad(), autocast(self._config.optimizer.precision):
+            return self._model(*batch.features)
+
+    def run_step(self, batch: Batch) -> Any:
+        draw_rows(self._model, batch.row_ids, self._config.data.seed)
+        return self._loss_fn(self._model, batch)
+
+    def measure_loss(self, outputs: Any, part: slice, seed: int, moved: bool) -> PartLoss:
+        """Of these outputs, without the model: what it draws, and what it mixes, is no matter of the loss."""
+        leaves, structure = tree_flatten(outputs)
+        factor, far = torch.zeros((), requires_grad=True), float(moved)
+
+        def move(leaf: Any, way: torch.Tensor) -> Any:
+            if not torch.is_tensor(leaf):
+                return leaf
+            if leaf.is_floating_point():
+                leaf = leaf + far * way.roll(1) + factor.to(leaf.dtype) * way
+            return leaf[part]
+
+        def cut_outputs(*_: Any) -> Any:
+            return tree_unflatten(list(map(move, leaves, self._choose_directions(leaves))), structure)
+
+        stub: Any = cut_outputs
+        with seeded_rng(self._config.data.seed, seed):
+            return self._measure(lambda batch: self._loss_fn(stub, batch), part, [factor], [torch.ones(())])
+
+    def measure_step(self, part: slice, seed: int, moved: bool) -> PartLoss:
+        """Of the model's own step, with its buffers as they were."""
+        trained = [each for each in self._model.parameters() if each.requires_grad]
+        ways = self._choose_directions(trained)
+        before = BufferSnapshot(self._model, tuple(self._model.modules()))
+        weights = [each.detach().clone() for each in trained]
+        try:
+            with torch.no_grad():
+                for each, way in zip(trained if moved else (), ways, strict=False):
+                    each.add_(way.roll(1) / max(1.0, way[:1].numel() ** 0.5) if way.ndim else way)
+            with seeded_rng(self._config.data.seed, seed):
+                return self._measure(self.run_step, part, trained, ways)
+        finally:
+            before.restore()
+            with torch.no_grad():
+                for each, weight in zip(trained, weights, strict=True):
+                    each.copy_(weight)
+
+    def _measure(
+        self,
+        run: Callable[[Batch], Any],
+        part: slice,
+        moved: Sequence[torch.Tensor],
+        ways: list[torch.Tensor],
+    ) -> PartLoss:
+        result = run(self._batch.cut(part))
+        found: Any = torch.autograd.grad(result.total, moved, allow_unused=True)
+        slopes = [float((g * way).sum()) for g, way in zip(found, ways, strict=True) if g is not None]
+        return PartLoss(result.total.item(), result.denominator, sum(slopes))
+
+    def _choose_directions(self, tensors: list[Any]) -> list[torch.Tensor]:
+        """One of each tensor, the same in every call."""
+        if not self._directions:
+            drawn = torch.Generator().manual_seed(0)
+            shapes = [each.shape if torch.is_tensor(each) else () for each in tensors]
+            self._directions = [torch.randn(shape, generator=drawn) for shape in shapes]
+        return self._directions
+
+    def find_layer(self, run: Callable[[Batch], Any], tolerance: float) -> str | None:
+        """The first layer, in the order in which they end, whose outputs for two rows depend on the others."""
+        whole = self._record(run, self._batch, 0)
+        mixing = _find_difference(whole, self._record(run, self._batch.cut(slice(0, 2)), 0), 2, tolerance)
+        if mixing is None or _find_difference(whole, self._record(run, self._batch, 1), 2, tolerance):
+            return None  # the second: layers draw random numbers
+        return mixing
+
+    def _record(self, run: Callable[[Batch], Any], batch: Batch, seed: int) -> list[Output]:
+        found: list[Output] = []
+        hooks = [
+            part.register_forward_hook(lambda _, __, out, name=name: found.append((name, out)))
+            for name, part in self._model.named_modules()
+        ]
+        before = BufferSnapshot(self._model, tuple(self._model.modules()))
+        try:
+            with seeded_rng(self._config.data.seed, seed):
+                run(batch)
+        finally:
+            before.restore()
+            for hook in hooks:
+                hook.remove()
+        return found
+
+
+def _find_difference(whole: list[Output], part: list[Output], rows: int, tolerance: float) -> str | None:
+    """The first layer whose outputs for the first rows differ between two passes that called the same layers."""
+    if [name for name, _ in whole] != [name for name, _ in part]:
+        return None
+    for (name, one), (_, other) in zip(whole, part, strict=True):
+        for a, b in zip(tree_leaves(one), tree_leaves(other), strict=False):
+            if not (torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and b.ndim):
+                continue
+            a, b = a[:rows].detach().double(), b[:rows].detach().double()
+            limit = tolerance * max(float(a.abs().max()), 1e-6) if a.numel() else 0.0
+            if a.shape == b.shape and not torch.allclose(a, b, rtol=0, atol=limit, equal_nan=True):
+                return name or "the model"
+    return None

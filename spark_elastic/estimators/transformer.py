@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.util import (
-    DefaultParamsReader,
-    DefaultParamsWriter,
-    MLReader,
-    MLWritable,
-    MLWriter,
-)
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, TimestampType
@@ -93,10 +87,8 @@ class FitSummary:
     @classmethod
     def from_json(cls, text: str) -> FitSummary:
         fields = json.loads(text)
-        fields.pop("settings", None)  # a model that was saved by an earlier version has it, empty
         worlds = tuple(WorldRecord(**world) for world in fields.pop("worlds"))
-        # A model that was saved by an earlier version has none.
-        report = JobReport.from_json(json.dumps(fields.pop("report"))) if "report" in fields else JobReport()
+        report = JobReport.from_json(json.dumps(fields.pop("report")))
         return cls(epochs=tuple(fields.pop("epochs")), worlds=worlds, report=report, **fields)
 
 
@@ -304,12 +296,12 @@ class ModelReader(MLReader[Any]):
         metadata = saving.read_metadata(self.sparkSession, path, self._cls)
         with saving.name_incomplete(path, self._cls):
             columns = tuple(
-                Column(name, dtype, tuple(shape), ragged="".join(ragged))  # older models have none
-                for name, dtype, shape, *ragged in metadata["columns"]
+                Column(name, dtype, tuple(shape), ragged=ragged)
+                for name, dtype, shape, ragged in metadata["columns"]
             )
             summary = FitSummary.from_json(metadata["summary"])
             predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
-            shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
+            shapes = metadata["shapes"]  # none: not tried
             model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
             model._resetUid(metadata["uid"])
             DefaultParamsReader.getAndSetParams(model, metadata)
@@ -326,12 +318,8 @@ _TAKES = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "O": "O"}
 
 
 def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
-    """The column, as it is to be handed to the model's Python worker: its name if it stays as it is, since each Column
-    costs several calls of the JVM.
-
-    Raises:
-        InvalidInput: there is no column of that name, or its type is another than in training.
-    """
+    """The column, as it is handed to the model's Python worker: its name if it stays as it is, since each Column costs
+    several calls of the JVM. Raises InvalidInput if it is missing, or of another type than in training."""
     given = find_column_type(dataset.schema, column.name, transformed=True)
     spark_type = get_type(dataset.schema, column.name)
     if not _fits(given, column):

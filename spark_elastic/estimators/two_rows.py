@@ -8,11 +8,13 @@ no framework. The caller's thread.
 from __future__ import annotations
 
 import logging
+import math
 import re
+import statistics
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -23,6 +25,7 @@ from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.data.reading.readers import find_sample_group, read_sample_rows
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.trainer import describe_dependent_layers
 from spark_elastic.training.transformation import RowBatch, Transformation
 from spark_elastic.training.transformation_pool import bind_transformation
 
@@ -44,63 +47,46 @@ _OF_THIS_PROCESS = re.compile(
 _NOISE = re.compile(r"\{\{function_node .*?\}\}|\x1b\[\d*m|\s+Arguments received by .*", re.DOTALL)
 
 
-class Failure(NamedTuple):
-    """What the user's code raised, and on which rows."""
-
-    rows: StepRows  # that it was called with
-    error: Exception  # as it was raised
-
-
 def check_runs(
-    spec: TrainSpec, run: Callable[[StepRows], object], describe: Callable[[Failure], str]
+    spec: TrainSpec,
+    run: Callable[[StepRows], object],
+    what: str = "the model or the loss",
+    find_cause: Callable[[StepRows], str | None] = lambda rows: None,
+    take: Callable[[StepRows], Mapping[str, Any]] = lambda rows: rows.columns,
 ) -> None:
-    """Raise InvalidInput if `run`, called with rows of the data, fails by the user's code.
+    """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer.
 
-    Args:
-        describe: the sentence for an error of the user's code; an InvalidInput has its own.
+    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of
+    `what`, and the columns as the model takes them (`take`).
     """
-    failure = _find_failure(spec, run)
-    if failure is None:
-        return
-    if isinstance(failure.error, InvalidInput):
-        raise failure.error
-    raise InvalidInput(describe(failure)) from failure.error
-
-
-def _find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure | None:
-    """Call `run` with two rows and, if it fails, with more; a worker has `batch_size` at once, or fewer.
-
-    Returns the first failure if both calls fail by the user's code; None if the model works, or if nothing is known.
-    """
-    sample = read_rows(spec)
-    if sample is None:
-        return None
-    first: Failure | None = None
-    most = spec.config.batch_size
-    for count in sorted({min(2, most), min(MORE_ROWS, most)}):
-        rows = StepRows(
-            0, 0, count, np.arange(count), {k: v[np.arange(count) % 2] for k, v in sample.items()}
-        )
+    sample, most = read_rows(spec), spec.config.data.batch_size
+    failures: list[tuple[StepRows, Exception]] = []
+    for count in sorted({min(2, most), min(MORE_ROWS, most)}) if sample else ():
+        places = np.arange(count)
+        rows = StepRows(0, 0, count, places, {name: v[places % 2] for name, v in (sample or {}).items()})
         try:
             run(rows)
         except Exception as error:  # of the user's code
             if _may_be_of_this_process(error):
                 log.debug("the model was not tried on two rows: %r", error)
-                return None
-            first = first or Failure(rows, error)
+                return
+            failures.append((rows, error))
         else:
-            return None
-    return first
+            return
+    for rows, failure in failures[:1]:
+        if isinstance(failure, InvalidInput):
+            raise failure
+        raise InvalidInput(find_cause(rows) or _describe_failure(take(rows), failure, what)) from failure
 
 
 def read_rows(spec: TrainSpec) -> ColumnArrays | None:
     """Two rows, and two more; None if that is too much to read here, or if workers alone can read them."""
-    names = list(dict.fromkeys(spec.config.used_cols))
+    names = list(dict.fromkeys(spec.config.data.used_cols))
     store, manifest = spec.rows.data, spec.rows.manifest
     if find_sample_group(manifest, names).bytes > MAX_BYTES:
         return None
     try:
-        return read_sample_rows(store, manifest, names, next(iter(spec.config.label_cols), None))
+        return read_sample_rows(store, manifest, names, next(iter(spec.config.data.label_cols), None))
     except Exception as error:
         log.debug("the model was not tried on two rows: %r", error)
         return None
@@ -121,25 +107,15 @@ def _format(error: Exception) -> str:
     return " ".join(_NOISE.sub("", str(error)).split()).rstrip(".")
 
 
-def describe_failure(
-    failure: Failure, taken: Mapping[str, str] = MappingProxyType({}), what: str = "the model or the loss"
-) -> str:
-    """The sentence for the user.
-
-    Args:
-        taken: type and shape of columns as the model takes them; others are described as they are stored.
-        what: may have failed.
-    """
-    rows, error = failure
+def _describe_failure(columns: Mapping[str, Any], error: Exception, what: str) -> str:
     given = ", ".join(
-        f"{name!r} of {taken.get(name) or f'{array.dtype} {array.shape}'}"
-        for name, array in rows.columns.items()
+        f"{name!r} of {str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
+        for name, values in columns.items()
     )
     text = _format(error)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
-    tried = "one row" if len(rows) == 1 else "two rows"
-    kind = type(error).__name__
-    return f"{what} fails on {tried} of the data, {given}, with {kind}: {text}."
+    tried = "one row" if {len(values) for values in columns.values()} == {1} else "two rows"
+    return f"{what} fails on {tried} of the data, {given}, with {type(error).__name__}: {text}."
 
 
 def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows: StepRows) -> StepRows:
@@ -154,7 +130,7 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
                 raise
             if any(c.dtype == object and isinstance(c.flat[0], str) for c in rows.columns.values()):
                 raise ElasticError("strings may be paths of files that executors alone see") from error
-            raise InvalidInput(describe_failure(Failure(rows, error), what="transformation_fn")) from error
+            raise InvalidInput(_describe_failure(rows.columns, error, "transformation_fn")) from error
     size = sum(column.nbytes for column in rows.columns.values())
     if size > MAX_ROW_BYTES:
         raise ElasticError(f"{len(rows)} rows have {size} bytes")
@@ -162,11 +138,8 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
 
 
 def has_hook(callbacks: Iterable[Any], names: Iterable[str], known: tuple[str, ...]) -> bool:
-    """Whether one of the callbacks has one of these hooks, which may do something to the model that it needs.
-
-    Args:
-        known: beginnings of the modules whose hooks do not.
-    """
+    """Whether one of the callbacks has one of these hooks, which may do something to the model that it needs; those of
+    modules that begin with `known` do not."""
     hooks = [getattr(callback, name) for callback in callbacks for name in names]
     return not all(str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
 
@@ -176,3 +149,152 @@ def copy_objects(things: tuple[Any, ...]) -> tuple[Any, ...]:
     of them share stays shared."""
     copies: tuple[Any, ...] = cloudpickle.loads(cloudpickle.dumps(things))
     return copies
+
+
+# The rows of `read_rows` that a loss is tried on: each comes twice, so that labels that are compared have pairs.
+_ROWS = np.array([0, 1, 0, 0, 2, 1, 3, 2])
+_DRAWS = 8  # tries of a loss that draws random numbers
+STEP_ADVICE = "set loss_scope='step' to compare all rows of each step"
+TOLERANCE, TOLERANCE_16 = 1e-3, 3e-2  # of rounding, relative to the loss; the second for numbers of 16 bits
+
+
+class PartLoss(NamedTuple):
+    """The loss of some rows."""
+
+    total: float  # as `LossResult` has it
+    denominator: float  # likewise
+    slope: float  # derivative of the total in one direction, the same for all parts
+
+    @property
+    def value(self) -> float:
+        """As the user's function returned it."""
+        return self.total / (self.denominator or 1.0)
+
+    @property
+    def value_slope(self) -> float:
+        return self.slope / (self.denominator or 1.0)
+
+
+@dataclass(frozen=True)
+class LossTrial:
+    """A loss that is to be tried on some rows."""
+
+    # The loss of a part of the rows, given the seed for what it draws, and whether the outputs (or the weights) are
+    # moved: where those of a new model are all zero, a loss that compares them shows nothing.
+    measure: Callable[[slice, int, bool], PartLoss]
+    # Finds the layer whose output for a row depends on other rows; None: there is none that is not warned of anyway.
+    find_layer: Callable[[], str | None]
+    # Whether `measure` computes the loss alone, of outputs that the model has computed of all rows.
+    is_apart: bool
+    tolerance: float  # how far equal losses may differ by rounding
+
+
+class _Finding(NamedTuple):
+    couples: bool  # whether rows are compared; else it is a sum, or a mean with other weights than the rows
+    rows: int  # that showed it
+    values: tuple[float, float, float]  # of these rows, and of two parts
+
+
+def check_loss_scope(
+    spec: TrainSpec, what: str, advice: str, prepare: Callable[[StepRows], LossTrial]
+) -> None:
+    """Raise InvalidInput if the loss that `what` computes compares rows and `loss_scope` does not say whose; warn once
+    of what else depends on the division. advice: what a user may do instead."""
+    config = spec.config
+    most = min(len(_ROWS), config.data.batch_size)
+    over_step = config.loss.loss_scope == "step"
+    # With one worker, and with virtual shares, a step is cut alike for any number of workers.
+    is_alike = bool(config.exchange.shares) or config.world.max_workers == 1
+    sample = None if most == 1 or (is_alike and not over_step) else read_rows(spec)
+    if sample is None:
+        return
+    columns = {name: each[_ROWS[:most]] for name, each in sample.items()}
+    rows = StepRows(0, 0, most, np.arange(most), columns)
+    finding, layer, is_tried = None, None, True
+    try:
+        trial = prepare(rows)
+        for moved, count in product((False, True), sorted({2, most})):
+            if finding is not None and finding.couples:
+                break
+            try:
+                finding = _find_coupling(trial, count, moved) or finding
+            except Exception as error:  # a loss may need more rows, or other outputs
+                is_tried = False
+                log.debug("the loss was not tried on parts of %d rows: %r", count, error)
+        if trial.is_apart or (finding is not None and finding.couples):
+            layer = trial.find_layer()
+    except Exception as error:  # what fails on these rows, or in this process alone, says nothing
+        if isinstance(error, InvalidInput) and over_step:
+            raise
+        log.debug("the loss was not tried on parts of rows: %r", error)
+        return
+    if layer is not None and not is_alike:
+        log.warning("%s", describe_dependent_layers([(layer, "it mixes the rows of a batch")]))
+    if over_step and finding is None and is_tried:
+        log.warning(
+            "loss_scope='step' is for a loss that compares rows, and %s does not, as far as a few rows show: leave it "
+            "out, since it has outputs gathered and most of them computed twice",
+            what,
+        )
+    if over_step or finding is None or (layer is not None and not trial.is_apart):
+        return
+    whole, first, rest = finding.values
+    shown = f"of {finding.rows} rows of the data it is {whole:.5g}, of two parts of them {first:.5g} and {rest:.5g}"
+    if finding.couples and config.loss.loss_scope is None:
+        raise InvalidInput(
+            f"{what} compares the rows of a batch with each other ({shown}), so that the trained weights would depend "
+            f"on the number of workers: {advice}, or set loss_scope='worker' to let each worker compare its own rows."
+        )
+    how = "is neither the mean of the rows' losses nor one for each"
+    if finding.couples:
+        how = "compares the rows of a batch"
+    warning = "the trained weights depend on the number of workers through %s, which %s (%s)"
+    log.warning(warning, what, how, shown)
+
+
+def _find_coupling(trial: LossTrial, count: int, moved: bool) -> _Finding | None:
+    """What the first `count` rows show: nothing if the losses of two parts of them, and their slopes, add up."""
+    parts, tolerance = (slice(0, count), slice(0, count // 2), slice(count // 2, count)), trial.tolerance
+    gaps: list[float] = []
+    finding, measured = None, "total"
+    for seed in range(_DRAWS):
+        whole, first, rest = found = [trial.measure(part, seed, moved) for part in parts]
+        if not gaps and tolerance < TOLERANCE_16:  # slopes of 16 bits are too rough
+            measured = max("total", "slope", key=lambda name: abs(_compute_gap(found, name)))
+        gap = _compute_gap(found, measured)
+        if abs(gap) <= tolerance or (gaps and gap * gaps[0] < 0):
+            return None
+        if not gaps:
+            if not math.isclose(trial.measure(parts[0], seed, moved).total, whole.total, rel_tol=1e-6):
+                return None  # it counts calls, or draws from a generator of its own
+            couples = not _is_mean_or_sum(whole, first, rest, tolerance)
+            finding = _Finding(couples, count, (whole.value, first.value, rest.value))
+        gaps.append(gap)
+        if len(gaps) == 2 and abs(gap - gaps[0]) <= 1e-6:
+            return finding  # it draws nothing
+    is_clear = abs(statistics.fmean(gaps)) > 3 * statistics.stdev(gaps)
+    return finding if is_clear else None
+
+
+def _compute_gap(found: Sequence[PartLoss], measured: str) -> float:
+    """How far the parts are from the whole, relative to all three; 0 if one of them is NaN or infinite."""
+    whole, first, rest = (getattr(each, measured) for each in found)
+    gap, scale = whole - first - rest, abs(whole) + abs(first) + abs(rest)
+    return gap / scale if scale and math.isfinite(scale) else 0.0
+
+
+def _is_mean_or_sum(whole: PartLoss, first: PartLoss, rest: PartLoss, tolerance: float) -> bool:
+    """Whether the loss is a sum over rows, or a mean with weights that follow from the rows, such as those of classes:
+    its slope then has the same weights. Those of Dice follow from the outputs."""
+    apart = first.value - rest.value
+    share = (whole.value - rest.value) / apart if apart else -1.0
+    for one, other in ((1.0, 1.0), (share, 1.0 - share)):
+        pairs = (
+            (whole.value, one * first.value, other * rest.value),
+            (whole.value_slope, one * first.value_slope, other * rest.value_slope),
+        )
+        rounding = [tolerance * sum(map(abs, each)) for each in pairs]
+        gaps = [abs(all_ - a - b) for all_, a, b in pairs]
+        if min(one, other) >= 0 and gaps[0] <= rounding[0] and gaps[1] <= rounding[1]:
+            return True
+    return False

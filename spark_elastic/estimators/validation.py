@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -57,14 +57,11 @@ MODEL_FACTORY_LOCK = threading.RLock()
 def build_request(
     values: Mapping[str, Any], check_objects: Callable[[Mapping[str, Any]], O]
 ) -> FitRequest[O]:
-    """Check the parameters of an estimator, by name. check_objects: checks the user's objects among them.
-
-    Raises:
-        InvalidInput: the first mistake, in one sentence.
-    """
+    """Check the parameters of an estimator, by name; `check_objects` those that are objects. Raises InvalidInput with
+    the first mistake."""
     config = FitConfig.from_params(values)
     objects = _reshape_inputs(check_objects(values), config)
-    if config.transformation_workers and objects.transformation is None:
+    if config.transformation.transformation_workers and objects.transformation is None:
         raise InvalidInput(
             "transformation_workers apply transformation_fn, which is missing: give it, or leave them out."
         )
@@ -88,9 +85,9 @@ def build_request(
 
 def _reshape_inputs(objects: O, config: FitConfig) -> O:
     """With a transformation, `input_shapes` are the shapes of what it returns."""
-    if config.input_shapes is None or objects.transformation is None:
+    if config.data.input_shapes is None or objects.transformation is None:
         return objects
-    shapes = dict(zip(config.feature_cols, config.input_shapes, strict=True))
+    shapes = dict(zip(config.data.feature_cols, config.data.input_shapes, strict=True))
     found: O = dataclasses.replace(  # type: ignore[type-var]
         objects, transformation=reshape_results(objects.transformation, shapes)
     )
@@ -111,20 +108,11 @@ def name_failing(parameter: str) -> Iterator[None]:
         ) from error
 
 
-def build_model(
-    given: Any, kind: type[M], words: str, seeded: Callable[[], AbstractContextManager[Any]]
-) -> M:
-    """The user's model, or what the user's function makes.
-
-    Args:
-        kind: class of models, words: in words.
-        seeded: makes a context in which the function is called, with the seed of the fit.
-
-    Raises:
-        InvalidInput: it is no model, or the function fails.
-    """
+def build_model(given: Any, kind: type[M], words: str) -> M:
+    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded. Raises
+    InvalidInput if it is no model of that kind, or the function fails."""
     if not isinstance(given, kind) and not isinstance(given, type) and callable(given):
-        with MODEL_FACTORY_LOCK, seeded(), name_failing("model"):
+        with name_failing("model"):
             given = given()
     if isinstance(given, type):
         raise InvalidInput(f"model is the class {given.__name__}; pass an instance of it.")

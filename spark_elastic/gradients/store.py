@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import StaleGeneration
-from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     CompareAndSet,
@@ -51,7 +50,7 @@ class DriverStore(_Store):  # type: ignore[misc]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         request = SetValues(self._scope, tuple(map(_prefix, keys)), tuple(map(_encode, values)))
-        self._ask(request)
+        self._in_world(lambda: self._driver.ask(request))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -65,7 +64,7 @@ class DriverStore(_Store):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         request = GetValues(self._scope, tuple(map(_prefix, keys)))
-        return None not in self._ask(request).values
+        return None not in self._in_world(lambda: self._driver.ask(request)).values
 
     def add(self, key: str, value: int) -> int:
         return int(self._change(key, lambda now: str(int(now or b"0") + value).encode()) or b"0")
@@ -82,7 +81,7 @@ class DriverStore(_Store):  # type: ignore[misc]
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls
 
     def list_keys(self) -> list[str]:
-        reply = self._ask(ListKeys(self._scope, PREFIX))
+        reply = self._in_world(lambda: self._driver.ask(ListKeys(self._scope, PREFIX)))
         return [key.removeprefix(PREFIX) for key in reply.keys]
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
@@ -102,7 +101,7 @@ class DriverStore(_Store):  # type: ignore[misc]
     def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replace the value by what `change` makes of it. Returns the new value, or the old one if there is none."""
         request = GetValues(self._scope, (_prefix(key),))
-        now = self._ask(request).values[0]
+        now = self._in_world(lambda: self._driver.ask(request)).values[0]
         while True:
             new = change(now)
             reply = self._compare_and_set(key, now, new)
@@ -111,25 +110,28 @@ class DriverStore(_Store):  # type: ignore[misc]
             now = reply.value
 
     def _compare_and_set(self, key: str, expected: bytes | None, desired: bytes | None) -> Comparison:
-        return self._ask(CompareAndSet(self._scope, _prefix(key), expected, desired, uuid.uuid4().hex))
+        request = CompareAndSet(self._scope, _prefix(key), expected, desired, uuid.uuid4().hex)
+        return self._in_world(lambda: self._driver.ask(request))
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         request = GetValues(self._scope, tuple(map(_prefix, keys)), wait=True)
         deadline = self._driver.now() + timeout.total_seconds()
         with self._worker.wait_recorder.record_wait():
             while True:
-                hold = min(MAX_POLL_SECONDS, max(0.0, deadline - self._driver.now()))
-                values = self._ask(request, hold).values
-                missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+                left = max(0.0, deadline - self._driver.now())
+                hold = min(MAX_POLL_SECONDS, left)
+                found = self._in_world(lambda hold=hold: self._driver.ask(request, hold)).values  # type: ignore[misc]
+                missing = [key for key, value in zip(keys, found, strict=True) if value is None]
                 if not missing:
-                    return [value for value in values if value is not None]
+                    return [value for value in found if value is not None]
                 if self._driver.now() >= deadline:
-                    limit = f"{timeout.total_seconds():g} s"
-                    raise dist.DistStoreError(f"no rank has set {', '.join(missing)} within {limit}.")
+                    raise dist.DistStoreError(
+                        f"no rank has set {', '.join(missing)} within {timeout.total_seconds():g} s."
+                    )
 
-    def _ask(self, request: DriverRequest[T], hold: float = 0.0) -> T:
+    def _in_world(self, ask: Callable[[], T]) -> T:
         try:
-            return self._driver.ask(request, hold)
+            return ask()
         except StaleGeneration as error:
             raise CollectiveError((), f"the world of this store has ended: {error}") from error
 

@@ -8,16 +8,17 @@ the world.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from spark_elastic.checks import COUNT, WHOLE, make_choice, make_whole
 from spark_elastic.data.plan import (
@@ -33,10 +34,10 @@ from spark_elastic.data.plan import (
 from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
-from spark_elastic.gradients.generators import borrow_rng, seeded_rng
+from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.process_sets import check_alone, rank, size
 from spark_elastic.handwritten.object_state import ObjectState
-from spark_elastic.handwritten.row_batches import RowBatches, RowStream, plan_rows
+from spark_elastic.handwritten.row_batches import RowBatches, RowStream, SeededRows, pass_batch, plan_rows
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
@@ -52,15 +53,6 @@ _DECIDED = {
     "sampler": "shuffle and seed",
     "batch_sampler": "global_batch_size, shuffle and seed",
 }
-_OPTIONS = inspect.signature(torch.utils.data.DataLoader.__init__).parameters.keys() - {"self", *_DECIDED}
-
-
-class ShareSync(Protocol):
-    """An optimizer's exchange of gradients, to which the loader tells the virtual shares."""
-
-    def begin_share(self) -> None: ...
-
-    def end_share(self) -> None: ...
 
 
 class ElasticDataLoader:
@@ -74,8 +66,7 @@ class ElasticDataLoader:
     optimizer's step. After the last batch the loader continues with the next epoch by itself.
     """
 
-    # Whether the rows of a step are those of the plan, which threads can read ahead.
-    _follows_plan = True
+    _follows_plan = True  # whether the rows of a step are those of the plan, which threads can read ahead
 
     def __init__(  # noqa: PLR0913 - as torch's DataLoader
         self,
@@ -116,42 +107,45 @@ class ElasticDataLoader:
         """
         rows = dataset.rows if isinstance(dataset, RowDataset) else dataset
         table = rows if isinstance(rows, RowHandle) else None  # whose rows are read
-        if table is None:
-            _check_dataset(dataset)
-            if transformation_fn is not None or lanes is not None:
-                given = "lanes" if transformation_fn is None else "transformation_fn"
-                raise InvalidInput(
-                    f"{given} goes with Rows, not with a {type(dataset).__name__}: leave it out."
-                )
-        _check_options(options)
-        # What is made independent of the world beyond the rows of a step.
+        if table is None and not (transformation_fn is lanes is None):
+            name = "lanes" if transformation_fn is None else "transformation_fn"
+            raise InvalidInput(f"{name} goes with Rows, not with a {type(dataset).__name__}: leave it out.")
+        if table is None and (isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")):
+            raise InvalidInput(
+                f"ElasticDataLoader reads rows by their number, which {type(dataset).__name__} does not offer: pass a "
+                "map-style data set, with __len__ and __getitem__."
+            )
+        for name in _DECIDED.keys() & options:
+            raise InvalidInput(f"ElasticDataLoader takes no {name}: use {_DECIDED[name]}.")
+        if options.get("in_order") is False:
+            raise InvalidInput(
+                "ElasticDataLoader needs in_order=True: batches that overtake others have no position."
+            )
         self.determinism = make_choice("rows", "bitwise").or_none()("determinism", determinism)
         # Parts that each step is cut into in bitwise mode; 0: the ranks divide its rows.
-        is_bitwise = determinism == "bitwise"
-        self.virtual_shares = COUNT("virtual_shares", virtual_shares) if is_bitwise else 0
+        self.virtual_shares = COUNT("virtual_shares", virtual_shares) if determinism == "bitwise" else 0
         self.dataset = dataset
         self.global_batch_size = _BATCH("global_batch_size", global_batch_size)
         self.seed = WHOLE("seed", seed)
         self.shuffle = shuffle
         self.drop_last = drop_last
-        # The epoch under way, and its batches that the loop has received on each rank.
-        self.epoch = 0
-        self.step = 0
+        self.epoch = 0  # the one under way
+        self.step = 0  # its batches that the loop has received on each rank
         self._rows = len(dataset)
         if table is not None:
             lanes = COUNT.or_none()("lanes", lanes)
             self._plan = plan_rows(table, global_batch_size, self.seed, shuffle, drop_last, lanes)
         else:
             # A map-style data set reads any row at once: one row group, one lane, and an order of its own.
-            self._plan = DataPlan(
-                (self._rows,), global_batch_size, self.seed, lanes=1, shuffle=False, drop_last=drop_last
-            )
+            plan = DataPlan((self._rows,), global_batch_size, self.seed, lanes=1, shuffle=False)
+            self._plan = replace(plan, drop_last=drop_last)
         if self.virtual_shares > self._plan.base_rows:
             raise InvalidInput(
                 f"a step of {self._plan.base_rows} rows cannot be cut into virtual_shares={self.virtual_shares}: raise "
                 f"global_batch_size, which is {global_batch_size}, or lower virtual_shares."
             )
-        self._synced: weakref.WeakSet[ShareSync] = weakref.WeakSet()
+        # Each a `GradientSync`, which is told the virtual shares.
+        self._synced: weakref.WeakSet[Any] = weakref.WeakSet()
         if self.virtual_shares:
             use_deterministic_arithmetic()
         # The order of an epoch's rows, and their division into steps.
@@ -167,15 +161,14 @@ class ElasticDataLoader:
         if table is not None:
             collate = options.pop("collate_fn", None)
             if collate is None and isinstance(dataset, RowDataset):
-                collate = torch.utils.data.default_collate
+                collate = default_collate
             function = check_transformation(transformation_fn)
             read = self._table = RowBatches(table, self.seed, function, collate, determinism)
-            options["collate_fn"] = _pass  # the data set gives whole batches
+            options["collate_fn"] = pass_batch
         elif determinism is not None:
-            read = SeededShares(dataset, self.seed) if is_bitwise else SeededRows(dataset, self.seed)
-        self._batches = torch.utils.data.DataLoader(
-            read, batch_sampler=_BatchSampler(self), **{"generator": self._generator, **options}
-        )
+            read = SeededRows(dataset, self.seed, determinism)
+        options = {"generator": self._generator, **options}
+        self._batches = DataLoader(read, batch_sampler=_BatchSampler(self), **options)
 
     def __len__(self) -> int:
         """The steps of a whole epoch, in any world."""
@@ -210,7 +203,7 @@ class ElasticDataLoader:
         mine, planned, ranks = self._get_batch_rows()
         return mine * ranks / planned
 
-    def attach_sync(self, sync: ShareSync) -> None:
+    def attach_sync(self, sync: Any) -> None:
         """Tell an optimizer's synchronization of each virtual share from now on."""
         self._synced.add(sync)
 
@@ -254,10 +247,8 @@ class ElasticDataLoader:
         self.epoch, self.step = int(state_dict["epoch"]), int(state_dict["step"])
 
     def reset(self) -> None:
-        """End the iteration under way, and its worker processes unless they are persistent. The world may have changed.
-
-        The position stays.
-        """
+        """End the iteration under way, as the world may have changed, and its worker processes unless they are
+        persistent. The position stays."""
         iteration = None if self._iteration is None else self._iteration()
         self._iteration = None
         if iteration is not None:
@@ -278,13 +269,10 @@ class ElasticDataLoader:
         return (tree_map_only(torch.Tensor, torch.Tensor.pin_memory, batch) for batch in batches)
 
     def _settings(self) -> dict[str, Any]:
+        table = self._table
         return {
             "rows": self._rows,
-            **(
-                {}
-                if self._table is None
-                else {"data": self._table.rows.manifest.hash, "lanes": self._plan.lanes}
-            ),
+            **({} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}),
             "global_batch_size": self.global_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -358,7 +346,8 @@ class DataLoaderStateHandler(StateDictHandler):
 
 
 class _BatchSampler:
-    """For torch's DataLoader, which runs ahead of the loop: the indices of this rank's batches from the position on."""
+    """For torch's DataLoader, which runs ahead of the loop: the indices of this rank's batches from the position on,
+    after the key that `RowBatches` and `SeededRows` take."""
 
     def __init__(self, loader: ElasticDataLoader) -> None:
         self._loader = weakref.ref(loader)  # the loader has torch's DataLoader, which has this
@@ -367,21 +356,23 @@ class _BatchSampler:
         loader = self._loader()
         assert loader is not None
         place, ranks = _find_place()
-        if not loader.virtual_shares:
+        epoch, shares = loader.epoch, loader.virtual_shares
+        if not shares:
             rows = loader._divide_steps(place, ranks)
             is_plain = loader.determinism is None and loader._table is None
-            return rows if is_plain else _prepend_epoch(rows, loader.epoch)
-        shares = loader.virtual_shares
+            return rows if is_plain else ([epoch, *of_step] for of_step in rows)
         own = range(*compute_rank_shares(shares, place, ranks))
         parts = [loader._divide_steps(share, shares) for share in own]
-        return _prepend_share_key(parts, own, loader.epoch, loader.step)
+        steps = enumerate(zip(*parts, strict=True), loader.step)
+        return (
+            [epoch, step, share, *rows] for step, of in steps for share, rows in zip(own, of, strict=True)
+        )
 
 
 class _Iteration(Iterator[Any]):
     """One `for` over a loader."""
 
     def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], own: int, ranks: int) -> None:
-        """own: this worker's rank."""
         self._loader = loader
         self._batches: Iterator[Any] | None = batches  # None: over
         self._rank, self._ranks = own, ranks
@@ -403,7 +394,6 @@ class _Iteration(Iterator[Any]):
         return batch
 
     def fetch(self) -> Any:
-        """The next batch of torch's iterator."""
         if self._batches is None:
             raise InvalidInput(
                 "the ElasticDataLoader's position or world changed in the middle of a loop over it: begin another "
@@ -417,7 +407,6 @@ class _Iteration(Iterator[Any]):
         self._loader.epoch, self._loader.step = self._loader.epoch + 1, 0
 
     def close(self) -> None:
-        """Drop torch's iterator, which ends its worker processes unless they are persistent, or the stream of rows."""
         batches, self._batches = self._batches, None
         if isinstance(batches, Generator):
             batches.close()
@@ -443,9 +432,8 @@ class _ShareIteration(_Iteration):
             self._end_epoch()
             raise StopIteration
         loader._batch_rows = None
-        self._newest = StepShares(
-            loader, self, compute_rank_shares(loader.virtual_shares, self._rank, self._ranks)
-        )
+        own = compute_rank_shares(loader.virtual_shares, self._rank, self._ranks)
+        self._newest = StepShares(loader, self, own)
         loader.step += 1
         return self._newest
 
@@ -491,38 +479,6 @@ class StepShares:
         self.is_complete = True
 
 
-class SeededRows:
-    """A data set that draws the same random numbers for a row in an epoch, whichever process reads it."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, places: list[int]) -> Any:
-        """places: the epoch, then the numbers of the rows."""
-        epoch, *rows = places
-        found = []
-        with borrow_rng() as seed:
-            for row in rows:
-                seed(self._seed, epoch, row)
-                found.append(self._dataset[row])
-        return found
-
-
-class SeededShares(SeededRows):
-    """A data set that draws the same random numbers for a virtual share, whichever process reads it."""
-
-    def __getitems__(self, places: list[int]) -> Any:
-        """places: epoch, step and share, then the numbers of the rows."""
-        key, rows = places[:3], places[3:]
-        with seeded_rng(self._seed, *key, -1):  # not what the model draws
-            if hasattr(self._dataset, "__getitems__"):
-                return self._dataset.__getitems__(rows)
-            return [self._dataset[row] for row in rows]
-
-
 @contextmanager
 def _seeded_gpus(*key: int) -> Iterator[None]:
     """`seeded_rng` for the generators of all GPUs, once something has used them."""
@@ -538,20 +494,6 @@ def _seeded_gpus(*key: int) -> Iterator[None]:
         torch.cuda.set_rng_state_all(saved)
 
 
-def _prepend_epoch(rows: Iterator[list[int]], epoch: int) -> Iterator[list[int]]:
-    """What `SeededRows` takes for each step. rows: those of each step."""
-    return ([epoch, *of_step] for of_step in rows)
-
-
-def _prepend_share_key(
-    rows: list[Iterator[list[int]]], shares: range, epoch: int, step: int
-) -> Iterator[list[int]]:
-    """What `SeededShares` takes for each share of each step from `step` on. rows: by share, those of each step."""
-    for number, of_step in enumerate(zip(*rows, strict=True), step):
-        for share, its_rows in zip(shares, of_step, strict=True):
-            yield [epoch, number, share, *its_rows]
-
-
 def _divide(
     plan: DataPlan, order: Int64s | None, epoch: EpochPermutation, step: int, rank: int, size: int
 ) -> Iterator[list[int]]:
@@ -560,17 +502,11 @@ def _divide(
         count = min(_STEPS_AT_ONCE, plan.count_equal_steps(step))
         block = epoch.assign_block(step, count, rank, Division.equal(size))
         runs = [[plan.group_offsets[group] + rows for group, rows in lane.runs] for lane in block.lanes]
-        lanes = [
-            np.concatenate(own).reshape(count, lane.width)
-            for own, lane in zip(runs, block.lanes, strict=True)
-        ]
+        by_lane = zip(runs, block.lanes, strict=True)
+        lanes = [np.concatenate(own).reshape(count, lane.width) for own, lane in by_lane]
         places = np.concatenate(lanes, axis=1)
         yield from (places if order is None else order[places]).tolist()
         step += count
-
-
-def _pass(batch: Any) -> Any:
-    return batch
 
 
 def _find_place() -> tuple[int, int]:
@@ -579,26 +515,3 @@ def _find_place() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     check_alone("ElasticDataLoader", "call torch.distributed.init_process_group before its first batch")
     return rank(), size()
-
-
-def _check_dataset(dataset: Any) -> None:
-    streams = isinstance(dataset, torch.utils.data.IterableDataset)
-    if streams or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise InvalidInput(
-            f"ElasticDataLoader reads rows by their number, which {type(dataset).__name__} does not offer: pass a "
-            "map-style data set, with __len__ and __getitem__."
-        )
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name in _DECIDED:
-            raise InvalidInput(f"ElasticDataLoader takes no {name}: use {_DECIDED[name]}.")
-        if name not in _OPTIONS:
-            raise InvalidInput(
-                f"ElasticDataLoader has no option {name!r}: it takes those of torch's DataLoader."
-            )
-    if options.get("in_order") is False:
-        raise InvalidInput(
-            "ElasticDataLoader needs in_order=True: batches that overtake others have no position."
-        )

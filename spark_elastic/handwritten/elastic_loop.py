@@ -13,23 +13,28 @@ from typing import Any, TypeVar
 
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State, WorkerSession
+from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State
+from spark_elastic.handwritten.session import WorkerSession, get_session
 from spark_elastic.protocol.types import START, WorldView
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER, CommitKeeper
 from spark_elastic.worker.session import ENTERED, STATE
 
 R = TypeVar("R")
 
-# Keys of `WorkerSession.process_values`.
-SYNCED_FENCE = "synced_fence"  # the fence of the newest world that the state has begun
+# Key of `process_values`: the fence of the newest world that the state has begun.
+SYNCED_FENCE = "synced_fence"
 
 
-def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | None]) -> Callable[..., R]:
-    """`func(state, ...)` run again in each world, from where its state stands. In a process that is no worker: once.
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns. In a
+    process that is no worker: once."""
+    return elastic(func)
 
-    Args:
-        get_session: returns the session of the process; called with each call of the function.
-    """
+
+def elastic(
+    func: Callable[..., R], find_session: Callable[[], WorkerSession | None] = get_session
+) -> Callable[..., R]:
+    """As `run`. find_session: returns the session of the process; called with each call of the function."""
 
     @wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
@@ -38,7 +43,7 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
                 f"a function of elastic.run takes a state first, such as TorchState(model=model); got "
                 f"{type(state).__name__}."
             )
-        session = get_session()
+        session = find_session()
         if session is None:
             state.begin_alone()
             return func(state, *args, **kwargs)
@@ -76,7 +81,8 @@ def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) 
                 session.enter_loop()
             _begin_world(state, session)
             result = func()
-            _write_last_checkpoint(state, session)
+            if session.checkpointer is not None:  # no commit follows
+                state.write_checkpoint(session.checkpointer)
             return result
         except HostsUpdatedInterrupt:
             error = _save_at_stop(state, session)
@@ -85,8 +91,13 @@ def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) 
         except CollectiveError as broke:
             state.on_broken_world()
             error = broke
-        _wait_for_next_world(session, error)
-        changed = True
+        changed = False
+        while not changed:
+            try:
+                session.next_world(error)
+                changed = True
+            except CollectiveError as broke:  # at once
+                error = broke
 
 
 def _save_at_stop(state: State, session: WorkerSession) -> CollectiveError | None:
@@ -95,23 +106,14 @@ def _save_at_stop(state: State, session: WorkerSession) -> CollectiveError | Non
     try:
         # The stop is a commit of its own: a worker whose exchange broke here is one commit behind, and receives it.
         state.make_commit()
-        if session.is_job_ending():
-            _write_last_checkpoint(state, session)
+        if session.is_job_ending() and session.checkpointer is not None:
+            state.write_checkpoint(session.checkpointer)
     except MismatchError:
         raise
     except CollectiveError as broke:
         state.on_broken_world()
         return broke
     return None
-
-
-def _wait_for_next_world(session: WorkerSession, error: CollectiveError | None) -> None:
-    while True:
-        try:
-            session.next_world(error)
-            return
-        except CollectiveError as broke:
-            error = broke
 
 
 def _begin_world(state: State, session: WorkerSession) -> None:
@@ -132,12 +134,6 @@ def _begin_world(state: State, session: WorkerSession) -> None:
     if reader is not None:
         reader.forget()
     session.process_values[SYNCED_FENCE] = world.fence
-
-
-def _write_last_checkpoint(state: State, session: WorkerSession) -> None:
-    """Write a checkpoint of the newest commit, since none follows it."""
-    if session.checkpointer is not None:
-        state.write_checkpoint(session.checkpointer)
 
 
 def choose_source(world: WorldView) -> tuple[int | None, int]:

@@ -1,38 +1,68 @@
-"""`FSDPState`: elastic training of models that `fully_shard` (FSDP2) divides over the workers. Training thread only."""
+"""`FSDPState`: elastic training of models that `fully_shard` (FSDP2) divides over the workers.
+
+A function builds what depends on the world, such as a model, at the beginning of each world; handlers add its divided
+tensors to the commits of `sharded_commits`. All ranks agree which commit they restore before anything is changed, and
+keep it until the new world has committed the same state, divided anew, everywhere. Training thread only.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten import sharded_state
-from spark_elastic.handwritten.sharded_commits import ShardBuilder
-from spark_elastic.handwritten.sharded_state import Build, DividedHandler
-from spark_elastic.handwritten.shards import DividedTensor
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.handwritten.object_state import PLAIN, ObjectState, State
+from spark_elastic.handwritten.session import WorkerSession, make_commit_position
+from spark_elastic.handwritten.sharded_commits import (
+    FROM_CHECKPOINT,
+    LAYOUT,
+    CommitKey,
+    DividedTensor,
+    LostCommit,
+    Place,
+    RestorableCommit,
+    ShardBuilder,
+    ShardedCommits,
+    lay_out,
+)
 from spark_elastic.handwritten.torch_state import get_handler_registry
-from spark_elastic.runs.handlers import Registry
-from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
+from spark_elastic.protocol.types import START, Checkpoint
+from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
+from spark_elastic.runs.handlers import Registry, SamplerStateHandler, SnapshotHandler
+from spark_elastic.runs.snapshot import Bytes, PickleCodec, Snapshot, SnapshotBuilder, broadcast_snapshot
 from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler, view_bytes
 
-_TOO_OLD = (
-    f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch {torch.__version__}."
-)
-if torch.__version__.startswith("2.6."):
-    raise InvalidInput(_TOO_OLD)
 try:
+    if torch.__version__.startswith("2.6."):
+        raise ImportError
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 except ImportError as error:
-    raise InvalidInput(_TOO_OLD) from error
+    raise InvalidInput(
+        f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch {torch.__version__}."
+    ) from error
+
+log = logging.getLogger("spark_elastic.state")
+
+Build = Callable[[Any], Mapping[str, Any]]
 
 
-class FSDPState(sharded_state.ShardedState):
+class DividedHandler(SnapshotHandler):
+    """A handler of a value with divided tensors: `capture` gets a `ShardBuilder`, and `load` also reads `pieces`."""
+
+    # For `load`: this rank's piece of each divided tensor, by the number that `ShardBuilder.add_piece` returned.
+    pieces: Sequence[Bytes] = ()
+
+
+class FSDPState(ObjectState):
     """A model that FSDP2 divides, its optimizer, and plain values by name.
 
     `build(state)` is called at the beginning of each world, once the plain values and the position of an
@@ -41,6 +71,8 @@ class FSDPState(sharded_state.ShardedState):
 
     `commit` copies the worker's shard, sends a copy to another host, and returns once all workers have done so.
     """
+
+    builds_late = False  # whether `finish_world` is called by whoever builds, and not when a world begins
 
     def __init__(self, build: Build, **values: Any) -> None:
         """
@@ -52,7 +84,22 @@ class FSDPState(sharded_state.ShardedState):
         Raises:
             InvalidInput: an argument is wrong.
         """
-        super().__init__(build, **values)
+        if not callable(build):
+            raise InvalidInput(
+                f"{type(self).__name__} takes a function that makes the model in each world; got a "
+                f"{type(build).__name__}."
+            )
+        self._build = build
+        self._commits = ShardedCommits()
+        self._built: list[str] = []  # names of what `build` has returned
+        # The commit that this world continues, and what all ranks have alike in it; None: nothing was committed.
+        self._chosen: tuple[RestorableCommit, Snapshot] | None = None
+        super().__init__(**values)
+        for name, handler in self._handlers.items():
+            if isinstance(handler, DividedHandler):
+                raise InvalidInput(
+                    f"{name!r} belongs to a world: make it in build(state), and return it by that name."
+                )
 
     @property
     def registry(self) -> Registry:  # type: ignore[override] # looked up for each value
@@ -61,6 +108,225 @@ class FSDPState(sharded_state.ShardedState):
             (torch.optim.Optimizer, DividedOptimizerHandler),
             *get_handler_registry(),
         )
+
+    def _add(self, name: str, value: Any) -> None:
+        super()._add(name, value)
+        handler = self._handlers.get(name)
+        if isinstance(handler, SamplerStateHandler):
+            raise InvalidInput(
+                f"{type(self).__name__} takes no ElasticSampler ({name!r}): use an ElasticDataLoader."
+            )
+        if handler is not None and not isinstance(handler, SnapshotHandler):
+            raise InvalidInput(
+                f"{type(self).__name__} makes one commit of all: have the handler of {name!r} be a SnapshotHandler."
+            )
+
+    # ---- commits
+
+    def renew_commit(self) -> None:
+        """Commit, if this process is a worker: otherwise there are no ranks to commit with."""
+        session = self._session
+        if session is not None and self._built:
+            group, position = _wait_for_idle_group(session), make_commit_position(self._number)
+            fence = session.world.fence.attempt, session.world.fence.generation
+            self._commits.save(group, position, fence, self._capture)
+
+    def make_commit(self) -> None:
+        self.save()
+        session = self._session
+        if session is None or session.checkpointer is None:
+            return
+        due = np.array([session.group.rank == 0 and session.checkpointer.count_step()], np.int64)
+        session.group.allreduce(due, op="max")
+        if due[0]:
+            self._offer_newest_commit(session.checkpointer)
+
+    def restore(self) -> None:
+        """Put this worker's part back as it was at the newest commit."""
+        commit, session = self._commits.get_newest_complete(), self._session
+        if commit is None or session is None or commit.key.fence[1] != session.world.fence.generation:
+            return  # the next world does it
+        size, rank = session.group.size, session.group.rank
+        extents, _ = lay_out(commit.tensors, size, rank)
+        self._load_values(commit.common)
+        self._load_built(commit.common, [extent.of(commit.shards[rank]) for extent in extents])
+
+    def on_broken_world(self) -> None:
+        """Nothing: at the beginning of the next world the ranks choose the commit that all go back to."""
+
+    def write_checkpoint(self, checkpointer: Checkpointer) -> None:
+        self._offer_newest_commit(checkpointer)
+        checkpointer.flush()
+
+    def _offer_newest_commit(self, checkpointer: Checkpointer) -> None:
+        """Have rank 0 write the whole state. Collective."""
+        assert self._session is not None
+        if self._number == START.step:
+            return
+        with checkpointer.measure_stall():
+            whole = self._commits.gather(_wait_for_idle_group(self._session), 0)
+        if whole is not None:
+            checkpointer.offer(self._session.world.fence, whole)
+
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        whole = reader.read(candidates)
+        if whole is None:
+            return
+        if LAYOUT not in whole.values:
+            raise InvalidInput("the run's checkpoints are of another kind of state: use another run_id.")
+        self._commits.adopt(whole)
+
+    def continue_from(self, other: State) -> None:
+        if not isinstance(other, FSDPState):
+            raise InvalidInput(
+                "the function made a state of another kind than when it was called before: make the same one each time."
+            )
+        self._commits = other._commits
+
+    # ---- at the beginning of a world
+
+    def begin_alone(self) -> None:
+        if not self.builds_late:
+            self.finish_world()
+
+    def on_reset(self) -> None:
+        self.reset()  # callbacks run once the state is there
+
+    def sync(self) -> None:
+        raise InvalidInput("elastic.run synchronizes this state at the beginning of each world: drop sync().")
+
+    def begin_world(self, source: int | None, commits: int | None) -> None:
+        session = self._session
+        assert session is not None
+        group = _wait_for_idle_group(session)
+        if commits is None and group.rank != source:
+            self._commits.clear()  # rank `source` has read a checkpoint
+        place = Place(session.address, session.world.me.host)
+        chosen = self._commits.agree_on_commit(group, place)
+        if isinstance(chosen, LostCommit):
+            chosen = self._replace_lost(session, place, chosen)
+        self._chosen = None
+        if chosen is not None:
+            common = self._commits.share_common(group, chosen)
+            self._load_values(common)
+            self._chosen = chosen, common
+        if not self.builds_late:
+            self.finish_world()
+
+    @property
+    def continues(self) -> bool:
+        """Whether this world continues a commit."""
+        return self._chosen is not None
+
+    def finish_world(self) -> None:
+        """Build, continue the commit that `begin_world` has chosen, and commit again, as this world divides it."""
+        self._build_values()
+        session, chosen, self._chosen = self._session, self._chosen, None
+        if session is None:
+            return
+        group = _wait_for_idle_group(session)
+        if chosen is None:
+            self._begin_training(group)
+        else:
+            self._continue(group, *chosen)
+        self.renew_commit()
+        self._report_commit()
+
+    def _replace_lost(self, session: WorkerSession, place: Place, lost: LostCommit) -> RestorableCommit:
+        """The newest checkpoint, in place of a commit of which parts are lost."""
+        group, reader = session.group, session.snapshot_reader
+        missing = self._commits.gather_loss_description(group, lost)
+        sentence = f"commit {lost.key.number} is lost with the workers that held parts of it: {missing}"
+        if reader is not None and group.rank == 0:
+            try:
+                self.restore_checkpoint(reader, reader.read_published())
+            except StoreError as error:
+                log.warning("%s", error)
+        chosen = self._commits.agree_on_commit(group, place)
+        if isinstance(chosen, RestorableCommit):
+            log.warning(
+                "%s; training continues from the checkpoint of commit %d", sentence, chosen.key.number
+            )
+            return chosen
+        raise InvalidInput(
+            f"{sentence}. Pass run_id= and store=, so that such a loss goes back to a checkpoint, or spread the "
+            "workers over more hosts."
+        )
+
+    def _begin_training(self, group: Group) -> None:
+        """Nothing was committed: rank 0's values, and what each rank has built."""
+        self._number = 0
+        commit = self._commits.copy_state(group.rank, CommitKey(0, (0, 0), group.size), START, self._capture)
+        common = broadcast_snapshot(group, 0, commit.common, PickleCodec())
+        if common is not None:
+            extents, _ = lay_out(commit.tensors, group.size, group.rank)
+            self._load_values(common)
+            self._load_built(common, [extent.of(commit.shards[group.rank]) for extent in extents])
+
+    def _continue(self, group: Group, chosen: RestorableCommit, common: Snapshot) -> None:
+        self._load_built(common, self._commits.divide(group, chosen, common))
+        if chosen.key.fence != FROM_CHECKPOINT:
+            for callback in self._reset_callbacks:
+                callback()
+
+    def _build_values(self) -> None:
+        """Call `build`, in place of what it made in the world before."""
+        for name in self._built:
+            del self._handlers[name]
+            object.__delattr__(self, name)
+        self._built = []
+        built: Any = self._build(self)
+        if not isinstance(built, Mapping) or not built or not all(isinstance(name, str) for name in built):
+            raise InvalidInput(
+                'build(state) returns what it made by name, as in {"model": model, "optimizer": optimizer}; it '
+                f"returned a {type(built).__name__}."
+            )
+        for name, value in built.items():
+            if name in self._plain or name in self._handlers:
+                raise InvalidInput(
+                    f"build(state) returned a value named {name!r}, which the state has already."
+                )
+            self._add(name, value)
+            if name not in self._handlers:
+                raise InvalidInput(
+                    f"build(state) returned {name!r}, which has no state dict: give the state its plain values."
+                )
+            self._built.append(name)
+
+    def _load_values(self, common: Snapshot) -> None:
+        """What does not depend on the world."""
+        names = [name for name in self._handlers if name not in self._built]
+        plain = pickle.loads(common.values[PLAIN])
+        if set(plain) != set(self._plain) or not set(names) <= set(common.values):
+            raise InvalidInput("the commit is of a state of other names: make the same one on each worker.")
+        for name in names:
+            handler = self._handlers[name]
+            assert isinstance(handler, SnapshotHandler)
+            handler.load(common.values[name], common.memory)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+        self._number = common.position.step
+
+    def _load_built(self, common: Snapshot, pieces: list[Bytes]) -> None:
+        if set(common.values) != {PLAIN, LAYOUT, *self._handlers}:
+            raise InvalidInput(
+                "build(state) returned other names than before: return the same ones in each world."
+            )
+        for name in self._built:
+            handler = self._handlers[name]
+            assert isinstance(handler, SnapshotHandler)
+            if isinstance(handler, DividedHandler):
+                handler.pieces = pieces
+            handler.load(common.values[name], common.memory)
+
+
+def _wait_for_idle_group(session: WorkerSession) -> Group:
+    """The world's group, once no other thread calls it."""
+    session.wait_until_idle()
+    return session.group
+
+
+# ---- divided tensors
 
 
 class _PieceRef(NamedTuple):
@@ -72,11 +338,7 @@ class _PieceRef(NamedTuple):
 
 
 def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRef:
-    """Add this rank's rows to the commit.
-
-    Raises:
-        InvalidInput: the tensor is not divided by rows over all ranks.
-    """
+    """Add this rank's rows to the commit."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if placements != (Shard(0),) or mesh.mesh.tolist() != list(range(dist.get_world_size())):
         raise InvalidInput(
@@ -117,10 +379,7 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         reshard(self.value)
-        divided = {
-            name: _add_piece(builder, parameter, f"parameter {name!r}")
-            for name, parameter in self._list_divided()
-        }
+        divided = {name: _add_piece(builder, p, f"parameter {name!r}") for name, p in self._list_divided()}
         frozen = [name for name, parameter in self._list_divided() if not parameter.requires_grad]
         return {"divided": divided, "divided frozen": frozen, **super().capture(builder)}
 
@@ -165,17 +424,10 @@ class DividedOptimizerHandler(OptimizerStateHandler, DividedHandler):
         if isinstance(value, _PieceRef):
             if not isinstance(parameter, DTensor):
                 raise InvalidInput("build(state) divides other parameters than before: build the same model.")
-            strides = tuple(accumulate((1, *value.shape[:0:-1]), lambda product, length: product * length))[
-                ::-1
-            ]
-            return DTensor.from_local(
-                _read_piece(value, self.pieces).clone().to(parameter.to_local().device),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=torch.Size(value.shape),
-                stride=strides,
-            )
+            own = _read_piece(value, self.pieces).clone().to(parameter.to_local().device)
+            shape, stride = torch.Size(value.shape), torch.empty(value.shape, device="meta").stride()
+            mesh, placements = parameter.device_mesh, parameter.placements
+            return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
         if isinstance(value, dict):
             return {key: self._divide(item, parameter) for key, item in value.items()}
         if type(value) in (list, tuple):

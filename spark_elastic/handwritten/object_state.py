@@ -2,7 +2,7 @@
 
 A commit is one snapshot over all values, so what is restored and what is handed over always belongs together. Commits
 are counted: their number is the position by which the driver finds the newest survivor (R4, survivors). Training thread
-only. Nothing here knows how worlds are formed; that is behind `WorkerSession`.
+only.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from elastic_collectives import CollectiveError, Group
+from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, WorldView
+from spark_elastic.handwritten.session import WorkerSession, make_commit_position
+from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.handlers import (
     REGISTRY,
@@ -56,82 +57,10 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
-class WorkerSession(Protocol):
-    """What a state uses of the worker that it lives in."""
-
-    @property
-    def world(self) -> WorldView: ...
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def address(self) -> str:
-        """Of this worker's machine."""
-        ...
-
-    def wait_until_idle(self) -> None:
-        """Wait until no other thread calls the group's collectives."""
-        ...
-
-    @property
-    def process_values(self) -> dict[str, Any]:
-        """Values of the process by name, which outlive one call of the user's function."""
-        ...
-
-    def report_commit(self, commits: int) -> None:
-        """Report that this worker now holds the state of `commits` commits."""
-        ...
-
-    def agree_to_stop(self) -> bool:
-        """Whether all ranks stop here for a planned change; the same answer on each (R6, step summary).
-
-        Raises:
-            CollectiveError: the group broke.
-        """
-        ...
-
-    @property
-    def host_update(self) -> HostUpdateResult:
-        """What the planned change does that all ranks know of since `agree_to_stop`."""
-        ...
-
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """Writes checkpoints; None in a job without them."""
-        ...
-
-    @property
-    def snapshot_reader(self) -> SnapshotReader | None:
-        """Reads the run's checkpoints; None in a job without them."""
-        ...
-
-    def is_job_ending(self) -> bool:
-        """Whether the stop that all ranks agreed on is the end of the job."""
-        ...
-
-    def enter_loop(self) -> None:
-        """The function is about to begin its loop: be in one world with the others that are in theirs.
-
-        Raises:
-            CollectiveError: that world broke at once.
-        """
-        ...
-
-    def next_world(self, error: CollectiveError | None) -> None:
-        """Leave this world, because of `error` or at an agreed boundary, and return once the next one stands.
-
-        Raises:
-            CollectiveError: the next world broke at once.
-        """
-        ...
-
-
 class State(ABC):
     """Saves, restores and hands over what training needs. Subclasses say how, users say when."""
 
-    # Whether `write_checkpoint` and `restore_checkpoint` work.
-    takes_checkpoints = False
+    takes_checkpoints = False  # whether `write_checkpoint` and `restore_checkpoint` work
 
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
         """
@@ -151,12 +80,12 @@ class State(ABC):
             InvalidInput: there is something else among them.
         """
         given: Any = callbacks
-        found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-        if not all(map(callable, found)):
+        listed: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+        if not all(map(callable, listed)):
             raise InvalidInput(
-                f"register_reset_callbacks takes a list of functions, such as [f] and not [f()]; got {given!r}."
+                f"register_reset_callbacks takes a list of functions, such as [f] and not [f()]; got {callbacks!r}."
             )
-        self._reset_callbacks.extend(found)
+        self._reset_callbacks.extend(listed)
 
     def on_reset(self) -> None:
         """The world changed."""
@@ -239,11 +168,7 @@ class State(ABC):
         """The function begins in a process that is no worker."""
 
     def attach(self, session: WorkerSession | None) -> None:
-        """Use a worker's session; None detaches.
-
-        Raises:
-            InvalidInput: the job writes checkpoints, and this kind of state takes part in none.
-        """
+        """Use a worker's session; None detaches."""
         if session is not None and session.checkpointer is not None and not self.takes_checkpoints:
             raise InvalidInput(
                 "run_id= needs a state that checkpoints can hold, an ObjectState or a class derived from it, such as "
@@ -252,12 +177,8 @@ class State(ABC):
         self._session = session
 
     def begin_world(self, source: int | None, commits: int | None) -> None:
-        """Prepare to continue in a new world.
-
-        Args:
-            source: the rank whose state all others receive; None: all hold it already.
-            commits: how many commits led to that state; None: the source has restored a checkpoint, which says it.
-        """
+        """Prepare to continue in a new world. source: the rank whose state all others receive; None: all hold it
+        already. commits: how many led to that state; None: the source has restored a checkpoint, which says it."""
         self._number = self._number if commits is None else commits
         if source is None:
             self.renew_commit()  # includes what the reset callbacks changed
@@ -267,12 +188,7 @@ class State(ABC):
         self._report_commit()
 
     def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
-        """Load the first undamaged candidate. Called on the source rank alone.
-
-        Raises:
-            InvalidInput: the checkpoints are of another kind of state.
-            StoreError: all candidates are damaged.
-        """
+        """Load the first undamaged candidate; StoreError if all are damaged. Called on the source rank alone."""
         raise NotImplementedError
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
@@ -387,10 +303,8 @@ class ObjectState(State):
         group = self._find_group()
         if group is None:
             return {}
-        return {
-            name: group.allgather_bytes(h.pack_progress())
-            for name, h in self._find_sampler_handlers().items()
-        }
+        samplers = self._find_sampler_handlers().items()
+        return {name: group.allgather_bytes(handler.pack_progress()) for name, handler in samplers}
 
     def _merge_progress(self, progress: dict[str, list[bytes]]) -> None:
         differing = {name: packed for name, packed in progress.items() if any(packed)}
@@ -462,8 +376,8 @@ class ObjectState(State):
             checkpointer.flush()
 
     def _offer_newest_commit(self, checkpointer: Checkpointer) -> None:
-        """Rank 0 has completed the exchanges after the newest commit, so every survivor holds it or receives it. Called
-        before the next commit is saved."""
+        """Called before the next commit is saved: rank 0 has completed the exchanges after the newest one by then, so
+        every survivor holds it or receives it."""
         assert self._session is not None
         snapshot = self._snapshots.wait_for_newest()
         if snapshot is not None and snapshot.position != START:
@@ -496,9 +410,7 @@ class ObjectState(State):
         return {name: h for name, h in self._handlers.items() if isinstance(h, SnapshotHandler)}
 
     def _capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            name: h.capture(builder) for name, h in self._find_snapshot_handlers().items()
-        }
+        values = {name: handler.capture(builder) for name, handler in self._find_snapshot_handlers().items()}
         values[PLAIN] = self._pickle_plain()
         self._replaced = {}
         return values
@@ -519,11 +431,6 @@ class ObjectState(State):
             object.__setattr__(self, name, value)
         self._number = snapshot.position.step
         self._replaced = {}
-
-
-def make_commit_position(commits: int) -> Position:
-    """The position of a hand-written training after so many commits."""
-    return Position(0, Phase.TRAIN, commits)
 
 
 class KerasState(ObjectState):

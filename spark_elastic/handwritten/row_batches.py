@@ -34,16 +34,9 @@ def plan_rows(
 ) -> DataPlan:
     """The order of the rows: that of an estimator with as many lanes. lanes: None: as many as memory allows, up to
     16."""
-    manifest = rows.manifest
-    plan = DataPlan.for_run(
-        manifest.group_rows,
-        global_batch_size,
-        seed,
-        USUAL_WORKERS,
-        manifest.max_decoded_group_bytes(),
-        DEFAULT_CACHE_BYTES,
-        shuffle,
-    )
+    groups, nbytes = rows.manifest.group_rows, rows.manifest.max_decoded_group_bytes()
+    memory = nbytes, DEFAULT_CACHE_BYTES
+    plan = DataPlan.for_run(groups, global_batch_size, seed, USUAL_WORKERS, *memory, shuffle)
     if lanes is not None and lanes > plan.base_rows:
         raise InvalidInput(f"lanes={lanes} is more than the {plan.base_rows} rows of a step: lower it.")
     return replace(plan, lanes=lanes or plan.lanes, drop_last=drop_last)
@@ -63,10 +56,7 @@ class RowBatches:
         collate: Callable[[list[Any]], Any] | None,
         determinism: str | None,
     ) -> None:
-        """
-        Args:
-            collate: makes a batch of rows, each a dict; None: a batch is a dict of tensors.
-        """
+        """collate: makes a batch of rows, each a dict; None: a batch is a dict of tensors."""
         self.rows = rows
         self._access = RowAccess(rows.store, rows.manifest)
         self._seed = seed
@@ -82,9 +72,8 @@ class RowBatches:
 
     def make(self, key: Sequence[int], numbers: Int64s, columns: Mapping[str, Any]) -> Any:
         """A batch of rows that were read."""
-        # Not what the model draws.
-        seeded = seeded_rng(self._seed, *key, -1) if self._determinism == "bitwise" else nullcontext()
-        with seeded:
+        is_bitwise = self._determinism == "bitwise"
+        with seeded_rng(self._seed, *key, -1) if is_bitwise else nullcontext():  # not what the model draws
             if self._transformation is not None:
                 columns = self._transform(key[0], numbers, columns)
             if self._collate is None:
@@ -93,9 +82,8 @@ class RowBatches:
 
     def open_stream(self, plan: DataPlan) -> RowStream:
         """The steps of a plan over these rows, read ahead by threads of this process."""
-        return RowStream(
-            self, StepLoader(plan, self._access.reader, self.rows.columns, Prefetch(bytes=BYTES_AHEAD))
-        )
+        ahead = Prefetch(bytes=BYTES_AHEAD)
+        return RowStream(self, StepLoader(plan, self._access.reader, self.rows.columns, ahead))
 
     def _transform(self, epoch: int, numbers: Int64s, columns: Mapping[str, Any]) -> dict[str, Any]:
         assert self._transformation is not None
@@ -110,6 +98,36 @@ class RowBatches:
                 random = RowRandom(self._seed, epoch, numbers[row : row + 1])
                 parts.append(transform_columns(own, 1, None, self._transformation, random))
         return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+class SeededRows:
+    """A map-style data set that draws the same random numbers for a row, or for a virtual share in bitwise mode,
+    whichever process reads it. Takes the key that `RowBatches` takes."""
+
+    def __init__(self, dataset: Any, seed: int, determinism: str) -> None:
+        self._dataset, self._seed, self._by_share = dataset, seed, determinism == "bitwise"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, places: list[int]) -> Any:
+        if self._by_share:
+            key, rows = places[:3], places[3:]
+            with seeded_rng(self._seed, *key, -1):  # not what the model draws
+                if hasattr(self._dataset, "__getitems__"):
+                    return self._dataset.__getitems__(rows)
+                return [self._dataset[row] for row in rows]
+        items = []
+        with borrow_rng() as seed:
+            for row in places[1:]:
+                seed(self._seed, places[0], row)
+                items.append(self._dataset[row])
+        return items
+
+
+def pass_batch(batch: Any) -> Any:
+    """As `collate_fn` of a data set that gives whole batches."""
+    return batch
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -1,8 +1,7 @@
-"""The run loop's session in a worker. Training thread only."""
+"""What a state uses of the worker that it lives in: `WorkerSession`. Training thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.handwritten.elastic_loop import elastic
-from spark_elastic.handwritten.object_state import make_commit_position
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     HostUpdateResult,
     MembershipVersion,
+    Phase,
+    Position,
     WorldView,
 )
 from spark_elastic.runs.checkpoint import CHECKPOINTER, SNAPSHOT_READER, Checkpointer, SnapshotReader
@@ -29,19 +28,12 @@ R = TypeVar("R")
 MARKED = "marked"  # key of the process's values: this worker has told the driver that it enters its loop
 
 
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns.
-
-    A collective that breaks inside a tf.function, `model.fit` included, ends the world as any other does.
-    """
-    return elastic(func, get_session)
-
-
-class ContextSession:
-    """`WorkerSession` over the current worker. A count of commits is reported as a position in epoch 0."""
+class WorkerSession:
+    """The current worker, whose context is another one in each world."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self._handle = handle
+        self.process_values: dict[str, Any] = handle.process_values  # outlive one call of the user's function
         self._agreed_version = INITIAL_VERSION  # newest membership version that all ranks know
 
     @property
@@ -56,16 +48,27 @@ class ContextSession:
 
     @property
     def address(self) -> str:
+        """Of this worker's machine."""
         return _require_context().address
 
-    def wait_until_idle(self) -> None:
-        _require_context().group_context.wait_until_idle()
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """Writes checkpoints; None in a job without them."""
+        checkpointer: Checkpointer | None = self.process_values.get(CHECKPOINTER)
+        return checkpointer
 
     @property
-    def process_values(self) -> dict[str, Any]:
-        return self._handle.process_values
+    def snapshot_reader(self) -> SnapshotReader | None:
+        """Reads the run's checkpoints; None in a job without them."""
+        reader: SnapshotReader | None = self.process_values.get(SNAPSHOT_READER)
+        return reader
+
+    def wait_until_idle(self) -> None:
+        """Wait until no other thread calls the group's collectives."""
+        _require_context().group_context.wait_until_idle()
 
     def report_commit(self, commits: int) -> None:
+        """Report that this worker now holds the state of `commits` commits."""
         self._handle.report_position(make_commit_position(commits))
         metrics: dict[str, Any] = {"step": commits, "world": self.world.size}
         if self.checkpointer is not None:
@@ -73,8 +76,8 @@ class ContextSession:
         update_metrics(self._handle, metrics)
 
     def agree_to_stop(self) -> bool:
-        """Whether all ranks stop here. The answer follows from the membership version that came with the last exchange
-        of gradients; if there was none, a small exchange takes place."""
+        """Whether all ranks stop here for a planned change; the same answer on each (R6, step summary). It follows from
+        the membership version of the last exchange of gradients; if there was none, a small exchange takes place."""
         worker = _require_context()
         version = worker.group_context.take_agreed_version()
         if version is None:
@@ -87,23 +90,16 @@ class ContextSession:
 
     @property
     def host_update(self) -> HostUpdateResult:
+        """What the planned change does that all ranks know of since `agree_to_stop`."""
         return self._agreed_version.update
 
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        checkpointer: Checkpointer | None = self._handle.process_values.get(CHECKPOINTER)
-        return checkpointer
-
-    @property
-    def snapshot_reader(self) -> SnapshotReader | None:
-        reader: SnapshotReader | None = self._handle.process_values.get(SNAPSHOT_READER)
-        return reader
-
     def is_job_ending(self) -> bool:
+        """Whether the stop that all ranks agreed on is the end of the job."""
         return self._agreed_version.job_ends
 
     def enter_loop(self) -> None:
-        """R21 (outside of the loop): the driver knows of it before this worker exchanges anything inside."""
+        """Be in one world with the others that are in their loops. R21 (outside of the loop): the driver knows of it
+        before this worker exchanges anything inside."""
         worker = _require_context()
         if worker.driver is not None and MARKED not in self.process_values:
             self.process_values[MARKED] = True
@@ -115,6 +111,8 @@ class ContextSession:
             (env or self._exchange_env(*joined)).apply()
 
     def next_world(self, error: CollectiveError | None) -> None:
+        """Leave this world, because of `error` or at an agreed boundary, and return once the next one stands. Raises
+        CollectiveError if that one broke at once."""
         self._exchange_env(*self._handle.next_world(error)).apply()
 
     def _exchange_env(self, world: WorldView, group: Group) -> DistEnv:
@@ -122,10 +120,15 @@ class ContextSession:
         return exchange_dist_env(world, group, worker.address, worker.ports, in_loop=True)
 
 
-def get_session() -> ContextSession | None:
+def get_session() -> WorkerSession | None:
     """The session of this process; None in a process that is not a worker."""
     worker = get_context()
-    return None if worker is None or worker.handle is None else ContextSession(worker.handle)
+    return None if worker is None or worker.handle is None else WorkerSession(worker.handle)
+
+
+def make_commit_position(commits: int) -> Position:
+    """The position of a hand-written training after so many commits: in epoch 0."""
+    return Position(0, Phase.TRAIN, commits)
 
 
 def _require_context() -> WorkerContext:

@@ -4,6 +4,7 @@ A commit is complete once each shard has its copy; only then does a rank drop th
 ranks tell each other what they hold, restore the newest commit of which every shard is left, and divide it anew among
 themselves in memory. What all ranks have alike (plain values, buffers, settings) is a `Snapshot` that each rank keeps.
 Shards have checksums: of what arrives from another rank, and, before a commit is restored, of what lies in memory.
+Tensors are divided by rows as `torch.chunk` divides them; a shard is one memory, its pieces one after the other.
 
 Knows no framework. Training thread only; every method with a group is collective.
 """
@@ -14,32 +15,21 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.operands import split
-from spark_elastic.handwritten.shards import (
-    CommitKey,
-    DividedTensor,
-    LostCommit,
-    Place,
-    RestorableCommit,
-    assign_copies,
-    choose_commit,
-    find_lost_commit,
-    find_overlaps,
-    get_shard_range,
-    lay_out,
-)
 from spark_elastic.protocol.types import Position
 from spark_elastic.runs.snapshot import (
     Bytes,
     Capture,
+    Extent,
     PickleCodec,
     Snapshot,
     SnapshotBuilder,
+    align,
     broadcast_snapshot,
     build_snapshot,
 )
@@ -49,6 +39,133 @@ log = logging.getLogger("spark_elastic.state")
 BATCH_BYTES = 64 << 20  # of tensors that are divided anew in one exchange, so that it needs little memory
 FROM_CHECKPOINT = (0, 0)  # the fence of a commit that was read from a checkpoint
 LAYOUT = ".tensors"  # key of the divided tensors in a commit's values; no value of a state has such a name
+
+
+# ---- arithmetic: pure
+
+
+def get_shard_range(rows: int, size: int, rank: int) -> tuple[int, int]:
+    """The first row of that rank's part, and the row after its last one."""
+    part = -(-rows // size)
+    return min(rank * part, rows), min((rank + 1) * part, rows)
+
+
+class DividedTensor(NamedTuple):
+    """A tensor whose rows are divided over the ranks."""
+
+    rows: int  # of all ranks together
+    row_bytes: int  # bytes of a row
+
+    def count_piece_bytes(self, size: int, rank: int) -> int:
+        """The bytes of a rank's rows."""
+        begin, end = get_shard_range(self.rows, size, rank)
+        return (end - begin) * self.row_bytes
+
+
+def lay_out(tensors: Sequence[DividedTensor], size: int, rank: int) -> tuple[list[Extent], int]:
+    """(where each tensor's piece lies in a rank's shard, bytes of the shard)."""
+    extents, offset = [], 0
+    for tensor in tensors:
+        extents.append(Extent(offset, tensor.count_piece_bytes(size, rank)))
+        offset += align(extents[-1].nbytes)
+    return extents, offset
+
+
+def find_overlaps(rows: int, old_size: int, new_size: int, new_rank: int) -> Iterator[tuple[int, int, int]]:
+    """The rows of a new part, by the old parts that hold them: (old rank, first row, row after the last)."""
+    begin, end = get_shard_range(rows, new_size, new_rank)
+    part = -(-rows // old_size)
+    while begin < end:
+        old = begin // part
+        until = min(end, (old + 1) * part)
+        yield old, begin, until
+        begin = until
+
+
+# ---- where copies lie
+
+
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    machine: str  # the address at which peers reach its workers
+    host: str  # the executor
+
+
+def assign_copies(places: Sequence[Place]) -> list[int]:
+    """For each rank the rank that holds the copy of its shard; itself in a world of one.
+
+    The copy lies on another machine if there are several, else on another host if there are several. Of the ranks
+    there, one with the fewest copies takes it, the next one behind the owner if there are several of those.
+    """
+    size = len(places)
+    counts = [0] * size
+    found = []
+    for rank, place in enumerate(places):
+        others = [(rank + step) % size for step in range(1, size)]
+        machines = [other for other in others if places[other].machine != place.machine]
+        hosts = [other for other in others if places[other].host != place.host]
+        chosen = min(machines or hosts or others or [rank], key=lambda other: counts[other])
+        counts[chosen] += 1
+        found.append(chosen)
+    return found
+
+
+# ---- which commit can be restored
+
+
+class CommitKey(NamedTuple):
+    """Names a commit; of two keys the higher one is the newer commit. The members of a new world commit the same state
+    again, divided anew."""
+
+    number: int  # commits so far, as `Position.step` counts them; 0: the initial state
+    fence: tuple[int, int]  # (attempt, generation) of the world that made it, or `FROM_CHECKPOINT`
+    size: int  # how many ranks its state is divided over
+
+
+@dataclass(frozen=True)
+class RestorableCommit:
+    """A commit of which each shard is there."""
+
+    key: CommitKey  # the newest that is whole
+    senders: tuple[int, ...]  # for each of its shards the rank of the present world that sends it
+
+
+@dataclass(frozen=True)
+class LostCommit:
+    """A commit of which shards are gone, with all of their copies."""
+
+    key: CommitKey  # the newest that is known
+    shards: tuple[int, ...]  # the numbers of those shards
+
+
+Holdings = Sequence[tuple[CommitKey, Sequence[int]]]
+
+
+def choose_commit(holdings: Sequence[Holdings]) -> RestorableCommit | LostCommit | None:
+    """The newest commit that can be restored; if there is none the newest that a rank knows of; None: nothing was
+    committed yet. holdings: of each rank, what it holds: commits, and of each the numbers of the shards."""
+    holders: dict[CommitKey, dict[int, list[int]]] = {}  # of each commit, and each of its shards that is left
+    for rank, held in enumerate(holdings):
+        for key, shards in held:
+            of_commit = holders.setdefault(key, {})
+            for shard in shards:
+                of_commit.setdefault(shard, []).append(rank)
+    for key in sorted(holders, reverse=True):
+        if len(holders[key]) == key.size:
+            counts = [0] * len(holdings)
+            senders = []
+            for shard in range(key.size):
+                senders.append(min(holders[key][shard], key=lambda rank: counts[rank]))
+                counts[senders[-1]] += 1
+            return RestorableCommit(key, tuple(senders))
+    newest = max(holders, default=None)
+    if newest is None or newest.number == 0:
+        return None
+    return LostCommit(newest, tuple(shard for shard in range(newest.size) if shard not in holders[newest]))
+
+
+# ---- commits
 
 
 class ShardBuilder(SnapshotBuilder):
@@ -74,12 +191,15 @@ class ShardedCommit:
     common: Snapshot  # what all ranks have alike
     places: Sequence[Place]  # where the ranks of its world ran
     shards: dict[int, Bytes]  # by number: the rank's own shard, and those that it keeps a copy of
-    # By number: the checksums of these shards, computed by the ranks that made them.
-    checksums: dict[int, int]
+    checksums: dict[int, int]  # of these shards, by number, computed by the ranks that made them
 
     @property
     def tensors(self) -> list[DividedTensor]:
-        return [DividedTensor(*each) for each in self.common.values[LAYOUT]]
+        return list_tensors(self.common)
+
+
+def list_tensors(common: Snapshot) -> list[DividedTensor]:
+    return [DividedTensor(*each) for each in common.values[LAYOUT]]
 
 
 class ShardedCommits:
@@ -113,6 +233,9 @@ class ShardedCommits:
         group.barrier()
         self.keep_only(commit)
 
+    def keep_only(self, commit: ShardedCommit) -> None:
+        self._held = [commit]
+
     def copy_state(self, rank: int, key: CommitKey, position: Position, capture: Capture) -> ShardedCommit:
         """Copy the present state to a commit, which is not held."""
         builder = ShardBuilder()
@@ -137,28 +260,18 @@ class ShardedCommits:
             _require_checksum(group, copy, checksums[rank], f"the copy of rank {rank}'s shard")
             commit.shards[rank], commit.checksums[rank] = copy, checksums[rank]
 
-    def keep_only(self, commit: ShardedCommit) -> None:
-        """Drop all others."""
-        self._held = [commit]
-
     # ---- at the beginning of a world
 
     def agree_on_commit(self, group: Group, place: Place) -> RestorableCommit | LostCommit | None:
-        """The newest commit that can be restored, the same on all ranks; None: nothing was committed.
-
-        Args:
-            place: where this rank runs.
-        """
+        """As `choose_commit`, the same on all ranks. place: where this rank runs."""
         self._drop_damaged()
         held = [(commit.key, sorted(commit.shards)) for commit in self._held]
         told = [json.loads(each) for each in group.allgather_bytes(json.dumps([place, held]).encode())]
         self._places = tuple(Place(*each[0]) for each in told)
         holdings = [[(_read_key(key), shards) for key, shards in each[1]] for each in told]
         chosen = choose_commit(holdings)
-        if chosen is None:
-            return find_lost_commit(holdings)
-        # A newer one cannot be restored: a shard of it is gone.
-        self._held = [commit for commit in self._held if commit.key <= chosen.key]
+        if isinstance(chosen, RestorableCommit):  # a newer one cannot be restored: a shard of it is gone
+            self._held = [commit for commit in self._held if commit.key <= chosen.key]
         return chosen
 
     def _drop_damaged(self) -> None:
@@ -194,19 +307,17 @@ class ShardedCommits:
         source = chosen.senders[0]
         mine = self._find(chosen.key)
         sent = mine.common if mine is not None and group.rank == source else None
-        arrived = broadcast_snapshot(group, source, sent, PickleCodec())
-        if arrived is not None:
-            if mine is None:
-                # This rank is about to load a commit of which it holds no shard: if all holders die meanwhile, the next
-                # world must not take that for a beginning.
-                self._held.insert(0, ShardedCommit(chosen.key, arrived, (), {}, {}))
-            return arrived
-        assert sent is not None
-        return sent
+        common = broadcast_snapshot(group, source, sent, PickleCodec()) or sent
+        assert common is not None
+        if mine is None:
+            # This rank is about to load a commit of which it holds no shard: if all holders die meanwhile, the next
+            # world must not take that for a beginning.
+            self._held.insert(0, ShardedCommit(chosen.key, common, (), {}, {}))
+        return common
 
-    def divide(self, group: Group, chosen: RestorableCommit, tensors: Sequence[DividedTensor]) -> list[Bytes]:
+    def divide(self, group: Group, chosen: RestorableCommit, common: Snapshot) -> list[Bytes]:
         """This rank's pieces of all tensors of the chosen commit, divided anew over the group."""
-        return self._redistribute(group, chosen, tensors, group.size, group.rank)
+        return self._redistribute(group, chosen, list_tensors(common), group.size, group.rank)
 
     def gather(self, group: Group, target: int) -> Snapshot | None:
         """The whole of the newest commit, on rank `target`; None on the others. `adopt` is its inverse."""
@@ -226,11 +337,9 @@ class ShardedCommits:
 
     def adopt(self, whole: Snapshot) -> None:
         """Hold a commit that was gathered into one, and no other."""
-        tensors = [DividedTensor(*each) for each in whole.values[LAYOUT]]
-        begin = whole.memory.nbytes - lay_out(tensors, 1, 0)[1]
+        begin = whole.memory.nbytes - lay_out(list_tensors(whole), 1, 0)[1]
         common = Snapshot(whole.position, whole.values, whole.memory[:begin])
         key, shard = CommitKey(whole.position.step, FROM_CHECKPOINT, 1), whole.memory[begin:]
-        self.clear()
         self._held = [ShardedCommit(key, common, (), {0: shard}, {0: _compute_checksum(shard)})]
 
     def _find(self, key: CommitKey) -> ShardedCommit | None:
@@ -308,10 +417,7 @@ def _compute_checksum(memory: Bytes) -> int:
 
 
 def _require_checksum(group: Group, arrived: Bytes, checksum: int, what: str) -> None:
-    """
-    Raises:
-        CollectiveError: what arrived is not what was sent. The group is aborted: the next world tries again.
-    """
+    """If what arrived is not what was sent, abort the group: the next world tries again."""
     if _compute_checksum(arrived) != checksum:
         reason = f"{what} that rank {group.rank} received is not the one that was sent"
         group.abort(reason)

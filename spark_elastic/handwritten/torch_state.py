@@ -12,17 +12,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence, Sized
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from spark_elastic.data import horovod_data
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import rank, size
-from spark_elastic.handwritten.applied_gradients import has_unapplied, is_distributed, mark_applied
 from spark_elastic.handwritten.data_loader import DataLoaderStateHandler, ElasticDataLoader
+from spark_elastic.handwritten.elastic_loop import run
 from spark_elastic.handwritten.object_state import ObjectState, State
-from spark_elastic.handwritten.session import run
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.runs.handlers import (
     REGISTRY,
@@ -111,8 +110,8 @@ class TorchState(ObjectState):
         self._has_checked = False  # that a model of this state has what its optimizers train
         self._has_stepped = False  # a plain optimizer has, since the last commit
         self._lone_steps = 0  # commits of such steps while the ranks had exchanged nothing
-        given = {"model": model, "optimizer": optimizer}
-        super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
+        named = {"model": model, "optimizer": optimizer}
+        super().__init__(**{name: value for name, value in named.items() if value is not None}, **values)
         self._watch_optimizers()
 
     @property
@@ -127,12 +126,14 @@ class TorchState(ObjectState):
         """
         optimizers = self._watch_optimizers()
         plain = [optimizer for optimizer in optimizers if not is_distributed(optimizer)]
-        found = any(has_unapplied(optimizer) for optimizer in optimizers if is_distributed(optimizer)) or (
-            bool(plain) and all(has_unapplied(optimizer) for optimizer in plain)
-        )
-        if found:
-            _warn_unapplied_gradients()
-        return found
+        ours = [optimizer for optimizer in optimizers if is_distributed(optimizer)]
+        is_under_way = any(map(has_unapplied, ours)) or (bool(plain) and all(map(has_unapplied, plain)))
+        if is_under_way:
+            _warn_once(
+                "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of "
+                "no snapshot: the commit after the step holds their rows."
+            )
+        return is_under_way
 
     def make_commit(self) -> None:
         if not self._has_checked:
@@ -142,7 +143,10 @@ class TorchState(ObjectState):
         if self._has_stepped and _is_training_alone():
             self._lone_steps += 1
             if self._lone_steps == 2:
-                _warn_separate_replicas()
+                _warn_once(
+                    "the ranks exchange no gradients, so each trains a model of its own: wrap the optimizer by "
+                    "hvd.DistributedOptimizer, or the model by DistributedDataParallel."
+                )
         self._has_stepped = False
 
     def begin_world(self, source: int | None, commits: int | None) -> None:
@@ -153,17 +157,22 @@ class TorchState(ObjectState):
         """Warn once of an object that the ranks with the newest commit do not have alike: each has trained with its
         own, and continues with that of one of them. Collective."""
         group = self._find_group()
-        models = [h.value for h in self._handlers.values() if isinstance(h, ModelStateHandler)]
         if group is None or group.size == 1:
             return
-        for model in models:
-            difference = find_difference(group, model, counts=0 < self._number == commits)
+        for handler in self._list_model_handlers():
+            difference = find_difference(group, handler.value, counts=0 < self._number == commits)
             if difference is not None and group.rank == 0:
-                _warn_difference(difference)
+                _warn_once(
+                    f"{difference}: all workers continue with the value of one of them; exchange it in the loop, or "
+                    "give each the same."
+                )
 
     def renew_commit(self) -> None:
         self._defer()
         super().renew_commit()
+
+    def _list_model_handlers(self) -> list[ModelStateHandler]:
+        return [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         values = [handler.value for handler in self._handlers.values()]
@@ -187,15 +196,10 @@ class TorchState(ObjectState):
         self._has_stepped = True
 
     def _check_trained(self) -> None:
-        """
-        Raises:
-            InvalidInput: an optimizer trains a parameter that no snapshot of this state would contain.
-        """
-        handlers = self._handlers.values()
-        if any(_may_hold_parameters(handler) for handler in handlers):
+        """Refuse an optimizer that trains a parameter that no snapshot of this state would contain."""
+        if any(_may_hold_parameters(handler) for handler in self._handlers.values()):
             return
-        models = [handler.value for handler in handlers if isinstance(handler, ModelStateHandler)]
-        contained = {id(parameter) for model in models for parameter in model.parameters()}
+        contained = {id(parameter) for h in self._list_model_handlers() for parameter in h.value.parameters()}
         for optimizer in self._optimizers():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(parameter) not in contained:
@@ -218,10 +222,8 @@ class TorchState(ObjectState):
                 handler.list_parameters = self._list_parameters
 
     def list_kept(self) -> dict[tuple[str, int, int], Kept]:
-        models = [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
-        return {
-            key: kept for each in models if each.frozen for key, kept in each.frozen.list_copies().items()
-        }
+        copies = [handler.frozen for handler in self._list_model_handlers() if handler.frozen]
+        return {key: kept for frozen in copies for key, kept in frozen.list_copies().items()}
 
     def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for key, handler in self._handlers.items():
@@ -247,30 +249,65 @@ def _is_training_alone() -> bool:
 
 
 @lru_cache(maxsize=8)
-def _warn_difference(difference: str) -> None:
-    """Warn once per process."""
-    log.warning(
-        "%s: all workers continue with the value of one of them; exchange it in the loop, or give each the same.",
-        difference,
+def _warn_once(sentence: str) -> None:
+    """Once per process."""
+    log.warning("%s", sentence)
+
+
+# ---- which gradients an optimizer has applied: what a state asks before it commits
+
+
+class DistributedBase(torch.optim.Optimizer):
+    """Refuses what no distributed optimizer can do. First base of the two classes of ours."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise InvalidInput(
+            "a DistributedOptimizer cannot be copied or pickled, since its exchange belongs to this process: take its "
+            "state_dict(), and wrap the other optimizer itself."
+        )
+
+    def has_unapplied_gradients(self) -> bool | None:
+        """Whether there are gradients that its newest step has not applied; None: it does not know."""
+        return None
+
+
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it knows which gradients its steps have applied."""
+    return isinstance(optimizer, DistributedBase) and optimizer.has_unapplied_gradients() is not None
+
+
+def mark_applied(optimizer: torch.optim.Optimizer) -> None:
+    """Note that a step of a plain optimizer has applied the gradients that are there, as they are now, or that a
+    `GradScaler` has skipped it."""
+    for gradient in _list_gradients(optimizer):
+        gradient._applied_version = gradient._version  # type: ignore[attr-defined]
+
+
+def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has gradients that its newest step has not applied; a plain one if `mark_applied` was called
+    after each step."""
+    knows = optimizer.has_unapplied_gradients() if isinstance(optimizer, DistributedBase) else None
+    if knows is not None:
+        return knows
+    return any(
+        getattr(gradient, "_applied_version", None) != gradient._version and _has_values(gradient)
+        for gradient in _list_gradients(optimizer)  # `zero_grad` may leave zeros
     )
 
 
-@lru_cache(maxsize=1)
-def _warn_separate_replicas() -> None:
-    """Warn once per process."""
-    log.warning(
-        "the ranks exchange no gradients, so each trains a model of its own: wrap the optimizer by "
-        "hvd.DistributedOptimizer, or the model by DistributedDataParallel."
-    )
+def _list_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-@lru_cache(maxsize=1)
-def _warn_unapplied_gradients() -> None:
-    """Warn once per process."""
-    log.warning(
-        "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
-        "snapshot: the commit after the step holds their rows."
-    )
+def _has_values(gradient: torch.Tensor) -> bool:
+    own: Any = gradient
+    if hasattr(own, "to_local"):  # of a DTensor, whose own `any` would be a collective
+        own = own.to_local()
+    return bool((own._values() if own.is_sparse else own).any())
 
 
 class GradScalerStateHandler(StateDictHandler):

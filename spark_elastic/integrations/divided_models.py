@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch.distributed._composable_state import _module_state_mapping
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.fsdp import FSDPState, reshard
-from spark_elastic.integrations.trainer_adapter import AdapterHandler, TrainerAdapter
-from spark_elastic.runs.handlers import Registry
+from spark_elastic.integrations.trainer_adapter import OfTrainer
 from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
 
 # What a module consists of beside its buffers: parameters, submodules, hooks.
@@ -36,32 +34,20 @@ class DividedModel:
         list_optimizers: Callable[[], list[torch.optim.Optimizer]],
         lasting: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """
-        Args:
-            model: not divided yet.
-            list_optimizers: returns those of the present world, once the trainer has made it.
-            lasting: optimizers that stay through all worlds.
-        """
+        """list_optimizers: returns those of the present world, once the trainer has made it. lasting: optimizers that
+        stay through all worlds."""
         self._model, self._list_optimizers = model, list_optimizers
-        self._parts = [
-            (
-                part,
-                type(part),
-                {*vars(part)},
-                {n: vars(part)[n].copy() for n in _STRUCTURE if n in vars(part)},
-            )
-            for part in model.modules()
-        ]
+        self._parts = []
+        for part in model.modules():
+            structure = {name: vars(part)[name].copy() for name in _STRUCTURE if name in vars(part)}
+            self._parts.append((part, type(part), {*vars(part)}, structure))
         self._has_values = True  # the parts still hold the parameters as the program has made them
         # By number, as wrappers change names.
         numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        self._trained = [
-            (
-                optimizer,
-                [[numbers.get(id(p), -1) for p in group["params"]] for group in optimizer.param_groups],
-            )
-            for optimizer in lasting
-        ]
+        self._trained = []
+        for optimizer in lasting:
+            groups = [[numbers.get(id(p), -1) for p in group["params"]] for group in optimizer.param_groups]
+            self._trained.append((optimizer, groups))
         if any(-1 in own for _, groups in self._trained for own in groups):
             raise InvalidInput(
                 "the optimizer trains a parameter that belongs to no part of the model, so it could not be divided: "
@@ -72,14 +58,8 @@ class DividedModel:
         return DividedTrainerState(self._build, **values)
 
     def restore(self, *, with_values: bool) -> None:
-        """Take back whatever a former world has made of the model.
-
-        Args:
-            with_values: nothing was committed yet, so training begins with those of the program.
-
-        Raises:
-            InvalidInput: these are gone.
-        """
+        """Take back whatever a former world has made of the model. with_values: nothing was committed yet, so training
+        begins with those of the program."""
         if not with_values:
             self.drop_values()
         elif not self._has_values:
@@ -105,13 +85,12 @@ class DividedModel:
         self._has_values, stands_for = False, {}
         for *_, structure in self._parts:
             for name, parameter in structure["_parameters"].items():
-                if parameter is not None and id(parameter) not in stands_for:
-                    empty = torch.nn.Parameter(
-                        torch.empty_like(parameter, device="meta"), parameter.requires_grad
-                    )
-                    stands_for[id(parameter)] = parameter, empty
-                if parameter is not None:
-                    structure["_parameters"][name] = stands_for[id(parameter)][1]
+                if parameter is None:
+                    continue
+                if id(parameter) not in stands_for:
+                    empty = torch.empty_like(parameter, device="meta")
+                    stands_for[id(parameter)] = parameter, torch.nn.Parameter(empty, parameter.requires_grad)
+                structure["_parameters"][name] = stands_for[id(parameter)][1]
 
     def share_values(self) -> None:
         """Have all ranks begin with those of rank 0. Collective."""
@@ -137,23 +116,14 @@ class DividedModel:
                 group["params"] = [parameters[number] for number in own]
 
     def _build(self, _: Any) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            **{f"optimizer_{number}": each for number, each in enumerate(self._list_optimizers())},
-        }
+        optimizers = {f"optimizer_{number}": each for number, each in enumerate(self._list_optimizers())}
+        return {"model": self._model, **optimizers}
 
 
-class DividedTrainerState(FSDPState):
+class DividedTrainerState(OfTrainer, FSDPState):
     """The state of a training whose model is divided: its adapter, and what all worlds keep."""
 
     builds_late = True
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, ElasticDataLoader) or super().__contains__(value)
-
-    @property
-    def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
-        return [(TrainerAdapter, AdapterHandler), *super().registry]
 
     def _build_values(self) -> None:
         super()._build_values()

@@ -1,4 +1,5 @@
-"""Elastic training by transformers: `ElasticTrainer`, and `elastic_trainer` for any class of Trainers.
+"""Elastic training by transformers: `ElasticTrainer`, `elastic_trainer` for any class of Trainers, and
+`create_accelerator` for loops of Accelerate's.
 
 In each world the Trainer's own `train` runs from the newest commit: this module gives it the process groups of that
 world, the rows that the epoch has still to take, and the progress that the state has kept. What the Trainer does in
@@ -7,23 +8,29 @@ between, and everything around it, is the Trainer's. Training thread only.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from types import new_class
 from typing import Any
 
-from accelerate.state import GradientState
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather, recursively_apply
 from transformers import Trainer
 
 from spark_elastic.checks import COUNT, make_choice
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.estimators.rows import Rows
-from spark_elastic.integrations.accelerators import check_distributed, check_fsdp, divide_models
+from spark_elastic.gradients.devices import CPU
 from spark_elastic.integrations.huggingface_adapter import TrainerProgress, check_loop, check_training
 from spark_elastic.integrations.huggingface_loader import initialize_on_rows
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
+from spark_elastic.worker.context import get_context
 
 
 class _OwnLoss(Trainer):  # type: ignore[misc]
@@ -89,11 +96,9 @@ class ElasticTrainer(_OwnLoss):
         self.global_batch_size = COUNT("global_batch_size", global_batch_size)
         self.determinism = make_choice("rows").or_none()("determinism", determinism)
         self._adapter = TrainerProgress(self, commit_every, gather_rows)
-        given = (
-            inspect.signature(super().__init__).bind_partial(*args, **options).arguments.get("train_dataset")
-        )
-        if isinstance(given, Rows | RowDataset):
-            self.train_dataset = initialize_on_rows(super().__init__, given, args, options)
+        named = inspect.signature(super().__init__).bind_partial(*args, **options).arguments
+        if isinstance(rows := named.get("train_dataset"), Rows | RowDataset):
+            self.train_dataset = initialize_on_rows(super().__init__, rows, args, options)
         else:
             super().__init__(*args, **options)
         # Before the user's, which read what it puts right.
@@ -124,8 +129,7 @@ class ElasticTrainer(_OwnLoss):
             self.model, self.optimizer = model, optimizer
             self._adapter.undo_preparation(forward)
             begins = not self._adapter.restore()
-            # Cached: rank, size and device, by the process group.
-            self.args.__dict__.pop("_setup_devices", None)
+            self.args.__dict__.pop("_setup_devices", None)  # rank, size and device, by the process group
             _ = self.args.device
             GradientState._reset_state()
             self.create_accelerator_and_postprocess()
@@ -204,9 +208,8 @@ class ElasticTrainer(_OwnLoss):
         if epoch == loader.epoch and loader.step:
             options["steps_in_epoch"] -= loader.step
             options["num_update_steps_per_epoch"] -= loader.step // self.args.gradient_accumulation_steps
-        super()._run_epoch(
-            epoch=epoch, resume_from_checkpoint=None, steps_trained_in_current_epoch=0, **options
-        )
+        options["steps_trained_in_current_epoch"] = 0
+        super()._run_epoch(epoch=epoch, resume_from_checkpoint=None, **options)
         if loader.step == len(loader) or self.control.should_epoch_stop:
             loader.set_epoch(epoch + 1)
         self._adapter.commit()
@@ -233,13 +236,93 @@ def elastic_trainer(kind: Any) -> type[Any]:
         raise InvalidInput(f"elastic_trainer() takes a subclass of transformers.Trainer; got {name}.")
     if kind is Trainer or issubclass(kind, ElasticTrainer):
         return ElasticTrainer if kind is Trainer else kind
-    trainer: Any = kind
-    return _make_elastic(trainer)
+    return _make_elastic(kind)
 
 
 @cache
 def _make_elastic(kind: Any) -> type[Any]:
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return new_class(
-        f"Elastic{kind.__name__}", (ElasticTrainer, kind), exec_body=lambda own: own.update(body)
-    )
+    name, bases = f"Elastic{kind.__name__}", (ElasticTrainer, kind)
+    return new_class(name, bases, exec_body=lambda own: own.update(body))
+
+
+# ---- Accelerate
+
+
+def create_accelerator(**options: Any) -> Accelerator:
+    """Create an `Accelerator` in the current world; call it at the beginning of an elastic loop.
+
+    Args:
+        options: those of `accelerate.Accelerator`.
+
+    Raises:
+        InvalidInput: Accelerate would train on each worker alone.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(**options)
+    check_distributed(accelerator)
+    return accelerator
+
+
+def check_distributed(accelerator: Accelerator) -> None:
+    """Prepare a new accelerator for its world; refuse one that would train on each worker alone."""
+    if accelerator.device.type == "cpu":
+        accelerator.state.device = CPU  # moving a module to Accelerate's "cpu:1" copies all of it
+    worker = get_context()
+    world = None if worker is None else worker.world
+    if world is not None and accelerator.num_processes != world.size:
+        raise InvalidInput(
+            f"Accelerate takes each of the {world.size} workers for a training of its own, on {accelerator.device}: "
+            "set device='cpu' or device='cuda' of the job, or ACCELERATE_USE_CPU=true on its workers."
+        )
+    if accelerator.num_processes > 1:
+        # Not bound: only a collection would free it, with the models of its world.
+        accelerator.gather = partial(recursively_apply, _gather_rows, error_on_other_type=True)
+
+
+def _gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Accelerate's `gather`, of ranks whose parts of a step differ by a row: TRL's trainers gather metrics by it."""
+    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist() if tensor.ndim else [0]
+    if len(set(counts)) == 1:
+        gathered: torch.Tensor = gather(tensor)
+        return gathered
+    padding = tensor.new_zeros(max(counts) - len(tensor), *tensor.shape[1:])
+    parts = gather(torch.cat([tensor, padding])).split(max(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def check_fsdp(args: Any) -> None:
+    """Refuse `TrainingArguments` with fsdp by which another world could not divide the model again."""
+    importlib.import_module("spark_elastic.handwritten.fsdp")  # needs torch 2.7
+    config, parallel = args.fsdp_config, getattr(args, "parallelism_config", None)
+    refused = {
+        "FSDP1 (version=1)": int(config.get("version", 2)) != 2,
+        "cpu_offload": bool(config.get("cpu_offload")),
+        "xla": bool(config.get("xla")),
+        "parallelism_config": parallel is not None and parallel.total_size > 1,
+    }
+    if name := next((name for name, is_set in refused.items() if is_set), None):
+        raise InvalidInput(
+            f"ElasticTrainer divides a model by rows over all workers, as FSDP2 does, and not with {name}: leave it "
+            "out of the TrainingArguments."
+        )
+    if get_context() is None:
+        raise InvalidInput(
+            "ElasticTrainer with fsdp divides a model over the workers of a job: call it in a function of "
+            "spark_elastic.run, or leave fsdp out of the TrainingArguments."
+        )
+
+
+def divide_models(accelerator: Accelerator, options: dict[str, Any]) -> None:
+    """Have a new accelerator divide models by FSDP2: by itself it divides none on CPUs, and says nothing. options: of
+    `FullyShardedDataParallelPlugin`."""
+    state = accelerator.state
+    if accelerator.device.type == "cpu":
+        if not dist.is_initialized():
+            dist.init_process_group()  # Accelerate takes one worker for none
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**options)
+        if state.mixed_precision != "no":
+            state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    state.fsdp_plugin.cpu_ram_efficient_loading = False  # all ranks have the model, or one without values

@@ -1,24 +1,27 @@
-"""What a Hugging Face Trainer hands on from world to world, and what each world makes anew: `TrainerProgress`.
-
-Training thread only.
+"""What a Hugging Face Trainer hands on from world to world, and what each world makes anew: `TrainerProgress`; the loss
+of a rank's rows: `RankLoss`. Training thread only.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.generators import get_generators, set_generators
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.horovod.torch.gathering import gather_rows
 from spark_elastic.integrations.huggingface_loader import make_elastic_loader
-from spark_elastic.integrations.huggingface_loss import RankLoss, list_modules
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter
 from spark_elastic.runs.snapshot import SnapshotBuilder
+
+log = logging.getLogger(__name__)
 
 
 class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
@@ -103,10 +106,7 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
 
     def undo_preparation(self, forward: Any) -> None:
         """Take away what the Trainer has made for a former world, which may have ended in the middle of its work.
-
-        Args:
-            forward: the model's attribute before the first world; None: it had none of its own.
-        """
+        forward: the model's attribute before the first world; None: it had none of its own."""
         trainer = self._trainer
         trainer.__dict__.pop("_eval_dataloaders", None)  # they have the rows of this rank in that world
         noise = trainer.__dict__.pop("neftune_hook_handle", None)
@@ -134,22 +134,136 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
         return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
-def check_training(trainer: Any, trial: Any) -> None:
-    """
-    Args:
-        trial: of `Trainer.train`.
+# ---- the loss
 
-    Raises:
-        InvalidInput: this kind of training cannot be elastic.
-    """
+
+class RankLoss:
+    """What one training makes of the losses of its batches."""
+
+    def __init__(self, trainer: Any, adapter: TrainerAdapter, gathered: Sequence[str]) -> None:
+        # Names of outputs and inputs that the loss gets for the rows of all ranks.
+        self._gathered = gathered
+        self._trainer, self._adapter = trainer, adapter
+        self._fetched: list[float] = []  # weights of the batches that were fetched and are not trained yet
+        self._weighted = False  # the loss of the training step under way is
+        # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
+        self.takes_count: bool | None = None
+
+    def fetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a step, which the Trainer trains once it has all."""
+        self._fetched.clear()
+        for batch in batches:
+            self._fetched.append(self._adapter.loss_weight)
+            yield batch
+
+    def compute_own(self, compute: Callable[[Any], Any], count: Any, return_outputs: bool) -> Any:
+        """The Trainer's own loss. compute: takes a count of items.
+
+        The Trainer gives the count of items to each model whose forward takes **kwargs, and multiplies the loss by the
+        number of ranks, as if every such model divided by that count: from one that averages by itself it is withheld.
+        """
+        count = None if self.takes_count is False else count
+        result = compute(count)
+        if self.takes_count is None and isinstance(count, torch.Tensor) and count.requires_grad:
+            loss = result[0] if return_outputs else result
+            self.takes_count = _depends_on(loss, count)
+            trainer = self._trainer
+            if not self.takes_count and trainer.args.average_tokens_across_devices:
+                loss = loss / max(trainer.accelerator.num_processes, trainer.args.n_gpu)
+                return (loss, *result[1:]) if return_outputs else loss
+        return result
+
+    def compute_weighted(
+        self, compute: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        """A mean over this rank's rows is weighted; a loss that is normalized over all ranks is not. compute: the
+        Trainer's `compute_loss`, which may be the user's own."""
+        weight = self._fetched.pop(0) if self._fetched else self._adapter.loss_weight
+        self._weighted, count = True, num_items_in_batch
+        inputs = self._gather(inputs)
+        if self.takes_count is False or self._gathered:  # which make a loss that all ranks have alike
+            count = None
+        elif self.takes_count is None and count is not None:
+            count = torch.as_tensor(count).detach().float().requires_grad_()
+        loss = compute(model, inputs, num_items_in_batch=count)
+        if count is not None:
+            if self.takes_count is None:  # by a `compute_loss` that does without the Trainer's
+                self.takes_count = _depends_on(loss, count)
+            if self.takes_count:
+                return loss
+        if num_items_in_batch is not None and getattr(self._trainer, "loss_is_scaled_for_ga", None) is None:
+            # The Trainer believes that the count did this.
+            weight /= self._trainer.current_gradient_accumulation_steps
+        return loss * weight
+
+    def check_kinds(self) -> None:
+        """Losses of Sentence Transformers say whether they compare rows, so that their result depends on the world."""
+        for loss in list_modules(self._trainer):
+            name, across = type(loss).__name__, getattr(loss, "gather_across_devices", None)
+            in_parts = across is not None and hasattr(loss, "mini_batch_size")
+            if self._gathered and (across or in_parts):
+                raise InvalidInput(
+                    f"{name} gathers rows itself, or goes through them in parts: leave gather_rows out of the "
+                    "arguments of the trainer, and let gather_across_devices be True."
+                )
+            if across is False and not self._gathered:
+                remedy = "give the trainer gather_rows=('sentence_embedding', 'label')"
+                remedy = "give it gather_across_devices=True" if in_parts else remedy
+                log.warning(
+                    "%s compares the rows of one rank alone, so weights depend on the world: %s.",
+                    name,
+                    remedy,
+                )
+
+    def gather_outputs(self, model: Any, given: Any, outputs: Any) -> Any:
+        return self._gather(outputs) if isinstance(outputs, Mapping) else outputs
+
+    def _gather(self, named: Any) -> Any:
+        if self._trainer.accelerator.num_processes > 1:
+            for name in self._gathered:
+                if isinstance(named.get(name), torch.Tensor):
+                    named[name] = gather_rows(named[name])
+        return named
+
+    def check_weighted(self) -> None:
+        """Refuse a training step that has computed the loss in a way of its own."""
+        if not self._weighted:
+            raise InvalidInput(
+                f"training_step() of {type(self._trainer).__name__} does not call self.compute_loss(), whose loss is "
+                "weighted by this rank's rows: compute the loss there."
+            )
+        self._weighted = False
+
+
+def list_modules(trainer: Any) -> Iterator[torch.nn.Module]:
+    """The modules that a Trainer keeps as attributes, or in a list or dict there, with all that are in them."""
+    for value in vars(trainer).values():
+        parts = list(value.values()) if isinstance(value, dict) else value
+        for part in parts if isinstance(parts, list | tuple) else [value]:
+            if isinstance(part, torch.nn.Module):
+                yield from part.modules()
+
+
+def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether the graph of a loss reaches that tensor."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if getattr(node, "variable", None) is leaf:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return False
+
+
+# ---- what is refused
+
+
+def check_training(trainer: Any, trial: Any) -> None:
+    """Refuse what cannot be elastic."""
     if trial is not None:
         raise InvalidInput("ElasticTrainer searches no hyperparameters: start one training for each trial.")
-    if getattr(trainer.args, "train_sampling_strategy", "random") not in ("random", "sequential"):
-        raise InvalidInput(
-            "ElasticTrainer gives each row once per epoch, in an order that no world changes: leave "
-            "train_sampling_strategy of the TrainingArguments at 'random', or take 'sequential'; got "
-            f"{trainer.args.train_sampling_strategy!r}."
-        )
     if trainer.is_deepspeed_enabled:
         raise InvalidInput(
             "ElasticTrainer trains by DistributedDataParallel or FSDP2: remove deepspeed from the TrainingArguments."
@@ -157,16 +271,12 @@ def check_training(trainer: Any, trial: Any) -> None:
 
 
 def check_loop(kind: type[Any], elastic: type[Any]) -> None:
-    """What replaces transformers' loop would train without commits, and each rank on rows of its own.
-
-    Raises:
-        InvalidInput: a class does that.
-    """
-    for each in (each for each in kind.__mro__ if each not in elastic.__mro__):
+    """Refuse what replaces transformers' loop: it would train without commits, and each rank on rows of its own."""
+    for parent in (parent for parent in kind.__mro__ if parent not in elastic.__mro__):
         for name in ("train", "_inner_training_loop", "_run_epoch"):
-            code = getattr(inspect.unwrap(vars(each).get(name, kind)), "__code__", None)
+            code = getattr(inspect.unwrap(vars(parent).get(name, kind)), "__code__", None)
             if code is not None and "__class__" not in code.co_freevars:  # which super() needs
                 raise InvalidInput(
-                    f"{each.__name__} has a training loop of its own, {name}(), in which no step could be committed: "
+                    f"{parent.__name__} has a training loop of its own, {name}(), in which no step could be committed: "
                     "write that loop by spark_elastic.torch.elastic, or call super() in it."
                 )

@@ -36,19 +36,12 @@ _KEPT += ("prefetch_factor", "persistent_workers", "in_order")  # the last since
 def make_elastic_loader(
     theirs: Any, global_batch_size: int, seed: int, determinism: str | None
 ) -> ElasticDataLoader:
-    """
-    Args:
-        theirs: the Trainer's, whose batches have `global_batch_size` rows.
-
-    Raises:
-        InvalidInput: it chooses rows, or puts them together, in a way that another world could not repeat.
-    """
+    """theirs: the Trainer's, whose batches have `global_batch_size` rows. Refuses one that chooses rows, or puts them
+    together, in a way that another world could not repeat."""
     kind = type(theirs)
-    iterates = next((each for each in kind.__mro__ if "__iter__" in vars(each)), kind)
-    if not isinstance(theirs, DataLoader) or iterates.__module__.partition(".")[0] not in (
-        "torch",
-        "accelerate",
-    ):
+    iterates = next((parent for parent in kind.__mro__ if "__iter__" in vars(parent)), kind)
+    package = iterates.__module__.partition(".")[0]
+    if not isinstance(theirs, DataLoader) or package not in ("torch", "accelerate"):
         raise InvalidInput(
             f"get_train_dataloader() returns a {kind.__name__}, which gives batches in a way of its own: return a "
             "torch DataLoader with its data set, collate_fn and sampler."
@@ -61,27 +54,20 @@ def make_elastic_loader(
     options |= {"pin_memory": theirs.pin_memory and torch.cuda.is_available(), "determinism": determinism}
     options |= {"drop_last": getattr(batches, "drop_last", False)}
     sampler = getattr(batches, "sampler", None)
-    if hasattr(dataset, "__len__") and hasattr(
-        dataset, "__getitem__"
-    ):  # others have no sampler, and are refused
-        if getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__ and hasattr(
-            batches, "set_epoch"
-        ):
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):  # others are refused below
+        if hasattr(batches, "set_epoch") and not _is_plain(batches):
             return SampledDataLoader(dataset, batches, global_batch_size, seed, **options)
         _check_sampler(batches, sampler, len(dataset))
     shuffle = not isinstance(sampler, SequentialSampler)
     return ElasticDataLoader(dataset, global_batch_size, seed, shuffle, **options)
 
 
-def initialize_on_rows(initialize: Any, given: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call a Trainer's `__init__` on rows of a table. Returns the data set that it is to train on.
+def initialize_on_rows(initialize: Any, table: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call a Trainer's `__init__` on rows of a table, its argument `train_dataset`. Returns the data set to train on.
 
     TRL's classes take a `datasets.Dataset` only: they get one that reads these rows, and keep what they make of it.
-
-    Args:
-        initialize: the class's `__init__` of the trainer. given: its argument `train_dataset`.
     """
-    rows = given.dataset() if isinstance(given, Rows) else given
+    rows = table.dataset() if isinstance(table, Rows) else table
     shown = rows
     if any(kind.__module__.startswith("trl.") for kind in type(initialize.__self__).__mro__):
         shown = _make_hugging_face_dataset(rows)
@@ -102,8 +88,12 @@ def _make_hugging_face_dataset(rows: RowDataset) -> Any:
     return datasets.Dataset.from_dict({"row": np.arange(len(rows))}).with_transform(read)
 
 
+def _is_plain(batches: Any) -> bool:
+    return getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
+
+
 def _check_sampler(batches: Any, sampler: Any, rows: int) -> None:
-    is_plain = getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
+    is_plain = _is_plain(batches)
     name = type(sampler if is_plain else batches).__name__
     if is_plain and isinstance(sampler, RandomSampler | SequentialSampler):
         if len(sampler) == rows and not getattr(sampler, "replacement", False):
@@ -122,13 +112,7 @@ class SampledDataLoader(ElasticDataLoader):
     _follows_plan = False
 
     def __init__(self, dataset: Any, sampler: Any, global_batch_size: int, seed: int, **options: Any) -> None:
-        """
-        Args:
-            sampler: with batches of `global_batch_size` rows, over all ranks, that follow from `set_epoch`.
-
-        Raises:
-            InvalidInput: they do not.
-        """
+        """sampler: with batches of `global_batch_size` rows, over all ranks, that follow from `set_epoch`."""
         super().__init__(dataset, global_batch_size, seed, shuffle=False, **options)
         self._sampler = sampler
         self._drawn: tuple[int, list[list[int]]] = 0, self._draw(0)

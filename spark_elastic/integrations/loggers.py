@@ -162,9 +162,8 @@ class MLflowLogger(_Remote):
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         entities = _require("mlflow.entities", "mlflow-skinny", self)
         now = int(SystemClock().wall() * 1000)
-        self._waiting.extend(
-            entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()
-        )
+        for name, value in values.items():
+            self._waiting.append(entities.Metric(f"{kind}_{name}", value, now, at))
         self.submit(self._log_waiting, replaces=True)
 
     def find_run(self) -> str | None:
@@ -231,11 +230,8 @@ class WandbLogger(_Remote):
 
 def numbers(logs: Logs) -> dict[str, float]:
     """What can be a point of a curve."""
-    return {
-        name: float(value)
-        for name, value in logs.items()
-        if name not in PLACE and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    found = {name: value for name, value in logs.items() if name not in PLACE and not isinstance(value, bool)}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _require(module: str, package: str, callback: Callback) -> Any:

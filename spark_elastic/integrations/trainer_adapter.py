@@ -18,7 +18,8 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
-from spark_elastic.handwritten.torch_state import TorchState, get_handler_registry, run
+from spark_elastic.handwritten.object_state import ObjectState
+from spark_elastic.handwritten.torch_state import TorchState, run
 from spark_elastic.runs.handlers import Registry, SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, Kept, SnapshotBuilder
 
@@ -28,23 +29,15 @@ R = TypeVar("R")
 class TrainerAdapter(ABC):
     """One training by a trainer, in world after world."""
 
-    # Whether `capture` adds memory.
-    has_memory = False
+    has_memory = False  # whether `capture` adds memory
 
     def __init__(self, commit_every: int) -> None:
-        """
-        Args:
-            commit_every: optimizer steps from commit to commit.
-
-        Raises:
-            InvalidInput: that is no number of steps.
-        """
+        """commit_every: optimizer steps from commit to commit."""
         if commit_every < 1:
             raise InvalidInput(f"commit_every is {commit_every}: give a number of steps, at least 1.")
         self.commit_every = commit_every
-        self.loader: Any = (
-            None  # an ElasticDataLoader, the rows of all epochs; None before the first training
-        )
+        # An ElasticDataLoader, the rows of all epochs; None before the first training.
+        self.loader: Any = None
         # What the worlds hand on, a `TrainerState`, or that of a divided model; None outside of training.
         self.state: Any = None
         self.divided: Any = None  # a `DividedModel`; None: each rank has the whole model
@@ -76,18 +69,13 @@ class TrainerAdapter(ABC):
 
     def divide(self, model: torch.nn.Module, *described: Any) -> None:
         """The trainer will divide the model, which is whole yet, by FSDP2. described: see `DividedModel`."""
-        divided_models: Any = importlib.import_module(
-            "spark_elastic.integrations.divided_models"
-        )  # needs torch 2.7
+        # It needs torch 2.7.
+        divided_models: Any = importlib.import_module("spark_elastic.integrations.divided_models")
         self.divided = divided_models.DividedModel(model, *described)
 
     def train_in_worlds(self, train: Callable[[], R], **values: Any) -> R:
-        """Train in world after world, until the last step.
-
-        Args:
-            train: trains in one world, from what `restore` has found.
-            values: those of the state that stay through all worlds, such as model=.
-        """
+        """Call `train`, which trains in one world from what `restore` has found, in world after world, until the last
+        step. values: those of the state that stay through all worlds, such as model=."""
         self.pending, self.has_begun, self._committed_step = None, False, 0
         self.forget()
         make_state = TrainerState if self.divided is None else self.divided.make_state
@@ -167,15 +155,19 @@ class AdapterHandler(SnapshotHandler):
         adapter.pending = None if commit is None else (commit, memory.copy() if adapter.has_memory else None)
 
 
-class TrainerState(TorchState):
-    """The state of a training: its adapter, whose commits have the position of a loader, and what all worlds keep."""
+class OfTrainer(ObjectState):
+    """A state with the adapter of a training, whose commits have the position of the loader."""
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, ElasticDataLoader) or super().__contains__(value)
 
     @property
     def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
-        return [(TrainerAdapter, AdapterHandler), *get_handler_registry()]
+        return [(TrainerAdapter, AdapterHandler), *super().registry]
+
+
+class TrainerState(OfTrainer, TorchState):
+    """The state of a training: its adapter, and what all worlds keep."""
 
     def list_kept(self) -> dict[tuple[str, int, int], Kept]:
         return {**super().list_kept(), **self._handlers["adapter"].value.list_kept()}
@@ -187,12 +179,10 @@ class TrainerState(TorchState):
 @contextmanager
 def leave_frozen_out(model: torch.nn.Module) -> Iterator[None]:
     """Inside, `DistributedDataParallel` sends no frozen parameters, which all ranks have alike already."""
-    attribute, frozen = (
-        "_ddp_params_and_buffers_to_ignore",
-        [n for n, p in model.named_parameters() if not p.requires_grad],
-    )
+    attribute = "_ddp_params_and_buffers_to_ignore"  # torch has no public name for it
     own = getattr(model, attribute, None)
-    setattr(model, attribute, {*(own or ()), *frozen})  # torch has no public name for it
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    setattr(model, attribute, frozen | set(own or ()))
     try:
         yield
     finally:

@@ -4,12 +4,9 @@
     runs/RUN/checkpoints/published-ATTEMPT-NUMBER.json                                 the list of published ones
 
 A checkpoint has the two parts of a `Snapshot`: `values`, encoded by the framework's codec, and `memory`, the bytes of
-all arrays. A run resumes from it once the driver has put it on the published list. Each attempt has lists of its own;
-only the last one of the highest attempt is read, so a driver that lost the run changes nothing. A list is a new object,
-since not every store replaces one at once, and the lists before it are deleted once it is there.
-
-`CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its training
-thread decides when a snapshot is due, and one writer thread encodes and writes.
+all arrays. A run resumes from it once the driver has put it on the published list. Only the last list of the highest
+attempt is read, so a driver that lost the run changes nothing. A list is a new object, since not every store replaces
+one at once, and the lists before it are deleted once it is there.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ _CHECKPOINT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}-[0-9]{5,18}-[0-9]-[0-9]{8,1
 VERSION = 5  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
 # Keys of `WorkerSession.process_values`.
-CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
-SNAPSHOT_READER = "snapshot_reader"  # its SnapshotReader
+CHECKPOINTER, SNAPSHOT_READER = "checkpointer", "snapshot_reader"
 FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint
 WARN_INTERVAL = 60.0  # seconds between two warnings about it
 CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for the checkpoint in flight
@@ -60,11 +56,7 @@ class CheckpointStore:
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
         """Write the parts and, at last, a manifest of them. No run resumes from it before the driver has published it.
-
-        Raises:
-            StoreFull: the store has no room; what was written of the checkpoint is removed.
-            StoreError: the store cannot be written, or does not give back the bytes that were written.
-        """
+        If the store has no room (StoreFull), what was written of the checkpoint is removed."""
         name = format_checkpoint_name(fence, position)
         checksums = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
         manifest = json.dumps({"version": VERSION, "parts": checksums}, sort_keys=True).encode()
@@ -77,11 +69,7 @@ class CheckpointStore:
         return Checkpoint(fence, position, name, _sha256(manifest))
 
     def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
-        """The parts of a checkpoint.
-
-        Raises:
-            StoreError: a part is missing, differs from what was written, or has the format of another version.
-        """
+        """The parts; StoreError if one is missing, differs from what was written, or has another version's format."""
         manifest = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
         _check(manifest, checkpoint.digest, f"{checkpoint.name}/{MANIFEST}")
 
@@ -98,11 +86,7 @@ class CheckpointStore:
         return parts
 
     def read_first_undamaged(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
-        """The first undamaged candidate. A warning names each damaged one.
-
-        Raises:
-            StoreError: all candidates are damaged.
-        """
+        """The first undamaged candidate; StoreError if there is none. A warning names each damaged one."""
         for checkpoint in candidates:
             try:
                 return checkpoint, self.read(checkpoint)
@@ -129,11 +113,15 @@ class CheckpointStore:
 
     def read_published(self) -> tuple[Checkpoint, ...]:
         """The published checkpoints, newest first: the last list of the highest attempt that has one."""
+
+        def read(items: Any) -> tuple[Checkpoint, ...]:
+            return tuple(codec.read(Checkpoint, each) for each in items)
+
         names = _select_lists(self._store.list(self._folder))
         while names:
             name = names.pop()
             try:
-                return parse_document(self._store.read_bytes(name), name, _read_list)
+                return parse_document(self._store.read_bytes(name), name, read)
             except StoreError as error:
                 there = _select_lists(self._store.list(self._folder))
                 if name in there:
@@ -144,10 +132,9 @@ class CheckpointStore:
 
     def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:
         """Delete the lists of `attempt` before its last one, and the checkpoints that the last one does not name: older
-        ones, and those of dead attempts.
+        ones, and those of dead attempts. Newer ones stay: a worker may be about to report them.
 
-        The manifest is deleted first, so a half-deleted checkpoint never looks whole. Checkpoints newer than those of
-        `published` stay, since a worker may be about to report them.
+        The manifest is deleted first, so a half-deleted checkpoint never looks whole.
         """
         paths = self._store.list(self._folder)
         for path in _select_lists(paths, attempt)[:-1]:
@@ -183,8 +170,9 @@ def _check(data: bytes, digest: str, name: str) -> None:
         raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
 
 
-def _read_list(items: Any) -> tuple[Checkpoint, ...]:
-    return tuple(codec.read(Checkpoint, item) for item in items)
+MakeParts = Callable[[], Mapping[str, bytes]]
+Report = Callable[[Checkpoint | None], object]
+"""Passes a written checkpoint to the driver, which publishes it unless it is too late; None: the store has no room."""
 
 
 class CheckpointWriter:
@@ -193,33 +181,23 @@ class CheckpointWriter:
     A store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning.
     """
 
-    def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint | None], object]) -> None:
-        """
-        Args:
-            report: passes a written checkpoint to the driver, which publishes it unless it is too late, or None if the
-                store has no room for one; called in the thread.
-        """
-        self._store = store
-        self._report = report
+    def __init__(self, store: CheckpointStore, report: Report) -> None:
+        """report: called in the thread."""
+        self._store, self._report = store, report
         self._changed = threading.Condition()  # guards the five fields below
         # The checkpoint to write next: its world, position, and a function that makes its parts.
-        self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
+        self._waiting: tuple[Fence, Position, MakeParts] | None = None
         # World and position of the checkpoint that was offered last; None: it failed, or none was.
         self._offered: tuple[Fence, Position] | None = None
         # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
         self._offered_again = False
-        self._writing = False
-        self._closing = False
+        self._writing = self._closing = False
         self._thread: threading.Thread | None = None  # `offer` starts it
-        # How many checkpoints have failed since the last one that was written; the thread's own.
-        self._failures = 0
+        self._failures = 0  # since the last checkpoint that was written; the thread's own
 
-    def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
-        """Have a checkpoint written, unless it was offered before and does not fail. Returns at once.
-
-        Args:
-            make_parts: called by the writer's thread.
-        """
+    def offer(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
+        """Have a checkpoint written, unless it was offered before and does not fail. Returns at once. make_parts:
+        called in the thread."""
         with self._changed:
             self._offered_again = self._offered == (fence, position)
             if self._offered_again:
@@ -250,7 +228,7 @@ class CheckpointWriter:
                     return
             log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
         log.error(
-            "the last checkpoint is given up: the store does not answer. The newest one before it stays."
+            "the last checkpoint is given up: the store does not answer; the newest one before it stays."
         )
 
     def close(self) -> None:
@@ -277,10 +255,7 @@ class CheckpointWriter:
                     self._offered, self._waiting = (task[:2], task) if again else (None, None)
                 self._changed.notify_all()
 
-    def _try_to_write(
-        self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]
-    ) -> bool:
-        """Write a checkpoint and report it. Returns False if that failed, which is logged."""
+    def _try_to_write(self, fence: Fence, position: Position, make_parts: MakeParts) -> bool:
         try:
             self._write(fence, position, make_parts)
             return True
@@ -292,7 +267,7 @@ class CheckpointWriter:
             log.exception("checkpoint at %s not written", format_position(position))
         return False
 
-    def _write(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
+    def _write(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
         try:
             written = self._store.write(fence, position, make_parts())
         except StoreFull as error:
@@ -315,26 +290,6 @@ class CheckpointPolicy:
     seconds: float | None = 60.0  # seconds between two checkpoints; None: time does not matter
 
 
-class CheckpointSchedule:
-    """Counts steps and seconds since the last checkpoint. Training thread only."""
-
-    def __init__(self, policy: CheckpointPolicy, clock: Clock) -> None:
-        self._policy = policy
-        self._clock = clock
-        self._last = clock.now()
-        self._steps = 0
-
-    def count_step(self) -> bool:
-        """Count a step. True if a checkpoint is due; the counts then begin again."""
-        self._steps += 1
-        steps, seconds = self._policy.steps, self._policy.seconds
-        by_steps = steps is not None and self._steps >= steps
-        by_time = seconds is not None and self._clock.now() - self._last >= seconds
-        if by_steps or by_time:
-            self._last, self._steps = self._clock.now(), 0
-        return by_steps or by_time
-
-
 class SnapshotReader:
     """Reads snapshots back from checkpoints, each only once until `forget`. Training thread only.
 
@@ -349,12 +304,8 @@ class SnapshotReader:
         self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def read(self, candidates: Sequence[Checkpoint]) -> Snapshot | None:
-        """The snapshot in the first undamaged candidate. None: it was kept in memory and is gone, and there is no
-        other.
-
-        Raises:
-            StoreError: all candidates are damaged.
-        """
+        """The snapshot in the first undamaged candidate; StoreError if there is none. None: it was kept in memory and
+        is gone, and there is no other."""
         wanted = tuple(candidates)
         if self._kept is not None and wanted[0].is_kept:
             try:
@@ -378,7 +329,6 @@ class SnapshotReader:
         return self._cached[1]
 
     def read_published(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints that are published now, newest first."""
         return self._store.read_published()
 
     def forget(self) -> None:
@@ -395,29 +345,23 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        store: Store,
-        policy: CheckpointPolicy,
-        clock: Clock,
-        codec: Codec,
-        report: Callable[[Checkpoint | None], object],
+        self, store: Store, policy: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
     ) -> None:
-        """
-        Args:
-            report: passes a written checkpoint to the driver, which publishes it unless it is too late (R18,
-                publication), or None if the store has no room for one.
-        """
-        # Seconds for which checkpoints have held up the training thread.
-        self.stall_seconds = 0.0
-        self._schedule = CheckpointSchedule(policy, clock)
-        self._clock = clock
-        self._codec = codec
+        self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
+        self._policy, self._clock, self._codec = policy, clock, codec
+        self._last, self._steps = clock.now(), 0  # when the last checkpoint was due, and steps since then
         self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
         self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
 
     def count_step(self) -> bool:
-        """Count a step. True if a checkpoint is due."""
-        return self._schedule.count_step()
+        """Count a step. True if a checkpoint is due; the counts then begin again."""
+        self._steps += 1
+        steps, seconds = self._policy.steps, self._policy.seconds
+        by_steps = steps is not None and self._steps >= steps
+        by_time = seconds is not None and self._clock.now() - self._last >= seconds
+        if by_steps or by_time:
+            self._last, self._steps = self._clock.now(), 0
+        return by_steps or by_time
 
     def build_pending(self, build: Callable[[], Snapshot]) -> None:
         """Build a snapshot now. It is pending until `write_pending` or `discard_pending`."""
@@ -426,7 +370,6 @@ class Checkpointer:
 
     @contextmanager
     def measure_stall(self) -> Iterator[None]:
-        """Add the time of the block to `stall_seconds`."""
         began = self._clock.now()
         try:
             yield
@@ -434,7 +377,6 @@ class Checkpointer:
             self.stall_seconds += self._clock.now() - began
 
     def write_pending(self, fence: Fence) -> None:
-        """Write the pending snapshot, if there is one: its step is finalized."""
         snapshot, self._pending = self._pending, None
         if snapshot is not None:
             self.offer(fence, snapshot)
@@ -444,14 +386,13 @@ class Checkpointer:
         self._pending = None
 
     def offer(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot to the writer's thread, unless this world did so before and it does not fail. It must not
-        change any more."""
-        codec = self._codec
-
-        def make_parts() -> dict[str, bytes]:
-            return {VALUES: codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()}
-
-        self._writer.offer(fence, snapshot.position, make_parts)
+        """Pass a snapshot, which must not change any more, to the writer's thread, unless this world did so before and
+        it does not fail."""
+        self._writer.offer(
+            fence,
+            snapshot.position,
+            lambda: {VALUES: self._codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()},
+        )
 
     def flush(self) -> None:
         """Wait until everything offered was written or has failed. Called where all ranks stop for good."""

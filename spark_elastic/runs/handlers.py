@@ -67,12 +67,8 @@ class SnapshotHandler(StateHandler):
 
     @abstractmethod
     def load(self, values: Any, memory: Bytes) -> None:
-        """Set the value to what it was, in place.
-
-        Args:
-            values: what `capture` returned.
-            memory: the snapshot's memory; later snapshots write over it.
-        """
+        """Set the value to what it was, in place. values: what `capture` returned. memory: the snapshot's, over which
+        later ones write."""
 
     def save(self) -> None:
         self._snapshots.begin(START, self.capture)
@@ -108,11 +104,8 @@ class SamplerStateHandler(StateDictHandler):
         return pickle.dumps(self.value.state_dict()) if self.value.has_own_progress else b""
 
     def merge_progress(self, packed: Iterable[bytes]) -> None:
-        """Count the rows as processed that any rank knows of.
-
-        Args:
-            packed: the ranks' progress, from before the state was handed over. That of another epoch does not count.
-        """
+        """Count the rows as processed that any rank knows of. packed: the ranks' progress, from before the state was
+        handed over; that of another epoch does not count."""
         known = [pickle.loads(each) for each in packed if each]
         self.value.record_indices(
             row for each in known if each["epoch"] == self.value.epoch for row in each["processed_indices"]
@@ -181,9 +174,8 @@ class VariablesHandler(SnapshotHandler):
         theirs = [ref.shape for ref in values]
         if mine != theirs:
             pairs = enumerate(zip(mine, theirs, strict=False))
-            odd = next((number for number, (own, other) in pairs if own != other), None)
-            counts = f"{len(mine)} here and {len(theirs)} there"
-            difference = counts if odd is None else f"number {odd} is of another shape"
+            odd = [f"number {number} is of another shape" for number, (own, other) in pairs if own != other]
+            difference = odd[0] if odd else f"{len(mine)} here and {len(theirs)} there"
             raise InvalidInput(
                 f"the workers' variables differ ({difference}): build the same model and optimizer on each, before the "
                 "state."

@@ -43,11 +43,6 @@ SHARE = 0.5  # of the host's free memory, that the two memories of a process tak
 TRIES = 3  # to read a commit while its process still writes
 SPAWN_SECONDS = 10.0  # for the keeper to leave its parent
 ANSWER_SECONDS = 2.0  # for a keeper's answer
-# Limit and use of memory, in control groups of both versions.
-CONTROL_GROUPS = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
 COMMIT_KEEPER = "commit_keeper"  # key of `WorkerSession.process_values`: the CommitKeeper of this process
 
 
@@ -61,7 +56,6 @@ class _Segment:
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)[:nbytes]
 
     def close(self) -> None:
-        """The memory stays while an array refers to it."""
         os.close(self.fd)
 
 
@@ -69,30 +63,21 @@ class CommitKeeper:
     """Keeps the newest commit of this process on its host. Of the workers of a machine, the first one does."""
 
     def __init__(self, key: bytes, attempt: int, orphan_timeout: float) -> None:
-        """
-        Args:
-            key: the run's.
-            orphan_timeout: for so long commits stay without this process, in seconds.
-        """
+        """key: the run's. orphan_timeout: for so long commits stay without this process, in seconds."""
         self.kept = KeptCommits(key)
         self._key, self._attempt, self._orphan_timeout = key, attempt, orphan_timeout
         self._segments: list[_Segment] = []  # the older one first
         self._fence: Fence | None = None  # of the world whose commits are kept; None: none are
         self._name = ""  # of the keeper's socket; "": it was not started
-        self._is_first = True  # no commit was kept yet
         self.allocations = 0  # how often memory was allocated, which costs more than a commit
-        self._gave_up = False
+        self._is_first, self._gave_up = True, False  # no commit was kept yet; none will be
 
     def begin_world(self, fence: Fence, *, keeps: bool) -> None:
-        """
-        Args:
-            keeps: this worker is the first on its machine.
-        """
+        """keeps: this worker is the first on its machine."""
         self._fence = fence if keeps and not self._gave_up else None
 
     @property
     def keeps(self) -> bool:
-        """Whether commits of this world are kept."""
         return self._fence is not None
 
     def allocate(self, nbytes: int) -> Bytes | None:
@@ -102,7 +87,7 @@ class CommitKeeper:
             return None
         self.allocations += 1
         is_larger = nbytes > max((each.memory.nbytes for each in self._segments), default=-1)
-        if is_larger and 2 * nbytes > SHARE * read_free_memory():
+        if is_larger and not _has_room(2 * nbytes):
             self._give_up(
                 f"two copies of its {nbytes / 2**20:.0f} MiB do not fit into half of the free memory"
             )
@@ -125,7 +110,6 @@ class CommitKeeper:
         return self._fence is None or any(memory is each.memory for each in self._segments)
 
     def begin(self, memory: Bytes) -> None:
-        """What this memory holds is about to change."""
         for segment in self._segments:
             if segment.memory is memory:
                 os.pwrite(segment.fd, bytes(HEADER), 0)
@@ -210,18 +194,13 @@ class KeptCommits:
         return max(found, key=lambda each: (each.fence, each.position), default=None)
 
     def read(self, commit: Checkpoint) -> Snapshot:
-        """That commit, or a newer one of its process.
-
-        Raises:
-            StoreError: it is gone, or is not what was kept.
-        """
+        """That commit, or a newer one of its process; StoreError if it is gone, or is not what was kept."""
         name = commit.name.removeprefix(KEPT)
         try:
             for _ in range(TRIES):  # a process that has not ended may write over what is read here
                 with self._open(name) as commits:
-                    for descriptor, header in sorted(commits.items(), key=lambda each: each[1].position)[
-                        ::-1
-                    ]:
+                    newest_first = sorted(commits.items(), key=lambda each: each[1].position, reverse=True)
+                    for descriptor, header in newest_first:
                         if (snapshot := header.read(descriptor)) is not None:
                             return snapshot
         except OSError as error:
@@ -246,11 +225,7 @@ class KeptCommits:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[dict[int, _Header]]:
-        """The headers of a keeper's commits, by descriptor.
-
-        Raises:
-            StoreError: another user's process has this name.
-        """
+        """The headers of a keeper's commits, by descriptor."""
         with _connect(name) as connection:
             connection.sendall(b"f")
             _, descriptors, _, _ = socket.recv_fds(connection, 1, keeper.MOST)
@@ -283,16 +258,15 @@ class _Header:
         return header if header.is_known else None
 
     def describe(self, name: str) -> Checkpoint:
-        """As a checkpoint, by the name of the keeper's socket."""
         return Checkpoint(self.fence, self.position, f"{KEPT}{name}", "")
 
     def read(self, descriptor: int) -> Snapshot | None:
         """The commit; None: it is not what was kept."""
         memory: Bytes = np.empty(self._nbytes, np.uint8)
         read = os.preadv(descriptor, [memory.data], ARRAYS) if self._nbytes else 0
-        while 0 < read < self._nbytes and (
-            more := os.preadv(descriptor, [memory.data[read:]], ARRAYS + read)
-        ):
+        more = read
+        while more and read < self._nbytes:
+            more = os.preadv(descriptor, [memory.data[read:]], ARRAYS + read)
             read += more
         values = os.pread(descriptor, self._values_bytes, ARRAYS + max(1, self._nbytes))
         if read < self._nbytes or _sum(memory) != self._sum:
@@ -302,23 +276,18 @@ class _Header:
         return Snapshot(self.position, pickle.loads(values), memory)
 
 
-def read_free_memory() -> int:
-    """Bytes of memory that this host, or the control group of this process, has free."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) << 10
-    for group in CONTROL_GROUPS:
-        with suppress(OSError, ValueError):  # no such version of control groups, or no limit
-            most, taken = (int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")) for name in group)
-            free = min(free, max(0, most - taken))
-    return free
+def _has_room(nbytes: int) -> bool:
+    from spark_elastic.data.reading.row_group_cache import (
+        measure_available_memory,  # loads slowly, with Arrow
+    )
+
+    room = measure_available_memory()
+    return room is None or nbytes <= SHARE * room[0]
 
 
 @contextmanager
 def _connect(name: str) -> Iterator[socket.socket]:
-    """
-    Raises:
-        OSError: nobody of this user answers under that name.
-    """
+    """Raises OSError if nobody of this user answers under that name."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_SECONDS)
         connection.connect(f"\0{name}")
@@ -330,10 +299,8 @@ def _connect(name: str) -> Iterator[socket.socket]:
 def _sum(memory: Bytes) -> int:
     """A checksum as quick as a copy, which finds what memory does to a bit; the signature is against people."""
     whole = memory.nbytes & ~7
-    total = int(memory[:whole].view(np.uint64).sum(dtype=np.uint64)) + int(
-        memory[whole:].sum(dtype=np.uint64)
-    )
-    return total & (1 << 64) - 1
+    rest = int(memory[whole:].sum(dtype=np.uint64))
+    return int(memory[:whole].view(np.uint64).sum(dtype=np.uint64)) + rest & (1 << 64) - 1
 
 
 def _sign(key: bytes, text: bytes) -> bytes:

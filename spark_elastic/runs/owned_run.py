@@ -27,9 +27,6 @@ from spark_elastic.runs.checkpoint import CheckpointStore
 log = logging.getLogger("spark_elastic.state")
 
 MAX_TRIES = 100  # drivers that may open the run at the same moment
-CHECK_EVERY = (
-    5.0  # seconds after which a driver that publishes nothing looks whether the run is still its own
-)
 END_WAIT = 30.0  # seconds that closing waits for the store
 _ATTEMPT = re.compile("[0-9]{6,18}")
 _COMMIT_KEY = re.compile(rb"[0-9a-f]{64}")
@@ -41,12 +38,7 @@ class OwnedRun:
     """A run, as its driver uses it until another driver takes the run over."""
 
     def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
-        """
-        Args:
-            run_id: name of the run's folder in the store.
-            attempt: this driver's.
-            checkpoints: those that are published when the driver opens the run, newest first.
-        """
+        """checkpoints: those that are published when the driver opens the run, newest first."""
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
         self._checkpoint_store = CheckpointStore(store, run_id)
         # Lists to publish, newest last; None ends the thread.
@@ -56,11 +48,7 @@ class OwnedRun:
     @classmethod
     def acquire(cls, store: Store, run_id: str) -> OwnedRun:
         """Take the run's next attempt. From then on no other driver owns the run, and what earlier ones left half
-        written is removed.
-
-        Raises:
-            StoreError: the store cannot be read or written.
-        """
+        written is removed."""
         attempt = acquire_attempt(store, run_id)
         run = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
         run.remove_partial()
@@ -82,15 +70,10 @@ class OwnedRun:
 
     @property
     def commit_key_name(self) -> str:
-        """The object that holds the run's key."""
         return f"runs/{self.run_id}/commit-key"
 
     def load_commit_key(self) -> bytes:
-        """The run's key, with which its hosts keep commits: R23 (kept commits). The first driver to want it makes it.
-
-        Raises:
-            StoreError: the store cannot be read or written.
-        """
+        """The run's key, with which its hosts keep commits: R23 (kept commits). The first to want it makes it."""
         name = self.commit_key_name
         self.store.create_exclusive(name, secrets.token_hex(32).encode())
         if not _COMMIT_KEY.fullmatch(self.store.read_bytes(name)):
@@ -99,10 +82,8 @@ class OwnedRun:
         return bytes.fromhex(self.store.read_bytes(name).decode())
 
     def delete_objects(self, *names: str) -> None:
-        """Delete objects that the run no longer needs, in this order ("": none), as long as this driver owns the run.
-
-        If the store fails to delete one, it stays with all that follow, and a warning names them.
-        """
+        """Delete objects that the run no longer needs, in this order ("": none), while this driver owns the run. If the
+        store fails to delete one, it stays with all that follow, and a warning names them."""
         for number, name in enumerate(names):
             try:
                 if self._find_owner() != self.attempt:
@@ -118,19 +99,14 @@ class OwnedRun:
         self.delete_objects(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
 
     def delete_run(self, *names: str) -> None:
-        """Delete a run that cannot be resumed: its record, then `names`, then its attempts.
-
-        The record comes first: a run whose record names rows that are gone could not be resumed either.
-        """
+        """Delete a run that cannot be resumed: its record first, since one that names rows that are gone could not be
+        resumed either, then `names`, then its attempts."""
         own = self.commit_key_name, get_attempts_folder(self.run_id)
         self.delete_objects(f"runs/{self.run_id}/run.json", *names, *own)
         self.store.remove_empty_folder(f"runs/{self.run_id}")
 
     def mark_ended(self) -> None:
-        """Record that this attempt's job has succeeded: the run no longer counts as unfinished, until a later attempt.
-
-        If the store fails, the run stays unfinished, and a warning says so.
-        """
+        """Record that this attempt's job has succeeded: the run counts as unfinished no more, until a later attempt."""
         try:
             if self._find_owner() == self.attempt:
                 self.store.write_bytes(f"{get_attempts_folder(self.run_id)}/{self.attempt:06d}{ENDED}", b"{}")
@@ -143,14 +119,10 @@ class OwnedRun:
     # ---- publishing checkpoints
 
     def start(self, on_lost: Callable[[str], None]) -> None:
-        """Start the publishing thread.
-
-        Args:
-            on_lost: called once, in that thread, with a sentence, if another driver owns the run.
-        """
-        self._thread = threading.Thread(
-            target=self._run, args=(on_lost,), name="spark-elastic-publisher", daemon=True
-        )
+        """Start the publishing thread, in which on_lost is called once, with a sentence, if another driver owns the
+        run."""
+        name = "spark-elastic-publisher"
+        self._thread = threading.Thread(target=self._run, args=(on_lost,), name=name, daemon=True)
         self._thread.start()
 
     def publish(self, checkpoints: CheckpointList) -> None:
@@ -174,12 +146,8 @@ class OwnedRun:
                 log.warning("a checkpoint could not be published: %s", error)
 
     def publish_now(self, checkpoints: CheckpointList) -> None:
-        """Publish the list, then delete the checkpoints that it does not name. Blocks.
-
-        Raises:
-            JobCancelled: another driver owns the run.
-            StoreError: the store failed.
-        """
+        """Publish the list, then delete the checkpoints that it does not name. Blocks. Raises JobCancelled if another
+        driver owns the run."""
         self.check()
         try:
             self._checkpoint_store.publish(self.attempt, checkpoints)
@@ -193,9 +161,6 @@ class OwnedRun:
         self._checkpoint_store.sweep(self.attempt, checkpoints)
 
 
-# ---- attempts: functions of the store, without state; any thread
-
-
 def check_name(run_id: object) -> None:
     """Raises InvalidInput if `run_id` cannot be the name of a run."""
     if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
@@ -203,11 +168,7 @@ def check_name(run_id: object) -> None:
 
 
 def acquire_attempt(store: Store, run_id: str) -> int:
-    """Create the next attempt of a run and return its number.
-
-    Raises:
-        StoreError: the store cannot be read or written.
-    """
+    """Create the next attempt of a run and return its number."""
     content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
     # A power cut may have cost the entry of an attempt, and not the checkpoints of it: those that a lower attempt then
     # writes, or another one's lists, would count for nothing.
@@ -236,5 +197,4 @@ def describe_owner(store: Store, run_id: str, attempt: int) -> str:
 
 
 def get_attempts_folder(run_id: str) -> str:
-    """The folder with one object for each attempt of the run."""
     return f"runs/{run_id}/attempts"

@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cloudpickle
 import numpy as np
@@ -24,6 +24,9 @@ import numpy.typing as npt
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.protocol.types import Phase, Position
+
+if TYPE_CHECKING:
+    from spark_elastic.runs.kept_commits import CommitKeeper
 
 Bytes = npt.NDArray[np.uint8]
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -54,10 +57,7 @@ class ArrayRef(NamedTuple):
 
 
 class Kept:
-    """An array that many snapshots share, as it does not change.
-
-    Where the program makes it in each process, it is pickled without its bytes.
-    """
+    """An array that many snapshots share, as it does not change; pickled without bytes where each process makes it."""
 
     def __init__(self, key: tuple[str, int, int], memory: Bytes | None, is_made: bool) -> None:
         self.key = key  # its name, length and checksum
@@ -68,11 +68,7 @@ class Kept:
         return Kept, (self.key, None if self.is_made else self.memory, self.is_made)
 
     def of(self, memory: Bytes) -> Bytes:
-        """Its bytes, which are not in the snapshot's memory.
-
-        Raises:
-            InvalidInput: they did not come with it, and this process has made others.
-        """
+        """Its bytes, which are not in the snapshot's memory; InvalidInput if this process has made others."""
         if self.memory is None:
             raise InvalidInput(
                 f"the frozen parameter {self.key[0]!r} is not the one with which this run began, and checkpoints hold "
@@ -119,9 +115,8 @@ class SnapshotBuilder:
     """Collects the arrays of a snapshot and lays them out one after the other."""
 
     def __init__(self) -> None:
-        # (offset, live memory) of what is copied before the snapshot is returned.
+        # (offset, live memory) of what is copied before the snapshot is returned, and of what may be copied later.
         self.immediate: list[tuple[int, Bytes]] = []
-        # (offset, live memory) of what may be copied in the background.
         self.deferred: list[tuple[int, Bytes]] = []
         # One function for each deferred one; its number changes with each change of that memory.
         self.change_counters: list[Callable[[], int]] = []
@@ -148,12 +143,8 @@ class SnapshotBuilder:
         self.wait_remote()
 
     def add(self, memory: Bytes, change_counter: Callable[[], int] | None = None) -> Extent:
-        """Have `memory` copied.
-
-        Args:
-            change_counter: allows a copy in the background. It returns a number that changes with each change of the
-                memory; nothing may change the memory before `SnapshotBuffer.wait` has returned.
-        """
+        """Have `memory` copied. change_counter: allows a copy in the background. It returns a number that changes with
+        each change of the memory; nothing may change the memory before `SnapshotBuffer.wait` has returned."""
         extent = Extent(self.size, memory.nbytes)
         if change_counter is None:
             self.immediate.append((self.size, memory))
@@ -172,15 +163,11 @@ class SnapshotBuilder:
 
 
 Capture = Callable[[SnapshotBuilder], Any]
+"""Adds the arrays to the builder and returns the tree of values."""
 
 
 def build_snapshot(position: Position, capture: Capture, builder: SnapshotBuilder | None = None) -> Snapshot:
-    """A snapshot whose arrays are all copied when this returns.
-
-    Args:
-        capture: adds the arrays to the builder and returns the tree of values.
-        builder: a new one of a subclass; None: a plain one.
-    """
+    """A snapshot whose arrays are all copied when this returns. builder: a new one of a subclass; None: a plain one."""
     builder = SnapshotBuilder() if builder is None else builder
     values = capture(builder)
     memory = builder.allocate(builder.size)
@@ -194,27 +181,14 @@ def _copy(sources: list[tuple[int, Bytes]], memory: Bytes) -> None:
         np.copyto(memory[offset : offset + source.nbytes], source)
 
 
-class SnapshotKeeper(Protocol):
-    """Keeps the newest snapshot of a buffer in memory that outlives this process: see `kept_commits`."""
-
-    def allocate(self, nbytes: int) -> Bytes | None: ...
-
-    def owns(self, memory: Bytes) -> bool: ...
-
-    def begin(self, memory: Bytes) -> None: ...
-
-    def keep(self, snapshot: Snapshot) -> None: ...
-
-
 class _BackgroundCopy:
     """Copies what a snapshot defers, and has it kept. `torn` says afterwards whether some of it changed meanwhile."""
 
-    def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: SnapshotKeeper | None) -> None:
+    def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: CommitKeeper | None) -> None:
         self.snapshot = snapshot
         self._keeper = keeper
         self.torn = False
-        self._deferred = builder.deferred
-        self._counters = builder.change_counters
+        self._deferred, self._counters = builder.deferred, builder.change_counters
         self._before = [count() for count in self._counters]
         self._done = threading.Lock()
 
@@ -244,12 +218,8 @@ class _BackgroundCopy:
 class SnapshotBuffer:
     """Double buffer: one memory holds the newest complete snapshot while a thread fills the other (R20, copies)."""
 
-    def __init__(self, keeper: SnapshotKeeper | None = None, *, warns: bool = True) -> None:
-        """
-        Args:
-            keeper: None: snapshots end with this process.
-            warns: of what changed while it was copied.
-        """
+    def __init__(self, keeper: CommitKeeper | None = None, *, warns: bool = True) -> None:
+        """keeper: None: snapshots end with this process. warns: of what changed while it was copied."""
         self._newest: Snapshot | None = None
         self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
@@ -258,7 +228,6 @@ class SnapshotBuffer:
         self.keeper, self._warns = keeper, warns
 
     def begin(self, position: Position, capture: Capture) -> None:
-        """Begin a snapshot. `capture` adds the arrays to the builder and returns the tree of values."""
         self.wait()
         builder = SnapshotBuilder()
         values = capture(builder)
@@ -278,21 +247,19 @@ class SnapshotBuffer:
         if copy is None:
             return
         copy.join()
-        if copy.torn:
-            self._synchronous = True
-            if not self._warns:
-                return
+        if not copy.torn:
+            self._swap(copy.snapshot)
+            return
+        self._synchronous = True
+        if self._warns:
             warnings.warn(
                 "a parameter was changed in place after commit() and outside of optimizer.step(), so that commit does "
                 "not count; from now on commits copy everything before they return.",
                 RuntimeWarning,
                 stacklevel=3,
             )
-            return
-        self._swap(copy.snapshot)
 
     def wait_for_newest(self) -> Snapshot | None:
-        """Wait as `wait` does, and return the newest complete snapshot."""
         self.wait()
         return self._newest
 
@@ -322,12 +289,8 @@ class Codec(Protocol):
     def dumps(self, values: Any) -> bytes: ...
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
-        """The values that `dumps` encoded.
-
-        Args:
-            trusted: the bytes come from a peer of the mesh, which has proved that it holds the job's key; else from
-                the store.
-        """
+        """The values that `dumps` encoded. trusted: the bytes come from a peer of the mesh, which has proved that it
+        holds the job's key; else from the store."""
         ...
 
 
@@ -359,16 +322,9 @@ def broadcast_snapshot(
 ) -> Snapshot | None:
     """Send the snapshot of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
 
-    What arrives is verified by checksum and returned; the receiver's state does not change before it loads it.
-
-    Args:
-        snapshot: on rank `source`; ignored on the others.
-        receives: this rank takes it; False: it returns None, as `source` does.
-        allocate: returns memory of so many bytes for what arrives.
-
-    Raises:
-        CollectiveError: the group broke.
-        StoreError: the bytes that arrived differ from those that were sent.
+    What arrives is verified by checksum and returned, or StoreError; the receiver's state does not change before it
+    loads it. snapshot: on rank `source`; ignored on the others. receives: this rank takes it; False: it returns None,
+    as `source` does. allocate: returns memory of so many bytes for what arrives.
     """
     if group.rank == source:
         assert snapshot is not None
@@ -392,25 +348,16 @@ def broadcast_snapshot(
 
 
 def exchange_kept(group: Group, source: int, values: Any, own: Mapping[tuple[str, int, int], Kept]) -> None:
-    """Fill in the kept arrays of the snapshot of rank `source`: by this process's own, or else by those of the source.
-    Collective, after `broadcast_snapshot`.
-
-    Args:
-        own: arrays that this process has made, by key.
-
-    Raises:
-        CollectiveError: the group broke.
-        StoreError: the bytes that arrived differ from those that were sent.
-    """
+    """Fill in the kept arrays of the snapshot of rank `source`: by `own`, those that this process has made, by key, or
+    else by those of the source. Collective, after `broadcast_snapshot`, and raises as that does."""
     kept = list(find_kept(values))
     if not kept:
         return
     for each in kept:
         each.take_from(own)
-    lacking = {each.key: each for each in kept if each.memory is None}
-    wanted = {
-        key for packed in group.allgather_bytes(pickle.dumps(list(lacking))) for key in pickle.loads(packed)
-    }
+    lacking = dict.fromkeys(each.key for each in kept if each.memory is None)
+    told = group.allgather_bytes(pickle.dumps(list(lacking)))
+    wanted = {key for packed in told for key in pickle.loads(packed)}
     for each in kept:
         if each.key in wanted:
             lacks = each.memory is None and group.rank != source

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from spark_elastic.clock import Clock
@@ -47,11 +46,8 @@ class ChannelEnd:
         return self._signature(name, body) + b"\n" + body
 
     def verify(self, name: str, content: bytes) -> list[dict[str, Any]]:
-        """The messages in the object of that name.
-
-        Raises:
-            StoreError: it was not written by the other side under that name, or is not yet complete.
-        """
+        """The messages in the object of that name; StoreError if the other side did not write it under that name, or it
+        is not yet complete."""
         signature, _, body = content.partition(b"\n")
         if not hmac.compare_digest(signature, self._signature(name, body)):
             raise StoreError(f"The message {name} is not whole, or not signed with the job's key.")
@@ -68,20 +64,14 @@ class StoreChannel:
     def __init__(
         self, end: ChannelEnd, receives: Iterable[type], on_message: Callable[[Any], None], clock: Clock
     ) -> None:
-        """
-        Args:
-            receives: the types of the messages that the other side sends.
-            on_message: called with each message, in their order, in the channel's thread; what it raises is logged.
-        """
-        self._end = end
+        """receives: types of messages. on_message: called with each, in their order, in the channel's thread; what it
+        raises is logged."""
+        self._end, self._on_message, self._clock = end, on_message, clock
         self._types = {cls.__name__: cls for cls in receives}
-        self._on_message = on_message
-        self._clock = clock
         self._lock = threading.Lock()  # owns _outbox
         self._outbox: list[object] = []
-        self._unconfirmed: bytes | None = (
-            None  # an object whose write failed, and which may be there all the same
-        )
+        # An object whose write failed, and which may be there all the same.
+        self._unconfirmed: bytes | None = None
         self._sent = self._read = 0  # numbers of the next objects
         self._last_sent = clock.now()
         self.last_seen = clock.now()  # when the other side last sent something
@@ -107,11 +97,8 @@ class StoreChannel:
         self._thread.join(timeout)
 
     def poll(self) -> None:
-        """Send what waits and read what is there, once.
-
-        Raises:
-            StoreError: the store failed, or an object in it is not whole; no message is lost.
-        """
+        """Send what waits and read what is there, once; StoreError if the store failed, or an object in it is not
+        whole: no message is lost."""
         self._send_outbox()
         while self._end.store.exists(name := self._end.object_name(self._end.own, self._read)):
             # An object that does not verify stays: it may be incomplete, or lie where one is still to come.
@@ -119,7 +106,10 @@ class StoreChannel:
             self._read += 1
             self.last_seen = self._clock.now()
             for message in messages:
-                self._deliver(message)
+                try:
+                    self._on_message(codec.read(self._types[message.pop("type")], message))
+                except Exception:
+                    log.exception("a message could not be handled")
             self._end.store.delete(name)
 
     def _send_outbox(self) -> None:
@@ -130,23 +120,14 @@ class StoreChannel:
             messages, self._outbox = self._outbox, []
         if messages or self._clock.now() - self._last_sent >= SEND_EVERY:
             plain = [{"type": type(each).__name__, **codec.to_plain(each)} for each in messages]
-            self._write(self._end.sign(self._choose_name(), plain))
-
-    def _choose_name(self) -> str:
-        return self._end.object_name(self._end.other, self._sent)
+            self._write(self._end.sign(self._end.object_name(self._end.other, self._sent), plain))
 
     def _write(self, content: bytes) -> None:
         self._unconfirmed = content
-        self._end.store.write_bytes(self._choose_name(), content)
+        self._end.store.write_bytes(self._end.object_name(self._end.other, self._sent), content)
         self._unconfirmed = None
         self._sent += 1
         self._last_sent = self._clock.now()
-
-    def _deliver(self, message: dict[str, Any]) -> None:
-        try:
-            self._on_message(codec.read(self._types[message.pop("type")], message))
-        except Exception:
-            log.exception("a message could not be handled")
 
     def _run(self) -> None:
         while True:
@@ -175,17 +156,14 @@ class StoreHeartbeat:
     """Writes a growing count to the object `name` of the store while the block runs, and deletes it at the end."""
 
     def __init__(self, store: Store, name: str) -> None:
-        self._store = store
-        self._name = name
+        self._store, self._name = store, name
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-heartbeat", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._thread.join(END_WAIT)
 

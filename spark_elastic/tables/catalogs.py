@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from spark_elastic.checks import require_package
-from spark_elastic.data.renewal import Lease, RenewedCredentials
+from spark_elastic.data.object_store import Lease, RenewedCredentials
 from spark_elastic.errors import InvalidInput, StoreError
 
 SECONDS = 10.0  # that Unity Catalog may take for an answer
@@ -46,6 +46,14 @@ _ICEBERG_NAMES = {
 }
 
 
+# What Unity Catalog vends by store: option of fsspec -> its name there.
+_UNITY_NAMES = {
+    "aws_temp_credentials": {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"},
+    "azure_user_delegation_sas": {"sas_token": "sas_token"},
+    "gcp_oauth_token": {"token": "oauth_token"},
+}
+
+
 @dataclass(frozen=True)
 class CatalogTable:
     """A table by its name."""
@@ -58,12 +66,8 @@ class CatalogTable:
         return f"table {self.name!r} of the catalog {self.uri}"
 
     def open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `read_snapshot` reads, and storage options for it. options: the user's.
-
-        Raises:
-            InvalidInput: there is no such table, its kind cannot be read, or the catalog refuses. StoreError: nobody
-                answers.
-        """
+        """What `read_snapshot` reads, and storage options for it. options: the user's. Raises InvalidInput if there is
+        no such table, its kind cannot be read, or the catalog refuses, StoreError if nobody answers."""
         try:
             return self._open(options)
         except ConnectionError as error:
@@ -77,24 +81,19 @@ class CatalogTable:
         """See `Credentials`."""
 
     def find_values(self) -> dict[str, Any]:
-        """The properties, with what variables and functions give now."""
-        return {name: self._find_value(name, value) for name, value in self.properties.items()}
-
-    def _find_value(self, name: str, value: Any) -> Any:
-        if callable(value):
-            return value()
-        if not isinstance(value, str) or not value.startswith(_VARIABLE):
-            return value
-        variable = value.removeprefix(_VARIABLE)
-        if variable not in os.environ:
-            raise InvalidInput(
-                f"The {name} of the {self} is in the variable {variable}, which this process lacks: set it for the "
-                "driver and all workers (spark.executorEnv), or give a function."
-            )
-        return os.environ[variable]
+        values = {name: value() if callable(value) else value for name, value in self.properties.items()}
+        for name, value in values.items():
+            if isinstance(value, str) and value.startswith(_VARIABLE):
+                variable = value.removeprefix(_VARIABLE)
+                if variable not in os.environ:
+                    raise InvalidInput(
+                        f"The {name} of the {self} is in the variable {variable}, which this process lacks: set it for "
+                        "the driver and all workers (spark.executorEnv), or give a function."
+                    )
+                values[name] = os.environ[variable]
+        return values
 
     def away(self, error: object) -> ConnectionError:
-        """What `fetch` raises if nobody answers."""
         return ConnectionError(
             f"the catalog {self.uri} does not answer ({self.hide(error)}): check its uri, and that driver and workers "
             "reach it"
@@ -108,6 +107,12 @@ class CatalogTable:
 
     def unknown(self) -> InvalidInput:
         return InvalidInput(f"The catalog {self.uri} has no table {self.name!r}: check the name.")
+
+    def wrong_kind(self, kind: str) -> InvalidInput:
+        return InvalidInput(
+            f"Table {self.name!r} of the catalog {self.uri} is of the kind {kind}, which has no files of its own: fit "
+            f"on spark.table({self.name!r}), or name the table that it selects from."
+        )
 
     def hide(self, error: object) -> str:
         """The first line of an error, without secrets."""
@@ -127,13 +132,8 @@ class CatalogTable:
 def find_in_catalog(catalog: Any, table: Any) -> Any:
     """The table of that name in the catalog; without a catalog what was given.
 
-    Args:
-        catalog: a `pyiceberg.catalog.Catalog`, or a dict of properties: {"type": "rest", "uri": ...} as pyiceberg's, or
-            {"type": "unity", "uri": ..., "token": ...}. A value may be a function, or "env:NAME", a variable of each
-            process.
-
-    Raises:
-        InvalidInput: it is neither, or the table is no name.
+    catalog: a `pyiceberg.catalog.Catalog`, or a dict of properties: {"type": "rest", "uri": ...} as pyiceberg's, or
+    {"type": "unity", "uri": ..., "token": ...}. A value may be a function, or "env:NAME", a variable of each process.
     """
     if catalog is None or table is None:
         return table
@@ -198,26 +198,25 @@ class IcebergTable(CatalogTable):
     def _load(self) -> Any:
         load_catalog = require_package("pyiceberg.catalog", "a catalog of Iceberg", "pyiceberg").load_catalog
         exceptions = require_package("pyiceberg.exceptions", "a catalog of Iceberg", "pyiceberg")
+        names = "NoSuchTableError", "NoSuchNamespaceError", "NoSuchIdentifierError"
+        missing = tuple(getattr(exceptions, name) for name in names)
         catalog: Any = self.catalog
         try:
             if catalog is None:
                 values = self.find_values()
                 catalog = load_catalog(values.pop("name", "default"), **values)
             return catalog.load_table(self.name)
-        except (
-            exceptions.NoSuchTableError, exceptions.NoSuchNamespaceError, exceptions.NoSuchIdentifierError
-        ) as error:  # fmt: skip
+        except missing as error:
             is_view = False
             with suppress(Exception):  # not all catalogs know views
                 is_view = catalog.view_exists(self.name)
-            raise (_refuse_kind(self, "VIEW") if is_view else self.unknown()) from error
+            raise (self.wrong_kind("VIEW") if is_view else self.unknown()) from error
         except (exceptions.RESTError, OSError, ValueError) as error:
             is_away = isinstance(error, OSError) or type(error).__name__ in _AWAY
             raise (self.away(error) if is_away else self.refusal(error)) from error
 
 
 def _read_properties(properties: Mapping[str, Any]) -> Lease:
-    """What a catalog of Iceberg vends."""
     options: dict[str, Any] = {}
     ends = None
     for name, value in properties.items():
@@ -244,17 +243,10 @@ class UnityTable(CatalogTable):
 
     def _open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         facts = self._call(f"tables/{quote(self.name, safe='')}")
-        location = self._check(facts)
-        if urlsplit(location).scheme in ("", "file"):
-            return location, dict(options)
-        return location, replace(self, table_id=str(facts.get("table_id"))).add_credentials(options)
-
-    def _check(self, facts: Mapping[str, Any]) -> str:
-        """Where the table lies. Raises InvalidInput if its kind cannot be read."""
         kind, layout = str(facts.get("table_type")), str(facts.get("data_source_format"))
-        location = facts.get("storage_location")
+        location = str(facts.get("storage_location") or "")
         if kind not in ("MANAGED", "EXTERNAL") or not location:
-            raise _refuse_kind(self, kind)
+            raise self.wrong_kind(kind)
         if layout != "DELTA":
             raise InvalidInput(
                 f"Table {self.name!r} of the catalog {self.uri} has the format {layout}: Unity Catalog gives tables of "
@@ -265,26 +257,20 @@ class UnityTable(CatalogTable):
                 f"Only the catalog {self.uri} knows all commits of table {self.name!r} (catalogManaged), which "
                 "deltalake cannot open: fit on spark.table(...), or on a copy."
             )
-        return str(location)
+        if urlsplit(location).scheme in ("", "file"):
+            return location, dict(options)
+        return location, replace(self, table_id=str(facts.get("table_id"))).add_credentials(options)
 
     def fetch(self) -> Lease:
-        given = self._call("temporary-table-credentials", {"table_id": self.table_id, "operation": "READ"})
-        amazon, azure = given.get("aws_temp_credentials"), given.get("azure_user_delegation_sas")
-        google = given.get("gcp_oauth_token")
-        if amazon:
-            names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
-            options = {name: amazon.get(own) for name, own in names.items()}
-        elif azure:
-            options = {"sas_token": azure.get("sas_token")}
-        elif google:
-            options = {"token": google.get("oauth_token")}
-        else:
-            raise self.refusal("it vends credentials of no known store")
-        ends = given.get("expiration_time")
-        return Lease(options, int(ends) / 1000 if ends else None)
+        vended = self._call("temporary-table-credentials", {"table_id": self.table_id, "operation": "READ"})
+        ends = vended.get("expiration_time")
+        for store, names in _UNITY_NAMES.items():
+            if vended.get(store):
+                options = {name: vended[store].get(own) for name, own in names.items()}
+                return Lease(options, int(ends) / 1000 if ends else None)
+        raise self.refusal("it vends credentials of no known store")
 
     def _call(self, path: str, body: Any = None) -> Any:
-        """The answer to a request: POST with a body, else GET."""
         token = self.find_values().get("token")
         headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         data = None
@@ -296,7 +282,9 @@ class UnityTable(CatalogTable):
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
-                reason = f"HTTP {error.code}: {_read_message(error.read())}"
+                reason = f"HTTP {error.code}: no reason"
+                with suppress(ValueError, AttributeError):
+                    reason = f"HTTP {error.code}: {json.loads(error.read()).get('message')}"
             if error.code == 404 and body is None:
                 raise self.unknown() from error
             if error.code >= 500 or error.code == 429:
@@ -304,19 +292,6 @@ class UnityTable(CatalogTable):
             raise self.refusal(reason) from error
         except (OSError, ValueError) as error:
             raise self.away(error) from error
-
-
-def _read_message(content: bytes) -> str:
-    with suppress(ValueError, AttributeError):
-        return str(json.loads(content).get("message"))
-    return "no reason"
-
-
-def _refuse_kind(table: CatalogTable, kind: str) -> InvalidInput:
-    return InvalidInput(
-        f"Table {table.name!r} of the catalog {table.uri} is of the kind {kind}, which has no files of its own: fit on "
-        f"spark.table({table.name!r}), or name the table that it selects from."
-    )
 
 
 # ---- deltalake

@@ -12,8 +12,10 @@ import logging
 import math
 import posixpath
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -58,11 +60,7 @@ _SAMPLED_VALUES = 1 << 16  # of a column of arrays, whose lengths are compared
 
 
 def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
-    """One store that holds all the files or folders (one at least), paths or fsspec urls, and their names in it.
-
-    Raises:
-        InvalidInput: they lie in different file systems.
-    """
+    """One store that holds all the files or folders (one at least), paths or fsspec urls, and their names in it."""
     stores = [_drop_dots(Store.open(path, **storage_options)) for path in paths]
     first = stores[0]
     for path, other in zip(paths, stores, strict=True):
@@ -77,7 +75,6 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
 
 
 def move_root(store: Store, root: str) -> Store:
-    """The store of another folder in the same file system."""
     return replace(store, url=store.url[: len(store.url) - len(store.root)] + root, root=root)
 
 
@@ -99,13 +96,8 @@ def describe_parquet(
 ) -> Manifest:
     """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`.
 
-    transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than
-    twice `piece_bytes` when decoded are taken in pieces of that size, which readers cut once. collect: reads the
-    footers.
-
-    Raises:
-        InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
-            lengths, no rows, a table of Delta, Iceberg or Hudi. StoreError: no Parquet files, or unreadable ones.
+    transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than twice
+    `piece_bytes` when decoded are taken in pieces of that size, which readers cut once. collect: reads the footers.
     """
     _refuse_parts_of_tables(store, names)
     # A file that several of the names lead to is there once.
@@ -117,21 +109,15 @@ def describe_parquet(
 
 
 def list_columns(store: Store, file: DataFile, names: Sequence[str] | None = None) -> list[str]:
-    """The columns of a file, and of its path, of types that can be read. names: among these; None: all.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """The columns of a file, and of its path, of types that can be read. names: among these; None: all."""
     footer = FileFooter(store, file)
     known = [*footer.schema.names, *file.constants] if names is None else names
     types = dict(footer.find_types(known))
-    readable = [
-        name for name in known if name in file.constants or (name in types and _is_readable(types[name]))
-    ]
+    readable = {name for name in known if name in file.constants or _is_readable(types.get(name))}
     left = [name for name in known if name not in readable]
     if left:
         log.info("columns %s have types that cannot be read, such as maps: they are left out", left)
-    return readable
+    return [name for name in known if name in readable]
 
 
 def list_parquet_columns(store: Store, names: Sequence[str]) -> list[str]:
@@ -140,22 +126,19 @@ def list_parquet_columns(store: Store, names: Sequence[str]) -> list[str]:
     return list_columns(store, DataFile(first, partition_values(first.name), is_fixed=False))
 
 
-def _is_readable(arrow: pa.DataType) -> bool:
-    while is_list(arrow):
-        arrow = arrow.value_type
-    return is_vector(arrow) or dtype_of(arrow) is not None
+def _is_readable(arrow: pa.DataType | None) -> bool:
+    if arrow is None:
+        return False
+    return (
+        _is_readable(arrow.value_type) if is_list(arrow) else is_vector(arrow) or dtype_of(arrow) is not None
+    )
 
 
 def find_data_files(
     urls: Sequence[str], columns: Sequence[str], storage_options: Mapping[str, Any]
 ) -> tuple[Store, tuple[DataFile, ...]]:
-    """The Parquet files at these urls (at least one), as Spark writes urls, and one store that holds them all.
-
-    columns: those that a file's path may tell of.
-
-    Raises:
-        InvalidInput: they lie in different file systems. StoreError: one is not there.
-    """
+    """The Parquet files at these urls (at least one), as Spark writes urls, and one store that holds them all. columns:
+    those that a file's path may tell of."""
     parts = [urlsplit(url) for url in urls]
     places = [(each.scheme or "file", each.netloc, unquote(each.path)) for each in parts]
     store, names = open_common(places, storage_options)
@@ -218,36 +201,33 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     groups = _cut_groups(files, described, piece_bytes)
     seen = [each.info for each in read], list(groups.deleted.values())
     digest = hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
-    known = reuse_equal(files.list_file_columns(set(names)))
+    of_files = zip(files.data, files.facts, strict=True)
+    columns_of = (FileColumns(file.constants, dict(facts.schema.stored_names)) for file, facts in of_files)
+    known = reuse_equal(each.restrict(set(names)) for each in columns_of)
     is_fixed = all(each.is_fixed for each in read)
     states = () if is_fixed else tuple(each.info.state for each in files.data)
-    return Manifest(
-        described, tuple(each.info.name for each in files.data), groups, digest, digest, known, states
-    )
+    paths = tuple(each.info.name for each in files.data)
+    return Manifest(described, paths, groups, digest, digest, known, states)
 
 
-def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
-    try:
+def _is_number(text: str, kind: type[int] | type[float]) -> bool:
+    with suppress(ValueError):
         number = kind(text)
-    except ValueError:
-        return False
-    if kind is int and not -(2**63) <= number < 2**63:
-        return False
-    return "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
+        is_in_range = kind is float or -(2**63) <= number < 2**63
+        return is_in_range and "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
+    return False
 
 
 class _Files:
     """The files that have rows, and what their footers say. A file's number is its place."""
 
     def __init__(self, store: Store, data: Sequence[DataFile], facts: Sequence[FileFacts]) -> None:
-        """store: that holds them. facts: of each file."""
         self.store = store
         self.facts = [each for each in facts if each.rows]
-        self.data = [
-            file if known.deleted is None else replace(file, deleted=known.deleted)
-            for file, known in zip(data, facts, strict=True)
-            if known.rows
-        ]
+        self.data = []
+        for file, known in zip(data, facts, strict=True):
+            if known.rows:
+                self.data.append(file if known.deleted is None else replace(file, deleted=known.deleted))
         self.rows = sum(each.rows for each in self.facts)
         # Of each row group with rows: they are listed file by file.
         groups = [each.groups for each in self.facts]
@@ -265,18 +245,20 @@ class _Files:
 
     def find_type(self, column: str) -> pa.DataType | None:
         """The type in the files; None: no file has the column. Raises InvalidInput if it is not the same in all."""
-        types = [(place, schema.find_type(column)) for schema, place in self._firsts.items()]
-        first, found = next(((place, each) for place, each in types if each is not None), (0, None))
-        if found is None:
+        kinds: dict[pa.DataType, int] = {}  # type -> the number of the first file that has it
+        for schema, place in self._firsts.items():
+            kind = dict(schema.types).get(column)
+            if kind is not None:
+                kinds.setdefault(kind, place)
+        if not kinds:
             return None
+        (found, first), *others = kinds.items()
         declared = self.data[0].types.get(column)
-        kinds = {each for _, each in types if each is not None}
-        if declared is not None and len(kinds) > 1 and all(_widens(each, declared) for each in kinds):
+        if declared is not None and others and all(_widens(kind, declared) for kind in kinds):
             # The table's type became a wider one, and the files that it had then were left as they are.
-            types, found = [], declared
-        for place, other in types:
-            if other is not None and other != found:
-                raise self._different_types(column, first, found, place, other)
+            found, others = declared, []
+        for other, place in others:
+            raise self._different_types(column, first, found, place, other)
         for place, facts in enumerate(self.facts):
             # Some files of a table may have a column of partitions in their paths alone.
             if column not in facts.nulls and column not in self.data[place].constants:
@@ -284,7 +266,6 @@ class _Files:
         return found
 
     def count_nulls(self, column: str) -> int:
-        """In the files, and in the rows of files whose paths have the column."""
         return sum(
             facts.nulls.get(column, facts.rows if file.constants.get(column) == NO_VALUE else 0)
             for file, facts in zip(self.data, self.facts, strict=True)
@@ -297,10 +278,6 @@ class _Files:
             f"The column {column!r} is {found} in {self.data[first].info.name!r} and {other or 'missing'} in "
             f"{self.data[place].info.name!r}: write them alike."
         )
-
-    def list_file_columns(self, used: Container[str]) -> Iterator[FileColumns]:
-        for data, facts in zip(self.data, self.facts, strict=True):
-            yield FileColumns(data.constants, dict(facts.schema.stored_names)).restrict(used)
 
 
 def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
@@ -315,25 +292,20 @@ def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
     return bool(stored == declared)
 
 
-def _is_hidden(part: str) -> bool:
-    return part.startswith(".") or (part.startswith("_") and "=" not in part)
-
-
 def _parquet(store: Store, name: str) -> list[ObjectInfo]:
-    """What Spark and others take for data: names that begin with _ or . are not, but for values of partitions. Nor are
-    texts beside the files."""
+    """What Spark and others take for data: not names with _ or . in front, but for values of partitions, nor texts."""
     listed = store.find(name)
     _refuse_table_formats(store, name, listed)
-    found = [
-        each
-        for each in listed
-        if _may_be_parquet(each.name)
-        and (each.bytes or each.name.endswith(_PARQUET))  # some clients list empty objects for folders
-        and not any(map(_is_hidden, each.name[len(name) :].split("/")))
-    ]
-    if not found:
+    files = []
+    for info in listed:
+        parts = info.name[len(name) :].split("/")
+        is_hidden = any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
+        # Some clients list empty objects for folders.
+        if _may_be_parquet(info.name) and (info.bytes or info.name.endswith(_PARQUET)) and not is_hidden:
+            files.append(info)
+    if not files:
         raise StoreError(f"There is no Parquet file under {store.join(name)}.")
-    return found
+    return files
 
 
 def _may_be_parquet(name: str) -> bool:
@@ -345,9 +317,9 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
     """Their folders also hold files whose rows were deleted or updated; only the format's own log knows which."""
     for each in listed:
         *folders, file = each.name[len(name) :].split("/")
-        iceberg = folders[-1:] == ["metadata"] and ".metadata.json" in file
         kind = "delta" if "_delta_log" in folders else "hudi" if ".hoodie" in folders else None
-        kind = "iceberg" if iceberg else kind
+        if folders[-1:] == ["metadata"] and ".metadata.json" in file:
+            kind = "iceberg"
         if kind is not None:
             way = "fit(spark.read.format('hudi').load(...))" if kind == "hudi" else "fit_on_table"
             raise InvalidInput(
@@ -358,23 +330,15 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
 
 def _refuse_parts_of_tables(store: Store, names: Sequence[str]) -> None:
     """As the table's own folder, whose log lies above these names. What the store does not show counts as no log."""
-    folders = {parent for name in names for parent in _find_parents(store.path(name))}
-    for folder in sorted(folders):
+    folders = {str(parent) for name in names for parent in PurePosixPath(store.path(name)).parents}
+    for folder in sorted(folders - {"/", "."}):
         above = move_root(store, folder)
-        try:
-            found = above.exists("_delta_log")
-        except StoreError:
-            continue
-        if found:
-            raise InvalidInput(
-                f"The paths lie in {above.url}, a table of delta, in whose files there may be rows that it has no "
-                "more: train with fit_on_table."
-            )
-
-
-def _find_parents(path: str) -> Iterator[str]:
-    while path.strip("/") and (path := posixpath.dirname(path)).strip("/"):
-        yield path
+        with suppress(StoreError):
+            if above.exists("_delta_log"):
+                raise InvalidInput(
+                    f"The paths lie in {above.url}, a table of delta, in whose files there may be rows that it has no "
+                    "more: train with fit_on_table."
+                )
 
 
 def _find_fields(store: Store, names: Sequence[str]) -> dict[str, Field]:
@@ -454,9 +418,8 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
 def _refuse_nulls(name: str, files: _Files) -> None:
     nulls = files.count_nulls(name)
     if nulls:
-        raise InvalidInput(
-            f"The column {name!r} has {nulls} nulls in {files.rows} rows: fill them, or leave those rows out."
-        )
+        told = f"The column {name!r} has {nulls} nulls in {files.rows} rows"
+        raise InvalidInput(f"{told}: fill them, or leave those rows out.")
 
 
 def _take_ragged(column: Column, files: _Files, transformed: bool) -> Column:
@@ -478,9 +441,10 @@ def _take_ragged(column: Column, files: _Files, transformed: bool) -> Column:
 def align_ragged(one: Manifest, other: Manifest) -> Manifest:
     """The first, with those of its columns ragged that are so in the other: lengths may be the same by chance."""
     ragged = {column.name for column in other.columns if column.ragged}
-    columns = (
-        _make_ragged(each) if each.name in ragged and len(each.shape) == 1 else each for each in one.columns
-    )
+    columns = []
+    for column in one.columns:
+        is_ragged = column.name in ragged and len(column.shape) == 1
+        columns.append(_make_ragged(column) if is_ragged else column)
     return replace(one, columns=tuple(columns))
 
 
@@ -505,19 +469,20 @@ def _find_difference(column: Column, files: _Files, transformed: bool) -> str | 
             bad = bad if reads and not FileFooter(files.store, file).has_length(column.name, expected) else []
         if bad:
             index, rows, _ = facts.groups[:, bad[0]]
-            return (
-                f"row group {index} of {file.info.name!r} has {values[bad[0]]} values in {rows} rows, and "
-                f"the first row has shape {column.shape}"
-            )
+            told = f"row group {index} of {file.info.name!r} has {values[bad[0]]} values in {rows} rows"
+            return f"{told}, and the first row has shape {column.shape}"
     return None
 
 
 def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroups:
-    """The row groups, the large ones in parts, without those of which the table has no row.
-
-    The manifest lists parts as row groups, so that plan, cache and prefetch do not notice.
-    """
-    rows, size = files.group_rows, _measure_ragged(files, columns)
+    """The row groups, the large ones in parts, which plan, cache and prefetch take for row groups, without those of
+    which the table has no row."""
+    rows, size = files.group_rows, files.group_bytes
+    ragged = [column for column in columns if column.ragged]
+    if ragged:  # the bytes of decoded values, where these are more: numbers may be encoded in few bits
+        sizes = [np.dtype(column.ragged).itemsize for column in ragged]
+        values = [np.concatenate([facts.values[column.name] for facts in files.facts]) for column in ragged]
+        size = np.maximum(size, sum(each * count for each, count in zip(sizes, values, strict=True)))
     decoded = compute_decoded_bytes(columns, rows, size)
     cut = (decoded > 2 * most) & (rows > 1)  # to cut costs a write and a read
     part_rows = np.where(cut, np.maximum(1, rows * most // np.maximum(1, decoded)), np.maximum(1, rows))
@@ -545,17 +510,6 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
     return _drop_deleted(groups, files.data, begins[source] - firsts[groups.file] + first)
 
 
-def _measure_ragged(files: _Files, columns: Sequence[Column]) -> Int64s:
-    """`group_bytes`, or the bytes of decoded ragged values where these are more: numbers may be encoded in few bits."""
-    decoded: Int64s = np.zeros_like(files.group_bytes)
-    for column in columns:
-        if column.ragged:
-            values = np.concatenate([facts.values[column.name] for facts in files.facts])
-            decoded += values * np.dtype(column.ragged).itemsize
-    most: Int64s = np.maximum(files.group_bytes, decoded)
-    return most
-
-
 def _drop_deleted(groups: RowGroups, files: Sequence[DataFile], begins: Int64s) -> RowGroups:
     """Without the rows that the table has no more. begins: the row in its file that each group begins with."""
     rows, masks = groups.rows.copy(), {}
@@ -566,8 +520,4 @@ def _drop_deleted(groups: RowGroups, files: Sequence[DataFile], begins: Int64s) 
             if mask.any():
                 masks[group] = pack_deleted(mask)
                 rows[group] -= int(mask.sum())
-    kept = rows > 0
-    number = np.cumsum(kept) - 1
-    numbers = {name: getattr(groups, name)[kept] for name in RowGroups.NUMBERS}
-    deleted = {int(number[group]): text for group, text in masks.items() if kept[group]}
-    return RowGroups(**{**numbers, "rows": rows[kept]}, deleted=deleted)
+    return groups.keep(rows, masks)

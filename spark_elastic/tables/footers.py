@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from spark_elastic.clock import SystemClock, read_thread_seconds
-from spark_elastic.data.manifest import FileColumns
 from spark_elastic.data.reading.decoding import (
     drop_views,
     is_list,
@@ -45,20 +44,16 @@ class DataFile:
     """A Parquet file of a table, and what is known of it beside its footer."""
 
     info: ObjectInfo  # the object in the store
-    # Column -> the text of its one value, which is not in the file.
+    # Of columns: the text of the one value, which is not in the file; the name in the file, for all columns of tables
+    # that map them ({}: their own); the id of the field in the file, for tables that know columns by ids; the names in
+    # files whose fields have no ids ({}: their own); and the type in the table's schema, or else what the files say.
     constants: Mapping[str, str] = field(default_factory=dict)
-    # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
     stored_names: Mapping[str, str] = field(default_factory=dict)
-    # Column -> the id of its field in the file, for tables that know columns by ids.
     field_ids: Mapping[str, int] = field(default_factory=dict)
-    # Column -> the names that it may have in files whose fields have no ids; {}: its own.
     mapped_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # Column -> its type in the table's schema; a column that is not in here is what the files say.
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    # Of each row in the file, whether the table has it no more; None: it has all of them.
-    deleted: Mask | None = None
-    # Whether nobody writes a file of this name again, as in tables whose log names their files.
-    is_fixed: bool = True
+    deleted: Mask | None = None  # of each row in the file, whether the table has it no more; None: it has all
+    is_fixed: bool = True  # nobody writes a file of this name again, as in tables whose log names files
 
     def find_mapped_names(self, names: Container[str]) -> dict[str, str]:
         """Column -> its name in a file that has these names and no ids of fields, for the columns that are in it."""
@@ -68,16 +63,13 @@ class DataFile:
 
     def rename_columns(self, columns: Mapping[str, str]) -> DataFile:
         """The file with these columns alone. columns: name of a column -> the name that it has here."""
-        constants = {name: self.constants[own] for name, own in columns.items() if own in self.constants}
-        types = {name: self.types[own] for name, own in columns.items() if own in self.types}
-        if self.field_ids:
-            ids = {name: self.field_ids[own] for name, own in columns.items() if own in self.field_ids}
-            mapped = {
-                name: self.mapped_names[own] for name, own in columns.items() if own in self.mapped_names
-            }
-            return replace(self, constants=constants, types=types, field_ids=ids, mapped_names=mapped)
-        stored = {name: self.stored_names.get(own, own) for name, own in columns.items()}
-        return replace(self, constants=constants, types=types, stored_names=stored)
+        known: dict[str, Any] = {}
+        for field_name in ("constants", "types", "field_ids", "mapped_names"):
+            values = getattr(self, field_name)
+            known[field_name] = {name: values[own] for name, own in columns.items() if own in values}
+        if not self.field_ids:
+            known["stored_names"] = {name: self.stored_names.get(own, own) for name, own in columns.items()}
+        return replace(self, **known)
 
 
 @dataclass(frozen=True)
@@ -85,14 +77,9 @@ class FileSchema:
     """What files have in common."""
 
     names: tuple[str, ...]  # the names of all columns in the file
-    # Wanted column -> its type; those that are not in the file are not in here.
-    types: tuple[tuple[str, pa.DataType], ...]
-    # Column -> its name in the file, for all columns of tables that map them; (): columns have their own names.
+    types: tuple[tuple[str, pa.DataType], ...]  # (wanted column, its type), of those that are in the file
+    # (column, its name in the file); (): columns have their own names.
     stored_names: tuple[tuple[str, str], ...]
-
-    def find_type(self, column: str) -> pa.DataType | None:
-        """None: the column is not in the file."""
-        return dict(self.types).get(column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +94,7 @@ class FileFacts:
     nulls: Mapping[str, int]  # wanted column -> its nulls; those that are not in the file are not in here
     # Wanted column of arrays -> its numbers in each row group, those of deleted rows among them.
     values: Mapping[str, Int64s]
-    # Of each row in the file, whether it is not taken, where `where` takes a part; None: as the table says.
-    deleted: Mask | None
+    deleted: Mask | None  # of each row in the file, whether it is not taken; None: as the table says
 
 
 CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], list[FileFacts]]
@@ -117,12 +103,7 @@ CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate |
 def collect_footers(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
 ) -> list[FileFacts]:
-    """Read the footers in the calling thread, and the columns that `where` compares.
-
-    Raises:
-        InvalidInput: where compares a column that a file does not have.
-        StoreError: a file is not there, or is no Parquet file, or has other rows than its table says.
-    """
+    """Read the footers in the calling thread, and the columns that `where` compares."""
     schemas: dict[FileSchema, FileSchema] = {}
     found = (FileFooter(store, data).describe(columns, where) for data in files)
     return [replace(each, schema=schemas.setdefault(each.schema, each.schema)) for each in found]
@@ -151,14 +132,11 @@ class FileFooter:
     """One file's footer, and what it says of columns."""
 
     def __init__(self, store: Store, data: DataFile) -> None:
-        """
-        Raises:
-            StoreError: the file is not there, or is no Parquet file, or has other rows than its table says.
-        """
         self.store, self.name, self.data = store, data.info.name, data
         self.footer: pq.FileMetaData = read_footer(store, self.name)
+        self.groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
         self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
-        self.columns = FileColumns(data.constants, {**data.stored_names, **self._find_by_id(data.field_ids)})
+        self.stored_names = {**data.stored_names, **self._find_by_id(data.field_ids)}
         if data.deleted is not None and len(data.deleted) != self.footer.num_rows:
             raise StoreError(
                 f"{self.name!r} in the store {store.url} has {self.footer.num_rows} rows, of which its table has "
@@ -167,11 +145,9 @@ class FileFooter:
         self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
 
     def describe(self, columns: Sequence[str], where: Predicate | None) -> FileFacts:
-        """Raises InvalidInput as `collect_footers`."""
         types = dict(self.find_types(columns))
-        schema = FileSchema(
-            tuple(self.schema.names), tuple(types.items()), tuple(self.columns.stored_names.items())
-        )
+        stored_names = tuple(self.stored_names.items())
+        schema = FileSchema(tuple(self.schema.names), tuple(types.items()), stored_names)
         given = self.data.deleted
         if where is not None:
             self.keep_matching(where)
@@ -195,11 +171,9 @@ class FileFooter:
         return found | self.data.find_mapped_names(self.schema.names) if self.data.mapped_names else {}
 
     def find_stored_name(self, column: str) -> str:
-        """The column's name in the file."""
-        return self.columns.stored_names.get(column, column)
+        return self.stored_names.get(column, column)
 
     def find_types(self, columns: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
-        """The columns that are in the file, with their types."""
         for column in dict.fromkeys(columns):
             found = self.find_type(column)
             if found is not None:
@@ -207,14 +181,14 @@ class FileFooter:
 
     def find_type(self, column: str) -> pa.DataType | None:
         """The plain type; None: the column is not in the file. A table that gives names knows all columns of a file."""
-        name, known = self.find_stored_name(column), self.columns.stored_names
+        name, known = self.find_stored_name(column), self.stored_names
         if name not in self.schema.names or (known and column not in known):
             return None
         return to_plain_type(self.schema.field(name).type)
 
     def keep_matching(self, where: Predicate) -> None:
-        """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
-        rows = [self.footer.row_group(index).num_rows for index in range(self.footer.num_row_groups)]
+        """Count the other rows among those that the table has no more."""
+        rows = [group.num_rows for group in self.groups]
         bounds = {name: self._find_bounds(name) for name in where.columns}
         judged = where.combine(lambda comparison: judge(bounds[comparison[0]], comparison))
         masks = []
@@ -248,9 +222,7 @@ class FileFooter:
         return where.combine(decide)
 
     def _find_bounds(self, column: str) -> Bounds:
-        """What is known of a column in each row group."""
-        groups = [self.footer.row_group(index) for index in range(self.footer.num_row_groups)]
-        kind = self.find_type(column)
+        groups, kind = self.groups, self.find_type(column)
         if kind is None and column not in self.data.types:
             raise InvalidInput(
                 f"where compares column {column!r}, which is missing in {self.name!r}: compare one that all files have."
@@ -271,8 +243,7 @@ class FileFooter:
 
     def describe_groups(self) -> Int64s:
         """(3, n): the number, rows and bytes of each row group that has rows."""
-        found = (self.footer.row_group(index) for index in range(self.footer.num_row_groups))
-        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(found)]
+        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(self.groups)]
         return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
 
     def find_leaf(self, column: str) -> int:
@@ -295,26 +266,27 @@ class FileFooter:
 
     def count_values(self, column: str, groups: Int64s) -> Int64s:
         """The numbers of an array column in each of these row groups."""
-        leaf = self.find_leaf(column)
-        chunks = [self.footer.row_group(group).column(leaf) for group in groups.tolist()]
-        # Parquet has a value for an empty array as well, and counts it among the nulls.
-        return np.array([chunk.num_values - _count_nulls(chunk.statistics) for chunk in chunks], np.int64)
+        leaf, counts = self.find_leaf(column), []
+        for group in groups.tolist():
+            chunk = self.groups[group].column(leaf)
+            known = chunk.statistics
+            # Parquet has a value for an empty array as well, and counts it among the nulls.
+            counts.append(chunk.num_values - (known.null_count if known and known.has_null_count else 0))
+        return np.array(counts, np.int64)
 
     def count_nulls(self, name: str) -> int:
         """How many nulls a column has, at any depth: by the footer, or by reading the column."""
         leaf, total = self.find_leaf(name), 0
         if not self.footer.schema.column(leaf).max_definition_level:
             return 0
-        for index in range(self.footer.num_row_groups):
-            statistics = self.footer.row_group(index).column(leaf).statistics
+        for group in self.groups:
+            statistics = group.column(leaf).statistics
             if statistics is None or not statistics.has_null_count:
                 return self._read_nulls(name)
             total += statistics.null_count
         # They may be in rows that the table has no more, or empty arrays.
-        is_clear = self.data.deleted is None and not is_list(
-            self.schema.field(self.find_stored_name(name)).type
-        )
-        return total if is_clear or not total else self._read_nulls(name)
+        is_array = is_list(self.schema.field(self.find_stored_name(name)).type)
+        return self._read_nulls(name) if total and (is_array or self.data.deleted is not None) else total
 
     def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
         """The rows of a column that the table has, by so many in the file."""
@@ -330,7 +302,6 @@ class FileFooter:
 
     @contextmanager
     def _open(self, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
-        """The file, to read rows of it in the block. Raises StoreError if they cannot be read."""
         try:
             with self.store.open_read(self.name) as source:
                 yield open_parquet(source, buffer_size=buffer_size)
@@ -341,8 +312,7 @@ class FileFooter:
 
     def _read_nulls(self, name: str) -> int:
         total = 0
-        for batch in self._read(name, 1 << 16, 1 << 20):
-            values = batch
+        for values in self._read(name, 1 << 16, 1 << 20):
             total += values.null_count
             while is_list(values.type):
                 values = values.flatten()
@@ -351,8 +321,7 @@ class FileFooter:
 
 
 def drop_excluded(files: Sequence[DataFile], where: Predicate) -> list[DataFile]:
-    """The files without those of which no row matches, by what is known without a look into them. Raises InvalidInput
-    as `collect_footers`."""
+    """The files without those of which no row matches, by what is known without a look into them."""
 
     def decide(comparison: Comparison) -> Mask:
         column = comparison[0]
@@ -392,18 +361,11 @@ def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
     return (low, high) if low == low and high == high else (None, None)
 
 
-def _count_nulls(statistics: Any) -> int:
-    """As far as the footer says."""
-    return statistics.null_count if statistics is not None and statistics.has_null_count else 0
-
-
 def count_elements(values: pa.Array) -> Int64s:
-    """The length of each array of a column."""
     return np.asarray(pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
 
 
 def _count_leaves(arrow: pa.DataType) -> int:
-    """Columns of Parquet that a type takes."""
     if pa.types.is_struct(arrow):
         return sum(_count_leaves(field.type) for field in arrow)
     if pa.types.is_map(arrow):

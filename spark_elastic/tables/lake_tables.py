@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlparse
 
@@ -23,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_elastic.checks import require_package
+from spark_elastic.data.object_store import join_filesystems
 from spark_elastic.data.reading.decoding import is_list, open_parquet, to_plain_type
-from spark_elastic.data.renewal import join_filesystems
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.tables.catalogs import CatalogTable, to_delta_options
@@ -53,16 +54,9 @@ class TableSnapshot:
 
 
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
-    """
-    Args:
-        table: a path or url of a table, of an Iceberg table's metadata file, a `deltalake.DeltaTable`, a
-            `pyiceberg.table.Table` or a table of a catalog.
-        version: None: the newest one.
-        storage_options: of fsspec, for the data files.
-
-    Raises:
-        InvalidInput: no such table or version, or a table with features that cannot be read here.
-    """
+    """table: a path or url of a table, of an Iceberg table's metadata file, a `deltalake.DeltaTable`, a
+    `pyiceberg.table.Table` or a table of a catalog. version: None: the newest one. storage_options: of fsspec, for the
+    data files. Raises InvalidInput: no such table or version, or a table with features that cannot be read here."""
     version = _parse_version(version)
     if isinstance(table, CatalogTable):
         table, storage_options = table.open(storage_options)
@@ -105,7 +99,6 @@ def _parse_version(version: Any) -> int | datetime | None:
 
 
 def _find_types(schema: pa.Schema) -> dict[str, pa.DataType]:
-    """Column -> its type, for those of single values and arrays of them."""
     found = {field.name: to_plain_type(field.type) for field in schema}
     return {name: kind for name, kind in found.items() if is_list(kind) or not pa.types.is_nested(kind)}
 
@@ -116,14 +109,13 @@ def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[D
     if filesystem is None:
         raise InvalidInput("The tables lie in different file systems, and a fit reads from one.")
     common = posixpath.commonpath([each.store.root for each in snapshots])
-    return replace(move_root(snapshots[0].store, common), filesystem=filesystem), [
-        tuple(
-            replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
-            for file in each.files
-        )
-        for each in snapshots
-        for folder in [each.store.root[len(common) :].strip("/")]
-    ]
+    files = []
+    for snapshot in snapshots:
+        folder = snapshot.store.root[len(common) :].strip("/")
+        names = [posixpath.join(folder, file.info.name) for file in snapshot.files]
+        moved = zip(snapshot.files, names, strict=True)
+        files.append(tuple(replace(file, info=replace(file.info, name=name)) for file, name in moved))
+    return replace(move_root(snapshots[0].store, common), filesystem=filesystem), files
 
 
 # ---- Delta
@@ -163,18 +155,14 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
                 "deep clone, or fit on a DataFrame."
             )
         values = {name: _format_constant(value) for name, value in (action.get("partition") or {}).items()}
-        constants = {
-            column: values[own]
-            for column, own in {**dict(zip(values, values, strict=True)), **stored_names}.items()
-            if own in values
-        }
+        names = {**dict(zip(values, values, strict=True)), **stored_names}
+        constants = {column: values[own] for column, own in names.items() if own in values}
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
     number, columns = table.version(), tuple(each.name for each in schema.fields)
-    single = tuple(name for name, kind in types.items() if not is_list(kind))
-    return TableSnapshot(
-        f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns, single
-    )
+    single = [column for column, kind in types.items() if not is_list(kind)]
+    name = f"version {number} of the Delta table {store.url}"
+    return TableSnapshot(name, number, store, tuple(files), columns, tuple(single))
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
@@ -195,8 +183,7 @@ def _to_utc(moment: datetime) -> datetime:
 
 def _read_deletion_vectors(table: Any, paths: Collection[str]) -> dict[str, npt.NDArray[np.bool_]]:
     """Path of a file in its table -> which of its rows are deleted. paths: of all files of the table."""
-    features = table.protocol().reader_features or []
-    if "deletionVectors" not in features:
+    if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}
     found = pa.table(table.deletion_vectors())
     return {
@@ -240,18 +227,22 @@ def _read_iceberg(
     table: Any, version: int | datetime | None, storage_options: Mapping[str, Any]
 ) -> TableSnapshot:
     snapshot = _find_snapshot(table, version)
-    entries = _list_entries(table, snapshot)
-    data = sorted(
-        (each for each in entries if each.data_file.content.name == "DATA"),
-        key=lambda entry: str(entry.data_file.file_path),
-    )
+    number = snapshot.snapshot_id
+    name = f"snapshot {number} of the Iceberg table {table.location()}"
+    try:
+        manifests = snapshot.manifests(table.io)
+        parts = _map_in_threads(lambda manifest: manifest.fetch_manifest_entry(table.io), manifests)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{name} cannot be read: {error}") from error
+    entries = sorted(chain.from_iterable(parts), key=lambda entry: str(entry.data_file.file_path))
+    data = [entry for entry in entries if entry.data_file.content.name == "DATA"]
     if not data:
-        raise InvalidInput(f"{_name_iceberg(table, snapshot)} has no rows: there is nothing to train on.")
+        raise InvalidInput(f"{name} has no rows: there is nothing to train on.")
     places = [_split_url(each.data_file.file_path) for each in data]
     store, names = open_common(places, storage_options, _split_url(table.location()))
     # Columns may have been added or renamed after the newest snapshot; an older one has those of its time.
-    is_newest = snapshot.snapshot_id == table.metadata.current_snapshot_id
-    schema = table.schema() if is_newest else table.scan(snapshot_id=snapshot.snapshot_id).projection()
+    is_newest = number == table.metadata.current_snapshot_id
+    schema = table.schema() if is_newest else table.scan(snapshot_id=number).projection()
     ids = {field.name: field.field_id for field in schema.fields}
     mapping = table.name_mapping()
     names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
@@ -262,39 +253,19 @@ def _read_iceberg(
     with_types = [each for each in schema.fields if "uuid" not in str(each.field_type)]
     declared = _find_types(type(schema)(*with_types).as_arrow())
     types = {name: kind for name, kind in declared.items() if name not in defaults}
-    files = [
-        DataFile(
-            ObjectInfo(name, each.data_file.file_size_in_bytes, None),
-            _find_partition_values(table, schema, declared, each.data_file),
-            field_ids=ids,
-            mapped_names=mapped,
-            types=types,
-        )
-        for name, each in zip(names, data, strict=True)
-    ]
+    files = []
+    for path, entry in zip(names, data, strict=True):
+        info = ObjectInfo(path, entry.data_file.file_size_in_bytes, None)
+        constants = _find_partition_values(table, schema, declared, entry.data_file)
+        files.append(DataFile(info, constants, field_ids=ids, mapped_names=mapped, types=types))
     deletes = [each for each in entries if each.data_file.content.name != "DATA"]
     deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
-    found = tuple(replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True))
+    files = [replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True)]
     single = tuple(field.name for field in schema.fields if field.field_type.is_primitive)
-    number = snapshot.snapshot_id
-    return TableSnapshot(_name_iceberg(table, snapshot), number, store, found, tuple(ids), single)
+    return TableSnapshot(name, number, store, tuple(files), tuple(ids), single)
 
 
-def _list_entries(table: Any, snapshot: Any) -> list[Any]:
-    """The data files and delete files of a snapshot, as its manifests have them."""
-    try:
-        with ThreadPoolExecutor(THREADS, "manifests") as threads:
-            parts = threads.map(
-                lambda manifest: manifest.fetch_manifest_entry(table.io), snapshot.manifests(table.io)
-            )
-            return [entry for part in parts for entry in part]
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{_name_iceberg(table, snapshot)} cannot be read: {error}") from error
-
-
-def _find_partition_values(
-    table: Any, schema: Any, types: Mapping[str, pa.DataType], file: Any
-) -> dict[str, str]:
+def _find_partition_values(table: Any, schema: Any, types: Mapping[str, Any], file: Any) -> dict[str, str]:
     """Columns that a file is partitioned by as they are: files that came from Hive have them in their paths alone."""
     names = {field.field_id: field.name for field in schema.fields}
     found = {}
@@ -304,10 +275,6 @@ def _find_partition_values(
             is_days = types[name] == pa.date32() and isinstance(value, int)
             found[name] = _format_constant(date(1970, 1, 1) + timedelta(value) if is_days else value)
     return found
-
-
-def _name_iceberg(table: Any, snapshot: Any) -> str:
-    return f"snapshot {snapshot.snapshot_id} of the Iceberg table {table.location()}"
 
 
 def _split_url(url: str) -> Place:
@@ -322,10 +289,8 @@ def _find_snapshot(table: Any, version: int | datetime | None) -> Any:
         found = table.current_snapshot() if version is None else table.snapshot_by_id(version)
     if found is None:
         which = "snapshot" if version is None else f"snapshot {version}"
-        raise InvalidInput(
-            f"The Iceberg table {table.location()} has no {which}: it has "
-            f"{', '.join(str(each.snapshot_id) for each in table.snapshots()) or 'none'}."
-        )
+        known = ", ".join(str(each.snapshot_id) for each in table.snapshots()) or "none"
+        raise InvalidInput(f"The Iceberg table {table.location()} has no {which}: it has {known}.")
     return found
 
 
@@ -350,45 +315,33 @@ class DeletedRows:
     def __init__(
         self, specs: Mapping[int, Any], entries: Sequence[Any], storage_options: Mapping[str, Any]
     ) -> None:
-        """
-        Args:
-            specs: the table's partition specs by their numbers.
-            entries: those of the snapshot's manifests that are delete files.
-
-        Raises:
-            InvalidInput: a delete file has another format than Parquet or Puffin, or compares fields of structs.
-        """
+        """specs: the table's partition specs by their numbers. entries: those of the manifests that are delete
+        files."""
         self._specs, self._options = specs, storage_options
         # Path of a data file -> for each delete file that names it, the sequence number and the rows.
         self._positions: dict[str, list[tuple[int, Int64s]]] = defaultdict(list)
         self._equalities: dict[Partition, list[_EqualityDelete]] = defaultdict(list)
+        kinds: dict[str, list[Any]] = {"POSITION_DELETES": [], "EQUALITY_DELETES": []}
+        for entry in entries:
+            kinds[entry.data_file.content.name].append(entry)
         # A Puffin file is an entry for each of the data files that it has a vector of.
-        by_position = list(
-            {
-                each.data_file.file_path: each
-                for each in entries
-                if each.data_file.content.name == "POSITION_DELETES"
-            }.values()
-        )
-        by_equality = [each for each in entries if each.data_file.content.name == "EQUALITY_DELETES"]
-        for entry, found in zip(by_position, _map_in_threads(self._read_positions, by_position), strict=True):
-            for path, rows in found:
+        by_position = list({each.data_file.file_path: each for each in kinds["POSITION_DELETES"]}.values())
+        positions = _map_in_threads(self._read_positions, by_position)
+        for entry, named in zip(by_position, positions, strict=True):
+            for path, rows in named:
                 self._positions[path].append((entry.sequence_number or 0, rows))
-        for entry, equality in zip(
-            by_equality, _map_in_threads(self._read_equality, by_equality), strict=True
-        ):
+        by_equality = kinds["EQUALITY_DELETES"]
+        equalities = _map_in_threads(self._read_equality, by_equality)
+        for entry, equality in zip(by_equality, equalities, strict=True):
             self._equalities[self._find_partition(entry.data_file)].append(equality)
 
     def find(self, store: Store, entries: Sequence[Any], files: Sequence[DataFile]) -> list[Mask | None]:
-        """Of each data file, which of its rows are deleted; None: no delete file counts for it.
-
-        entries: of the manifests, those of `files`, which are in the store.
-        """
+        """Of each data file, which of its rows are deleted; None: no delete file counts for it. entries: those of
+        `files`, which are in the store."""
         if not self._positions and not self._equalities:
             return [None] * len(files)
-        return _map_in_threads(
-            lambda pair: self._find_in_file(store, *pair), list(zip(entries, files, strict=True))
-        )
+        pairs = zip(entries, files, strict=True)
+        return _map_in_threads(lambda pair: self._find_in_file(store, *pair), pairs)
 
     def _find_in_file(self, store: Store, entry: Any, file: DataFile) -> Mask | None:
         sequence = entry.sequence_number or 0
@@ -427,11 +380,9 @@ class DeletedRows:
             if entry.data_file.file_format.name == "PUFFIN":
                 return list(_read_puffin(source.read()))
             rows = pq.read_table(source, columns=["file_path", "pos"])
-        found = rows.group_by("file_path").aggregate([("pos", "list")])
-        return [
-            (path.as_py(), positions.values.to_numpy())
-            for path, positions in zip(found["file_path"], found["pos_list"], strict=True)
-        ]
+        files = rows.group_by("file_path").aggregate([("pos", "list")])
+        pairs = zip(files["file_path"], files["pos_list"], strict=True)
+        return [(path.as_py(), positions.values.to_numpy()) for path, positions in pairs]
 
     def _read_equality(self, entry: Any) -> _EqualityDelete:
         file = entry.data_file
@@ -459,7 +410,6 @@ class DeletedRows:
 
 
 def _read_puffin(content: bytes) -> Iterator[tuple[str, Int64s]]:
-    """The deletion vectors of data files."""
     from pyiceberg.table.puffin import PuffinFile
 
     file = PuffinFile(content)
@@ -468,15 +418,13 @@ def _read_puffin(content: bytes) -> Iterator[tuple[str, Int64s]]:
     except ImportError:  # before 0.12
         vectors = file.to_vector()
     else:
-        vectors = {
-            each.referenced_data_file: each.to_vector() for each in deletion_vectors_from_puffin_file(file)
-        }
+        found = deletion_vectors_from_puffin_file(file)
+        vectors = {each.referenced_data_file: each.to_vector() for each in found}
     for path, positions in vectors.items():
         yield path, positions.to_numpy()
 
 
 def _find_names(parquet: pq.ParquetFile) -> dict[int, str]:
-    """Field id -> column, of the columns that have ids."""
     fields = ((each.name, (each.metadata or {}).get(_FIELD_ID)) for each in parquet.schema_arrow)
     return {int(number): name for name, number in fields if number is not None}
 
@@ -499,9 +447,8 @@ def _read_fields(store: Store, file: DataFile, ids: Iterable[int], schema: pa.Sc
         else:  # it came after the file, or is a partition's
             text = file.constants.get(known.get(number, ""), NO_VALUE)
             value = pa.scalar(None if text == NO_VALUE else text, pa.string())
-            columns[str(number)] = pa.repeat(
-                value.cast(schema.field(str(number)).type), parquet.metadata.num_rows
-            )
+            kind = schema.field(str(number)).type
+            columns[str(number)] = pa.repeat(value.cast(kind), parquet.metadata.num_rows)
     return pa.table(columns)
 
 
@@ -516,6 +463,6 @@ def _match(rows: pa.Table, values: pa.Table) -> Mask:
     return found
 
 
-def _map_in_threads(function: Callable[[Any], T], arguments: Sequence[Any]) -> list[T]:
-    with ThreadPoolExecutor(THREADS, "deletes") as threads:
+def _map_in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:
+    with ThreadPoolExecutor(THREADS, "lake-tables") as threads:
         return list(threads.map(function, arguments))

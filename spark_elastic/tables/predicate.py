@@ -46,27 +46,21 @@ class Bounds:
     may_be_nan: bool  # whether there may be NaN beside what the bounds tell of
 
     def slice(self, part: int) -> Bounds:
-        """Of this part alone."""
         mine = slice(part, part + 1)
-        return Bounds(
-            self.low[mine], self.high[mine], self.is_null[mine], self.may_be_null[mine], self.may_be_nan
-        )
+        known = self.low[mine], self.high[mine], self.is_null[mine], self.may_be_null[mine]
+        return Bounds(*known, self.may_be_nan)
 
 
 @dataclass(frozen=True)
 class Predicate:
     """Which rows to take."""
 
-    # A row matches if it matches all comparisons of one of the groups.
-    groups: tuple[tuple[Comparison, ...], ...]
+    groups: tuple[tuple[Comparison, ...], ...]  # a row matches if it matches all comparisons of one of these
 
     @classmethod
     def parse(cls, where: Any) -> Predicate | None:
-        """where: a list of comparisons that all must hold, or a list of such lists of which one must; None: no `where`.
-
-        Raises:
-            InvalidInput: it is neither.
-        """
+        """where: a list of comparisons that all must hold, or a list of such lists of which one must; None: no
+        `where`."""
         if where is None:
             return None
         groups = [where] if _is_group(where) else where
@@ -75,16 +69,11 @@ class Predicate:
                 f"where must be a list of comparisons (column, operator, value), or a list of such lists of which one "
                 f"must hold, with the operators {', '.join(_OPERATORS)}; got {where!r}."
             )
-        return cls(
-            tuple(
-                tuple((name, operator, _sort_members(value)) for name, operator, value in group)
-                for group in groups
-            )
-        )
+        plain = ([(name, sign, _sort_members(value)) for name, sign, value in group] for group in groups)
+        return cls(tuple(map(tuple, plain)))
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are compared."""
         return list(dict.fromkeys(name for group in self.groups for name, _, _ in group))
 
     def combine(self, decide: Callable[[Comparison], Mask]) -> Mask:

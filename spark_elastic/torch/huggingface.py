@@ -1,6 +1,5 @@
 """Hugging Face's Trainer and Accelerate on elastic workers: the public names of parts of `integrations`."""
 
-from spark_elastic.integrations.accelerators import create_accelerator
-from spark_elastic.integrations.huggingface import ElasticTrainer, elastic_trainer
+from spark_elastic.integrations.huggingface import ElasticTrainer, create_accelerator, elastic_trainer
 
 __all__ = ["ElasticTrainer", "create_accelerator", "elastic_trainer"]

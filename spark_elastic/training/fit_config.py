@@ -1,7 +1,8 @@
-"""The parameters of one fit, checked: a frozen record that the driver and all workers use as it is.
+"""The parameters of one fit, checked: frozen records that the driver and all workers use as they are.
 
-`FitConfig.from_params` checks each value and says the first mistake in one sentence. A new parameter of training is
-declared here and in `estimators/params.py`; a run is bound to it unless it is marked `may_change`. Values only.
+Each component has a config of its own, which checks its values and says the first mistake in one sentence. A new
+parameter of training is a field of its component and a declaration in `estimators/params.py`; a run is bound to it
+unless it `may_change`. Values only.
 """
 
 from __future__ import annotations
@@ -9,26 +10,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from spark_elastic.checks import (
     ABOVE_0,
     COLUMN,
     COUNT,
     FLAG,
-    WHOLE,
     Check,
     check_workers,
     make_choice,
     make_number,
     make_whole,
+    param,
 )
 from spark_elastic.data.reading.readers import check_reader
 from spark_elastic.errors import InvalidInput
+from spark_elastic.training.transformation import TransformationConfig
 
-SIXTEEN_BITS = make_choice("bf16", "fp16").or_none()
 SEED = make_whole(0, 2**64 - 1, "a whole number from 0, below 2**64")
 
 
@@ -63,121 +64,48 @@ def _check_reader(name: str, value: Any) -> str:
     return str(value)
 
 
+_LEARNING_RATE = make_number("a number of 0 or more", lambda rate: 0 <= rate < math.inf)
 _SHAPES = Check("one shape per column, of sizes of 1 or more, such as [(1, 28, 28)]", _to_shapes).or_none()
+_SIXTEEN_BITS = make_choice("bf16", "fp16").or_none()
 _VALIDATION = Check("a fraction of the rows below 1, or the name of a column", _to_validation)
 
 
-def _param(
-    check: Callable[[str, Any], Any], default: Any = dataclasses.MISSING, *, may_change: bool = False
-) -> Any:
-    """A field. may_change: a later fit of the same run may have another value."""
-    metadata = {"check": check, "may_change": may_change}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """What a fit was asked for, as plain values."""
+class DataConfig:
+    """Which rows a fit takes, in which order, and how many at a time."""
 
-    # Columns fed to the model, in the order of its inputs.
-    feature_cols: tuple[str, ...] = _param(_check_columns)
-    label_cols: tuple[str, ...] = _param(_check_columns)  # columns fed to the loss
-    # Column with a weight for each row, or None.
-    sample_weight_col: str | None = _param(COLUMN.or_none(), None)
+    # columns fed to the model, in the order of its inputs
+    feature_cols: tuple[str, ...] = param(_check_columns)
+    label_cols: tuple[str, ...] = param(_check_columns)  # columns fed to the loss
+    sample_weight_col: str | None = param(COLUMN.or_none(), None)  # column with a weight for each row
     # Shape of one row of each feature column as the model takes it; None: as it is stored.
-    input_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)
-    label_shapes: tuple[tuple[int, ...], ...] | None = _param(_SHAPES, None)  # the same for label columns
+    input_shapes: tuple[tuple[int, ...], ...] | None = param(_SHAPES, None)
+    label_shapes: tuple[tuple[int, ...], ...] | None = param(_SHAPES, None)  # the same for label columns
     # Rows to validate with: a fraction, or the name of the column that marks them; None: no validation.
-    validation: float | str | None = _param(_VALIDATION, None)
-    batch_size: int = _param(COUNT, 32)  # rows of one forward pass of a worker
+    validation: float | str | None = param(_VALIDATION, None)
+    batch_size: int = param(COUNT, 32)  # rows of one forward pass of a worker
     # The same in validation; None: batch_size.
-    val_batch_size: int | None = _param(COUNT.or_none(), None, may_change=True)
-    # Forward passes of a worker whose gradients are one step.
-    backward_passes_per_step: int = _param(COUNT, 1)
-    epochs: int = _param(COUNT, 1, may_change=True)  # passes over the data
-    # Workers at the start; the global batch is made for them.
-    num_workers: int = _param(COUNT, 1, may_change=True)
-    min_workers: int = _param(COUNT, 1, may_change=True)  # fewest workers to continue with
-    # Most workers ever; None stands for num_workers and is replaced by it.
-    max_workers: int = _param(COUNT.or_none(), None, may_change=True)
-    seed: int = _param(SEED, 0)  # seed of the order of rows and of the workers' random numbers
-    shuffle: bool = _param(FLAG, True)  # whether each epoch has its own order of rows
+    val_batch_size: int | None = param(COUNT.or_none(), None, may_change=True)
+    backward_passes_per_step: int = param(COUNT, 1)  # forward passes of a worker whose gradients are one step
+    epochs: int = param(COUNT, 1, may_change=True)  # passes over the data
+    seed: int = param(SEED, 0)  # seed of the order of rows and of the workers' random numbers
+    shuffle: bool = param(FLAG, True)  # whether each epoch has its own order of rows
     # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.
-    row_order: str | None = _param(make_choice("hash", "table").or_none(), None)
+    row_order: str | None = param(make_choice("hash", "table").or_none(), None)
     # Streams that an epoch is cut into, as far as memory and rows of a step suffice; None: 16, or 2 for each worker.
-    lanes: int | None = _param(COUNT.or_none(), None)
-    # Learning rate of all parameter groups; None: the optimizer's own.
-    learning_rate: float | None = _param(
-        make_number("a number of 0 or more", lambda rate: 0 <= rate < math.inf).or_none(), None
-    )
-    # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
-    determinism: str | None = _param(make_choice("bitwise").or_none(), None)
-    # Parts that a step is cut into in bitwise mode, each computed by one worker.
-    virtual_shares: int = _param(COUNT, 8)
-    # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
-    verify_steps: int | None = _param(COUNT.or_none(), None, may_change=True)
-    # Whose rows a loss that compares rows sees: "step", all of the step; "worker", those of a backward pass of one
-    # worker; None: such a loss is refused.
-    loss_scope: str | None = _param(make_choice("step", "worker").or_none(), None, may_change=True)
-    scale_lr: bool = _param(FLAG, False)  # whether all learning rates are multiplied by num_workers, once
-    # Largest 2-norm of all gradients together; None: no limit.
-    gradient_clip_norm: float | None = _param(ABOVE_0.or_none(), None)
-    # Largest absolute value of an element of a gradient; None: no limit.
-    gradient_clip_value: float | None = _param(ABOVE_0.or_none(), None)
-    # Forward passes under autocast: "bf16", "fp16" or None.
-    precision: str | None = _param(SIXTEEN_BITS, None)
-    # Whether workers compile the model's forward pass.
-    compile_model: bool = _param(FLAG, False, may_change=True)
-    # Type in which float32 gradients are sent: "bf16", "fp16" or None.
-    gradient_compression: str | None = _param(SIXTEEN_BITS, None)
-    # What reads the rows, a name of `data.reading.readers`.
-    reader: str = _param(_check_reader, "arrow", may_change=True)
-    # Processes or threads of a worker that apply transformation_fn; 0: the training thread does.
-    transformation_workers: int = _param(WHOLE, 0, may_change=True)
-    # Which of them: "process" or "thread".
-    transformation_pool: str = _param(make_choice("process", "thread"), "process", may_change=True)
-    balance_rows: bool = _param(FLAG, False, may_change=True)  # whether slow workers get fewer rows of a step
-    # Whether the first loss of NaN or infinity ends the training.
-    terminate_on_nan: bool = _param(FLAG, True, may_change=True)
+    lanes: int | None = param(COUNT.or_none(), None)
+    reader: str = param(_check_reader, "arrow", may_change=True)  # a name of `data.reading.readers`
     # Whether a worker keeps all decoded rows, as far as memory allows.
-    inmemory_cache_all: bool = _param(FLAG, False, may_change=True)
+    inmemory_cache_all: bool = param(FLAG, False, may_change=True)
 
     def __post_init__(self) -> None:
-        if not self.max_workers:
-            object.__setattr__(self, "max_workers", self.num_workers)
-
-    @classmethod
-    def from_params(cls, values: Mapping[str, Any]) -> FitConfig:
-        """Check the parameters of an estimator, by name.
-
-        Raises:
-            InvalidInput: the first mistake, in one sentence.
-        """
-        fields = dataclasses.fields(cls)
-        checked = {f.name: f.metadata["check"](f.name, values[f.name]) for f in fields if f.name in values}
-        config = cls(**checked)
-        check_workers(config.min_workers, config.num_workers, config.max_workers or config.num_workers)
-        config._check_shares()
         for name, role, columns in (
-            ("input_shapes", "feature", config.feature_cols),
-            ("label_shapes", "label", config.label_cols),
+            ("input_shapes", "feature", self.feature_cols),
+            ("label_shapes", "label", self.label_cols),
         ):
-            shapes = getattr(config, name)
+            shapes = getattr(self, name)
             if shapes is not None and len(shapes) != len(columns):
                 raise InvalidInput(f"{name} has {len(shapes)} shapes for {len(columns)} {role} columns.")
-        return config
-
-    @property
-    def global_batch(self) -> int:
-        """Rows of one step, whatever the size of the world."""
-        return self.batch_size * self.backward_passes_per_step * self.num_workers
-
-    @property
-    def shares(self) -> int:
-        """Virtual shares of a step in bitwise mode; 0: the workers divide its rows."""
-        return 0 if self.determinism is None else self.virtual_shares
 
     @property
     def validation_batch(self) -> int:
@@ -189,42 +117,138 @@ class FitConfig:
         """The columns that workers read; a column that is both feature and label is named twice."""
         return [*self.feature_cols, *self.label_cols, *filter(None, [self.sample_weight_col])]
 
-    def list_run_settings(self) -> dict[str, Any]:
-        """The parameters that must stay the same for a whole run, as JSON gives them back (R19, resuming a run)."""
-        settings = {
-            field.name: _to_json_value(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if not field.metadata["may_change"]
-        }
-        # The others leave the steps as they are.
-        return {**settings, "loss_scope": self.loss_scope if self.loss_scope == "step" else None}
 
-    def _check_shares(self) -> None:
-        if not self.shares:
-            if self.verify_steps is not None:
-                raise InvalidInput(
-                    "verify_steps compares the bits of virtual shares: set determinism='bitwise', or leave it out."
-                )
-            return
-        if self.max_workers > self.shares:
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """How many workers train, and what each gets."""
+
+    num_workers: int = param(COUNT, 1, may_change=True)  # at the start; the global batch is made for them
+    min_workers: int = param(COUNT, 1, may_change=True)  # fewest to continue with
+    # Most workers ever; None stands for num_workers and is replaced by it.
+    max_workers: int = param(COUNT.or_none(), None, may_change=True)
+    balance_rows: bool = param(FLAG, False, may_change=True)  # whether slow workers get fewer rows of a step
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_workers", self.max_workers or self.num_workers)
+        check_workers(self.min_workers, self.num_workers, self.max_workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How the optimizer steps, and in which precision the model computes."""
+
+    # Learning rate of all parameter groups; None: the optimizer's own.
+    learning_rate: float | None = param(_LEARNING_RATE.or_none(), None)
+    scale_lr: bool = param(FLAG, False)  # whether all learning rates are multiplied by num_workers, once
+    # Largest 2-norm of all gradients together; None: no limit.
+    gradient_clip_norm: float | None = param(ABOVE_0.or_none(), None)
+    # Largest absolute value of an element of a gradient; None: no limit.
+    gradient_clip_value: float | None = param(ABOVE_0.or_none(), None)
+    precision: str | None = param(
+        _SIXTEEN_BITS, None
+    )  # forward passes under autocast: "bf16", "fp16" or None
+    compile_model: bool = param(FLAG, False, may_change=True)  # whether workers compile the forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What the loss sees, and what happens when it is not finite."""
+
+    # Whose rows a loss that compares rows sees: "step", all of the step; "worker", those of a backward pass of one
+    # worker; None: such a loss is refused.
+    loss_scope: str | None = param(make_choice("step", "worker").or_none(), None, may_change=True)
+    # Whether the first loss of NaN or infinity ends the training.
+    terminate_on_nan: bool = param(FLAG, True, may_change=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """How a fit's gradients are divided and sent."""
+
+    # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
+    determinism: str | None = param(make_choice("bitwise").or_none(), None)
+    virtual_shares: int = param(COUNT, 8)  # parts of a step in bitwise mode, each computed by one worker
+    # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
+    verify_steps: int | None = param(COUNT.or_none(), None, may_change=True)
+    # Type in which float32 gradients are sent: "bf16", "fp16" or None.
+    gradient_compression: str | None = param(_SIXTEEN_BITS, None)
+
+    def __post_init__(self) -> None:
+        if self.determinism is None and self.verify_steps is not None:
             raise InvalidInput(
-                f"determinism='bitwise' divides a step over {self.shares} workers at most, and max_workers is "
-                f"{self.max_workers}: raise virtual_shares to it."
+                "verify_steps compares the bits of virtual shares: set determinism='bitwise', or leave it out."
             )
-        if self.shares > self.global_batch:
+        if self.determinism is not None and self.gradient_compression is not None:
             raise InvalidInput(
-                f"a step of {self.global_batch} rows cannot be cut into virtual_shares={self.shares}: raise "
+                "determinism='bitwise' sends gradients as they are: leave gradient_compression out."
+            )
+
+    @property
+    def shares(self) -> int:
+        """Virtual shares of a step in bitwise mode; 0: the workers divide its rows."""
+        return 0 if self.determinism is None else self.virtual_shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """What a fit was asked for, as plain values."""
+
+    data: DataConfig
+    world: WorldConfig
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    exchange: ExchangeConfig
+    transformation: TransformationConfig
+
+    @classmethod
+    def from_params(cls, values: Mapping[str, Any]) -> FitConfig:
+        """Check the parameters of an estimator, by name; those that are missing have their defaults.
+
+        Raises:
+            InvalidInput: the first mistake, in one sentence.
+        """
+        return cls(**{name: _check_part(kind, values) for name, kind in get_type_hints(cls).items()})
+
+    def __post_init__(self) -> None:
+        shares = self.exchange.shares
+        if not shares:
+            return
+        if self.world.max_workers > shares:
+            raise InvalidInput(
+                f"determinism='bitwise' divides a step over {shares} workers at most, and max_workers is "
+                f"{self.world.max_workers}: raise virtual_shares to it."
+            )
+        if shares > self.global_batch:
+            raise InvalidInput(
+                f"a step of {self.global_batch} rows cannot be cut into virtual_shares={shares}: raise "
                 "batch_size, or lower virtual_shares."
             )
-        if self.compile_model:
+        if self.optimizer.compile_model:
             raise InvalidInput(
                 "determinism='bitwise' cannot compile the model, since compiled code depends on the shapes that a "
                 "worker has seen: leave compile_model out."
             )
-        if self.gradient_compression is not None:
-            raise InvalidInput(
-                "determinism='bitwise' sends gradients as they are: leave gradient_compression out."
-            )
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one step, whatever the size of the world."""
+        return self.data.batch_size * self.data.backward_passes_per_step * self.world.num_workers
+
+    def list_run_settings(self) -> dict[str, Any]:
+        """The parameters that must stay the same for a whole run, as JSON gives them back (R19, resuming a run)."""
+        settings = {
+            field.name: _to_json_value(getattr(part, field.name))
+            for part in vars(self).values()
+            for field in dataclasses.fields(part)
+            if not field.metadata["may_change"]
+        }
+        # The other values leave the steps as they are.
+        return {**settings, "loss_scope": "step" if self.loss.loss_scope == "step" else None}
+
+
+def _check_part(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    fields = [field for field in dataclasses.fields(kind) if field.name in values]
+    return kind(**{field.name: field.metadata["check"](field.name, values[field.name]) for field in fields})
 
 
 def _to_json_value(value: Any) -> Any:

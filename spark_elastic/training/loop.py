@@ -162,7 +162,9 @@ class TrainingLoop:
     def _has_work(self) -> bool:
         """A training that a callback ended still closes its epoch."""
         position, stops = self._state.position, self._state.progress.stop_reason is not None
-        return position.epoch < self._spec.config.epochs and not (stops and position.phase is Phase.TRAIN)
+        return position.epoch < self._spec.config.data.epochs and not (
+            stops and position.phase is Phase.TRAIN
+        )
 
     def _train(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
@@ -180,7 +182,7 @@ class TrainingLoop:
         self._trainer.work.restart(counts_exchanges=balancer is not None)
         with (
             self._loader.steps(
-                position.epoch, position.step, group.rank, group.size, division, self._spec.config.epochs
+                position.epoch, position.step, group.rank, group.size, division, self._spec.config.data.epochs
             ) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
             self._transformations.transform(steps, self._spec.plan, group, augments=True) as pending_steps,
@@ -237,7 +239,7 @@ class TrainingLoop:
         """None: the ranks of this world divide all rows equally. Alike on all ranks."""
         plan = self._spec.plan
         parts = plan.shares or plan.base_rows
-        if group.size == 1 or parts < group.size or not self._spec.config.balance_rows:
+        if group.size == 1 or parts < group.size or not self._spec.config.world.balance_rows:
             return None
         return RowBalancer(parts, group.size, plan.shares)
 
@@ -374,7 +376,7 @@ class TrainingLoop:
             {
                 **(select_figures(history[-1]) if history else {}),
                 "epoch": position.epoch,
-                "epochs": self._spec.config.epochs,
+                "epochs": self._spec.config.data.epochs,
                 "closed": len(history),
                 "step": position.step if position.phase is Phase.TRAIN else self._spec.plan.steps,
                 "steps": self._spec.plan.steps,

@@ -9,7 +9,7 @@ from typing import Protocol
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.data.reading.decoding import Reader
+from spark_elastic.data.reading.group_reader import Reader
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
@@ -50,10 +50,10 @@ class TrainSpec:
 
     def open_reader(self, rows: Rows) -> tuple[Reader, StepLoader]:
         """Reader and loader of the columns that the training uses."""
-        columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.used_cols)]
-        cache_bytes = sys.maxsize if self.config.inmemory_cache_all else DEFAULT_CACHE_BYTES
+        columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.data.used_cols)]
+        cache_bytes = sys.maxsize if self.config.data.inmemory_cache_all else DEFAULT_CACHE_BYTES
         names = [column.name for column in columns]
-        reader = open_reader(self.config.reader, rows.data, rows.manifest, names, cache_bytes)
+        reader = open_reader(self.config.data.reader, rows.data, rows.manifest, names, cache_bytes)
         return reader, StepLoader(rows.plan, reader, columns)
 
 

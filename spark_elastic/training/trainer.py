@@ -261,7 +261,7 @@ class ModelStep(ABC, Generic[R]):
             summary = self._exchange_sums(group, batch, summarize)
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
-            if self._config.terminate_on_nan:
+            if self._config.loss.terminate_on_nan:
                 decision.check_finite(position)
         except BaseException:
             self._restore()

@@ -18,13 +18,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.checks import FUNCTION
+from spark_elastic.checks import FUNCTION, WHOLE, make_choice, param
 from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.errors import InvalidInput
 
 # A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
 Transformation = Callable[..., Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformationConfig:
+    """Where transformation_fn runs."""
+
+    # Processes or threads of a worker that apply it; 0: the training thread does.
+    transformation_workers: int = param(WHOLE, 0, may_change=True)
+    transformation_pool: str = param(make_choice("process", "thread"), "process", may_change=True)
 
 
 def check_transformation(function: Any) -> Any:

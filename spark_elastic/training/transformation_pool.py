@@ -163,7 +163,7 @@ def make_pool(
     config: FitConfig, transformation: Transformation | None, shapes_nothing: bool = False
 ) -> TransformationPool:
     """The pool of a fit. shapes_nothing: as in `BatchTransformation`."""
-    workers, kind = config.transformation_workers, config.transformation_pool
+    workers, kind = config.transformation.transformation_workers, config.transformation.transformation_pool
     return TransformationPool(bind_transformation(config, transformation, shapes_nothing), workers, kind)
 
 
@@ -173,8 +173,8 @@ def bind_transformation(
     """The transformation with all that it needs of the fit; None: there is none."""
     if transformation is None:
         return None
-    wanted = tuple(dict.fromkeys(config.used_cols))
-    return BatchTransformation(transformation, wanted, config.seed, shapes_nothing)
+    wanted = tuple(dict.fromkeys(config.data.used_cols))
+    return BatchTransformation(transformation, wanted, config.data.seed, shapes_nothing)
 
 
 def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ...]:

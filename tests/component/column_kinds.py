@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.packing import Ragged
-from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.tables.existing_parquet import describe_parquet
+from tests.planned_rows import read_columns
 
 ROWS, CLASSES = 250, 3
 FEATURES = ("v", "a", "n", "image", "day", "tokens")
+_LISTS = [("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))]
+VECTOR = pa.struct([("type", pa.int8()), ("size", pa.int32()), *_LISTS])  # as Spark writes vectors
 
 
 def write(path: Path, reader: str) -> None:
@@ -33,26 +34,15 @@ def write(path: Path, reader: str) -> None:
         else {"type": 0, "size": 4, "indices": [row % 4], "values": [1.0 + row % 3]}
         for row in range(ROWS)
     ]
-    kind = pa.struct(
-        [
-            ("type", pa.int8()),
-            ("size", pa.int32()),
-            ("indices", pa.list_(pa.int32())),
-            ("values", pa.list_(pa.float64())),
-        ]
-    )
+    dense = pa.array([densify(each) for each in vectors], pa.list_(pa.float64()))
     table = pa.table(
         {
-            "v": pa.array(vectors, kind)
-            if reader == "arrow"
-            else pa.array([densify(each) for each in vectors], pa.list_(pa.float64())),
+            "v": pa.array(vectors, VECTOR) if reader == "arrow" else dense,
             "a": pa.array(rng.normal(size=(ROWS, 3)).tolist(), pa.list_(pa.float64())),
             "n": pa.array(rng.integers(0, 7, ROWS), pa.int16()),
             "image": pa.array([rng.bytes(5) for _ in range(ROWS)], pa.binary()),
             "day": pa.array(rng.integers(0, 1000, ROWS), pa.int32()).cast(pa.date32()),
-            "tokens": pa.array(
-                [[1 + row % 6] * (row % 5 if reader == "arrow" else 4) for row in range(ROWS)]
-            ),
+            "tokens": [[1 + row % 6] * (row % 5 if reader == "arrow" else 4) for row in range(ROWS)],
             "unused": pa.array([None] * ROWS, pa.string()),
             "y": pa.array(rng.integers(0, CLASSES, ROWS)),
         }
@@ -87,6 +77,4 @@ def open_data(folder: Path) -> tuple[Store, Manifest]:
 
 def read_table(store: Store, manifest: Manifest) -> dict[str, Any]:
     """The whole table in memory, as numbers, in the order of row ids."""
-    with closing(ArrowReader(store, manifest)) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-    return numbers({c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns})
+    return numbers(read_columns(store, manifest))

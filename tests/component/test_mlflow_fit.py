@@ -30,8 +30,8 @@ from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary
 from spark_elastic.integrations import loggers
+from spark_elastic.integrations.export import list_requirements, log_fit, make_signature
 from spark_elastic.integrations.loggers import MLflowLogger
-from spark_elastic.integrations.mlflow_fit import list_requirements, log_fit, make_signature
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.torch.callbacks import Training
 

@@ -302,7 +302,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
 
 def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.accelerators import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     net = Net().to(find_device())
     optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)

@@ -96,11 +96,7 @@ def train_by_dpo(folder: str) -> dict[str, list[float]]:
 def train_embeddings(folder: str) -> dict[str, list[float]]:
     """Sentence Transformers' trainer, whose negatives are all rows of a step."""
     from datasets import Dataset
-    from sentence_transformers import (
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-        losses,
-    )
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses
 
     class Counted(count_rows(SentenceTransformerTrainer)):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:

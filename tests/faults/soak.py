@@ -43,6 +43,7 @@ from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
+from tests.planned_rows import list_row_ids  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
 from tests.specification import check_journal  # noqa: E402
 
@@ -277,7 +278,7 @@ def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Te
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
     for epoch in range(epochs):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
+            rows = torch.from_numpy(list_row_ids(plan, epoch, step))
             optimizer.zero_grad()
             draw_rows(model, rows.numpy(), SEED, epoch, 0, step)
             each = torch.nn.functional.cross_entropy(model.net(x[rows]), y[rows], reduction="none")

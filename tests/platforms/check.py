@@ -163,7 +163,6 @@ def loop(folder: str, whom: str) -> tuple[int, list[int]]:
     """Steps of a hand-written loop, in the eleventh of which rank 1 is lost; the sizes of the worlds."""
     from spark_elastic.handwritten.elastic_loop import elastic
     from spark_elastic.handwritten.object_state import ObjectState
-    from spark_elastic.handwritten.session import get_session
     from spark_elastic.testing import ClusterFaults, InjectedFault
     from spark_elastic.worker.context import get_context
 
@@ -186,7 +185,7 @@ def loop(folder: str, whom: str) -> tuple[int, list[int]]:
             state.commit()
 
     state = ObjectState(step=0)
-    elastic(body, get_session)(state)
+    elastic(body)(state)
     return state.step, sizes
 
 

@@ -34,7 +34,6 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int, str]:
 
     from spark_elastic.handwritten.elastic_loop import elastic
     from spark_elastic.handwritten.object_state import ObjectState
-    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     sizes: list[int] = []
@@ -61,7 +60,7 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int, str]:
             state.commit()
 
     state = ObjectState(step=0)
-    elastic(loop, get_session)(state)
+    elastic(loop)(state)
     return state.step, sizes, len(os.environ["TOKEN"]), os.environ.get("CUDA_VISIBLE_DEVICES", "any")
 
 

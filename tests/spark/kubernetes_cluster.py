@@ -46,6 +46,7 @@ _KINDS = {
     "services": "Service",
     "persistentvolumeclaims": "PersistentVolumeClaim",
 }
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 _WEB_SOCKET = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
 
@@ -58,9 +59,7 @@ class KubernetesCluster:
         self._rights = frozenset(rights)
         self._lock = threading.RLock()
         self._objects: dict[tuple[str, str], Object] = {}  # by resource and name
-        self._watches: list[
-            tuple[str, str, queue.Queue[Object | None]]
-        ] = []  # resource, selector, its events
+        self._watches: list[tuple[str, str, queue.Queue[Object | None]]] = []  # resource, selector, events
         self._version = 0
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # of pods, by name
         self._threads: list[threading.Thread] = []  # one for each process, and one for each pod that ends
@@ -282,27 +281,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing is logged."""
 
-    def do_GET(self) -> None:
-        self._answer("get")
-
-    def do_POST(self) -> None:
-        self._answer("create")
-
-    def do_PATCH(self) -> None:
-        self._answer("patch")
-
-    def do_PUT(self) -> None:
-        self._answer("update")
-
-    def do_DELETE(self) -> None:
-        self._answer("delete")
-
-    def _answer(self, verb: str) -> None:
+    def _answer(self) -> None:
+        verb = _VERBS[self.command]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         split = urlsplit(self.path)
         found = _PATH.fullmatch(split.path)
         if found is None:
-            self._send(404, {"kind": "Status", "status": "Failure", "code": 404, "message": self.path})
+            self._refuse(404, self.path)
             return
         cluster, resource, name = self.server.cluster, found[2], found[3]
         asked = {key: values[0] for key, values in parse_qs(split.query).items()}
@@ -314,35 +299,31 @@ class _Handler(BaseHTTPRequestHandler):
         elif name is None:
             verb = {"get": "list", "delete": "deletecollection"}.get(verb, verb)
         if not cluster.check_right(resource, verb):
-            self._send(
-                403, {"kind": "Status", "status": "Failure", "code": 403, "message": f"{verb} {resource}"}
-            )
+            self._refuse(403, f"{verb} {resource}")
         elif verb == "watch":
             self._watch(cluster.watch(resource, selector))
         elif verb == "create":
             self._send(201, cluster.create(resource, json.loads(body)))
         elif verb == "list":
-            self._send(
-                200,
-                {
-                    "kind": "List",
-                    "apiVersion": "v1",
-                    "metadata": {},
-                    "items": cluster.find(resource, selector),
-                },
-            )
+            items = cluster.find(resource, selector)
+            self._send(200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
         elif verb == "deletecollection":
             for each in cluster.find(resource, selector):
                 cluster.delete(resource, each["metadata"]["name"])
             self._send(200, {"kind": "Status", "status": "Success"})
         elif cluster.get(resource, name) is None:
-            self._send(404, {"kind": "Status", "status": "Failure", "code": 404, "message": f"no {name}"})
+            self._refuse(404, f"no {name}")
         elif verb == "get":
             self._send(200, cluster.get(resource, name))
         elif verb == "delete":
             self._send(200, cluster.delete(resource, name))
         else:
             self._send(200, cluster.patch(resource, name, json.loads(body)))
+
+    do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _answer
+
+    def _refuse(self, code: int, message: str) -> None:
+        self._send(code, {"kind": "Status", "status": "Failure", "code": code, "message": message})
 
     def _send(self, code: int, content: Any) -> None:
         body = json.dumps(content).encode()
@@ -364,11 +345,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         while (event := events.get()) is not None:
             text = json.dumps(event).encode()
-            size = (
-                struct.pack("!BH", 126, len(text))
-                if len(text) < 1 << 16
-                else struct.pack("!BQ", 127, len(text))
-            )
+            small = len(text) < 1 << 16
+            size = struct.pack("!BH", 126, len(text)) if small else struct.pack("!BQ", 127, len(text))
             try:
                 self.wfile.write(b"\x81" + (bytes([len(text)]) if len(text) < 126 else size) + text)
             except OSError:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,9 +20,9 @@ from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.outputs import Outputs
+from spark_elastic.estimators import saving
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
-from spark_elastic.estimators.saving import check_format, pack
+from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_shapes
@@ -169,13 +170,6 @@ def test_an_empty_table_has_no_predictions(spark: SparkSession) -> None:
     assert linear(2)[1].transform(table(spark).where("id < 0")).collect() == []
 
 
-def test_a_table_without_the_right_columns_is_refused_before_any_spark_job(spark: SparkSession) -> None:
-    with pytest.raises(InvalidInput, match="There is no column 'x'"):
-        linear(1)[1].transform(table(spark).drop("x"))
-    with pytest.raises(InvalidInput, match="has a column 'prediction' already"):
-        linear(1)[1].transform(table(spark).withColumnRenamed("id", "prediction"))
-
-
 def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_path: Path) -> None:
     module, model = linear(2)
     model.setPredictionCol("scores")
@@ -213,32 +207,12 @@ def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_pat
         ElasticTorchModel.load(str(tmp_path / "none"))
 
 
-def test_a_model_of_an_older_release_loads(spark: SparkSession) -> None:
-    back = ElasticTorchModel.load(f"file://{Path(__file__).parent}/model_format_0")
-    rows = back.transform(table(spark)).collect()
-    assert back.getRawOutputs()
-    assert [row.guess for row in rows] == pytest.approx([2 * r.x[0] - r.x[1] + 0.5 for r in rows], rel=1e-5)
-    assert back.summary == SUMMARY
-
-
-def test_a_model_of_a_newer_release_is_refused() -> None:
-    with pytest.raises(StoreError, match="has format 99, and this release reads up to 2"):
-        check_format({"format": 99}, "there")
-
-
-@pytest.mark.parametrize(
-    ("given", "columns"),
-    [
-        ({"probability_col": None, "activation": "softmax"}, ("prediction",)),
-        ({"probability_col": "p", "activation": "softmax"}, ("p", "prediction")),
-    ],
-)
-def test_a_model_of_format_1_predicts_what_it_did(given: dict[str, Any], columns: tuple[str, ...]) -> None:
-    metadata = {"format": 1, "paramMap": given, "defaultParamMap": {"prediction_col": "prediction"}}
-    values = check_format(metadata, "there")["paramMap"]
-    model = linear(3)[1]._set(**values)
-    assert Outputs.of([(3,)], model.find_output_columns()).columns == columns
-    assert model.getMissing() == {"nulls": "refuse", "nans": "keep"}
+def test_a_model_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"class": "spark_elastic.estimators.torch_model.ElasticTorchModel", "format": 99}
+    monkeypatch.setattr(saving, "DefaultParamsReader", SimpleNamespace(loadMetadata=lambda *given: saved))
+    session: Any = SimpleNamespace(sparkContext=None)
+    with pytest.raises(StoreError, match="has format 99, and this release reads 2"):
+        saving.read_metadata(session, "there", ElasticTorchModel)
 
 
 def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:

@@ -23,7 +23,7 @@ FILES = 12
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from spark_elastic.estimators.dataframes import file_footers as footers
+    from spark_elastic.estimators.dataframes import file_scan as footers
 
     monkeypatch.setattr(footers, "MANY_FILES", 4)
     monkeypatch.setattr(footers, "FILES_PER_TASK", 5)
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_executors_describe_files_as_the_driver_does(spark: SparkSession, folder: Path) -> None:
-    from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
+    from spark_elastic.estimators.dataframes.file_scan import make_footer_collector
 
     store, columns = Store.open(str(folder)), ["id", "x", "part"]
     collect = make_footer_collector(spark)
@@ -48,7 +48,7 @@ def test_executors_describe_files_as_the_driver_does(spark: SparkSession, folder
 
 
 def test_errors_of_executors_are_those_of_the_driver(spark: SparkSession, folder: Path) -> None:
-    from spark_elastic.estimators.dataframes.file_footers import make_footer_collector
+    from spark_elastic.estimators.dataframes.file_scan import make_footer_collector
 
     store, collect = Store.open(str(folder)), make_footer_collector(spark)
     with pytest.raises(InvalidInput, match="There is no column 'z'"):
@@ -62,7 +62,7 @@ def test_errors_of_executors_are_those_of_the_driver(spark: SparkSession, folder
 def test_executors_without_the_package_leave_the_footers_to_the_driver(
     spark: SparkSession, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spark_elastic.estimators.dataframes import file_footers as footers
+    from spark_elastic.estimators.dataframes import file_scan as footers
 
     def fail(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'a_package_that_no_executor_has'")

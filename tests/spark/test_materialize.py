@@ -124,7 +124,7 @@ def test_arrays_of_different_lengths_are_written_for_a_transformation(
 def test_a_table_is_read_by_one_job(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch, row_order: str, small: int, jobs: int
 ) -> None:
-    monkeypatch.setattr("spark_elastic.estimators.dataframes.row_order.SMALL_BYTES", small)
+    monkeypatch.setattr("spark_elastic.estimators.dataframes.materialize.SMALL_BYTES", small)
     context, group = spark.sparkContext, uuid.uuid4().hex
     context.setJobGroup(group, "writes rows")
     read = context.accumulator(0)
@@ -371,7 +371,7 @@ def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSessi
 
     marks = [0.0, 1.0, float("nan"), None, -1.0, 0.5]
     df = spark.createDataFrame([(float(n), mark) for n, mark in enumerate(marks)], "x double, mark double")
-    rows, validation = materialize(df, ["x"], store, split=ValidationSplit(column="mark"))
+    rows, validation = materialize(df, ["x"], store, split=ValidationSplit("mark"))
     assert validation is not None
     assert (rows.rows, validation.rows) == (4, 2)
 

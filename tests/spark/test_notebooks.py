@@ -50,10 +50,7 @@ def case(notebook: Path, *flags: str) -> object:
     them, each way."""
     in_ci = (notebook.name[:2], flags) in IN_EVERY_RUN
     return pytest.param(
-        notebook,
-        flags,
-        id=f"{notebook.stem}{NAMES[flags]}",
-        marks=[] if in_ci else pytest.mark.faults,
+        notebook, flags, id=f"{notebook.stem}{NAMES[flags]}", marks=[] if in_ci else pytest.mark.faults
     )
 
 

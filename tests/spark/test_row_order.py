@@ -17,9 +17,13 @@ from pyspark.sql import functions as F
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
-from spark_elastic.estimators.dataframes import row_order
-from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, materialize
-from spark_elastic.estimators.dataframes.row_order import add_hashes
+from spark_elastic.estimators.dataframes import materialize as row_order
+from spark_elastic.estimators.dataframes.materialize import (
+    ValidationSplit,
+    WriteOptions,
+    add_hashes,
+    materialize,
+)
 from spark_elastic.estimators.dataframes.scan import MissingValues, TableScan
 from spark_elastic.estimators.dataframes.schema import ColumnType
 from tests.spark.estimators import estimator, table
@@ -90,7 +94,7 @@ def equal(one: Groups, other: Groups) -> bool:
     [
         None,
         pytest.param(ValidationSplit(0.2, seed=3), marks=pytest.mark.faults),
-        pytest.param(ValidationSplit(column="odd"), marks=pytest.mark.faults),
+        pytest.param(ValidationSplit("odd"), marks=pytest.mark.faults),
     ],
 )
 def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in(
@@ -172,7 +176,7 @@ def test_copies_of_a_row_are_spread_over_all_row_groups(
     assert equal(found, rows)
 
 
-def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_number_and_row(
+def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_row_and_number(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     kinds = rows_of_every_kind(spark).where("id < 60")
@@ -194,7 +198,7 @@ def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_number_and_row(
             "tiny": F.expr("float(tiny)"),
         }
     )
-    ordered = as_written.orderBy(F.xxhash64("copy", *columns)).select("small").collect()
+    ordered = as_written.orderBy(F.xxhash64(*columns, "copy")).select("small").collect()
     assert rows[0]["small"].tolist() == [row.small for row in ordered]
 
 

@@ -54,7 +54,7 @@ def add_validation_column(df: DataFrame) -> DataFrame:
 def test_r19_a_recomputed_table_with_the_same_rows_is_recognised(
     spark: SparkSession, tmp_path: Path, splits: bool
 ) -> None:
-    store, split = Store.open(str(tmp_path)), ValidationSplit(0.0, "v", 1) if splits else None
+    store, split = Store.open(str(tmp_path)), ValidationSplit("v", 1) if splits else None
     options = WriteOptions()
     df = add_validation_column(table(spark))
     rows, validation = materialize(df, ["x", "y"], store, options, split)

@@ -85,9 +85,7 @@ def make_heavy_estimator(store: Path, net: LargeNet) -> ElasticTorchEstimator:
 
 
 def test_p8_a_fit_works_with_a_model_above_every_message_limit(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    spark_cluster: StandaloneCluster,
-    tmp_path: Path,
+    spark_with: Callable[[Mapping[str, str]], SparkSession], spark_cluster: StandaloneCluster, tmp_path: Path
 ) -> None:
     """It goes to the workers, comes back trained, and goes to the executors that predict."""
     net, df = LargeNet(10_000_000), table(spark_with(NARROW))
@@ -103,9 +101,7 @@ def test_p8_a_fit_works_with_a_model_above_every_message_limit(
 
 
 def test_a_model_above_the_drivers_heap_is_refused_before_any_spark_job(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    spark_cluster: StandaloneCluster,
-    tmp_path: Path,
+    spark_with: Callable[[Mapping[str, str]], SparkSession], spark_cluster: StandaloneCluster, tmp_path: Path
 ) -> None:
     df = table(spark_with(NARROW))
     with pytest.raises(InvalidInput, match=r"\(0.9 GiB\).* spark.driver.memory to 4g or more"):

@@ -18,7 +18,6 @@ from pyspark.ml.tuning import (
     CrossValidatorModel,
     ParamGridBuilder,
     TrainValidationSplit,
-    TrainValidationSplitModel,
 )
 
 from spark_elastic.errors import InvalidInput
@@ -106,26 +105,6 @@ def test_a_cross_validated_pipeline_of_a_saved_estimator(spark: SparkSession, tm
     assert back.getEstimator().getStages()[1].getOrDefault("epochs") == 1
     assert back.getEstimatorParamMaps()[0][estimator.learning_rate] == 1.0
     assert back.transform(table(spark)).first() == row
-
-
-@pytest.mark.faults  # Spark's own reading and writing, beside ours
-def test_a_split_is_saved_and_loaded_with_its_models(spark: SparkSession, tmp_path: Path) -> None:
-    estimator = classifier(tmp_path / "store", epochs=1)
-    evaluator = MulticlassClassificationEvaluator(labelCol="y", metricName="accuracy")
-    grid = ParamGridBuilder().addGrid(estimator.learning_rate, [0.0, 1.0]).build()
-    tuning = TrainValidationSplit(
-        estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, collectSubModels=True, seed=3
-    )
-    tuning.write().overwrite().save(str(tmp_path / "tuning"))
-    split = TrainValidationSplit.load(str(tmp_path / "tuning")).fit(assemble(table(spark)))
-    split.write().overwrite().save(str(tmp_path / "split"))
-    back = TrainValidationSplitModel.load(str(tmp_path / "split"))
-    assert back.validationMetrics == split.validationMetrics
-    rows = assemble(table(spark))
-    for ours, theirs in zip(
-        [back.bestModel, *back.subModels], [split.bestModel, *split.subModels], strict=True
-    ):
-        assert ours.transform(rows).collect() == theirs.transform(rows).collect()
 
 
 class CountingCallback(Callback):

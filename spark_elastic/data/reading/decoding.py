@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -34,45 +34,16 @@ VERIFIED = {"page_checksum_verification": True} if HAS_CHECKSUMS else {}  # opti
 CHECKSUMS = {"write_page_checksum": True} if HAS_CHECKSUMS else {}  # options of a writer
 
 
-class Reader(Protocol):
-    """Row groups of one data set, by their number in its manifest. Any thread may fetch."""
-
-    def fetch(self, group: int) -> ColumnArrays:
-        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory.
-
-        StoreError where the row group cannot be read.
-        """
-        ...
-
-    def prefetch(self, group: int) -> bool:
-        """Read a row group that will be fetched soon. False if there is no room for it. Raises as `fetch` does."""
-        ...
-
-    def announce(self, groups: Iterable[int]) -> None:
-        """Row groups that will be fetched soon, in this order: a reader may begin to read them. Does not wait."""
-        ...
-
-    def release(self, group: int | None = None) -> None:
-        """The row group (None: any) is not needed for a while, so that it may be evicted."""
-        ...
-
-    def close(self) -> None:
-        """Close files and free memory."""
-        ...
-
-
 Array = npt.NDArray[np.generic]
 # Spark's ML vector, as Spark writes it: type 0 is sparse, 1 dense.
 _VECTOR_FIELDS = ("type", "size", "indices", "values")
 
 
 def is_vector(arrow: pa.DataType) -> bool:
-    """Whether it is how Spark writes an ML vector."""
     return bool(types.is_struct(arrow)) and tuple(field.name for field in arrow) == _VECTOR_FIELDS
 
 
 def is_list(arrow: pa.DataType) -> bool:
-    """Whether its values are arrays."""
     return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
 
 
@@ -112,25 +83,16 @@ def dtype_of(arrow: pa.DataType) -> str | None:
         return "datetime64[D]"
     if types.is_timestamp(arrow):
         return "datetime64[us]"
-    if any(
-        test(arrow)
-        for test in (types.is_binary, types.is_large_binary, types.is_string, types.is_large_string)
-    ):
-        return "object"
-    return None
+    tests = types.is_binary, types.is_large_binary, types.is_string, types.is_large_string
+    return "object" if any(test(arrow) for test in tests) else None
 
 
 def decode_columns(
     found: Mapping[str, Any], rows: int, columns: tuple[Column, ...], constants: Mapping[str, str]
 ) -> ColumnArrays:
-    """Column -> read-only array (rows, *shape).
+    """Column -> read-only array (rows, *shape); ValueError for nulls, with their number, or rows of another shape.
 
-    Args:
-        found: column -> its values in Arrow, as they were read.
-        constants: columns that have one value, and are not in the file.
-
-    Raises:
-        ValueError: nulls, with their number, or rows of another shape.
+    found: column -> its values in Arrow. constants: columns that have one value, and are not in the file.
     """
     return {
         column.name: _to_array(found[column.name], column, rows)
@@ -141,7 +103,6 @@ def decode_columns(
 
 
 def repeat_constant(text: str, column: Column, rows: int) -> Array:
-    """The array of a column that has one value in all rows."""
     if column.dtype == "bool":
         return np.full(rows, text.lower() == "true")
     if column.dtype == "datetime64[us]":
@@ -153,15 +114,12 @@ def repeat_constant(text: str, column: Column, rows: int) -> Array:
 
 def nbytes(rows: ColumnArrays) -> int:
     """Bytes of decoded rows, including those of strings and of ragged rows."""
-    return sum(
-        array.nbytes + (_find_length(array) if array.dtype == object else 0) for array in rows.values()
-    )
-
-
-def _find_length(objects: npt.NDArray[Any]) -> int:
-    return sum(
-        VIEW_BYTES + each.nbytes if isinstance(each, np.ndarray) else len(each) for each in objects.flat
-    )
+    total = sum(array.nbytes for array in rows.values())
+    for array in rows.values():
+        values: Any = array.flat if array.dtype == object else ()
+        for value in values:
+            total += VIEW_BYTES + value.nbytes if isinstance(value, np.ndarray) else len(value)
+    return total
 
 
 def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Array:
@@ -181,8 +139,9 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
         array = _to_ragged(values, column)
     else:
         for length in column.shape:
-            _check_length(values, length, column)
-            values = _flatten_elements(values, length)
+            # Arrow's own `flatten` imports a module that loads slowly.
+            first = _find_first(values, length, column)
+            values = values.values.slice(first, len(values) * length)
         if len(values) != rows * math.prod(column.shape):
             raise ValueError(
                 f"column {column.name!r} is not the {rows} rows of shape {column.shape} it should be"
@@ -229,28 +188,22 @@ def _to_numbers(values: Any) -> Array:
     return np.frombuffer(memory or b"", dtype, len(values), values.offset * dtype.itemsize if memory else 0)
 
 
-def _flatten_elements(values: Any, length: int) -> Any:
-    """The values of all rows, concatenated. Arrow's own `flatten` imports a module that loads slowly."""
-    first = (
-        values.offset * length if types.is_fixed_size_list(values.type) else _to_numbers(values.offsets)[0]
-    )
-    return values.values.slice(first, len(values) * length)
-
-
-def _check_length(values: Any, length: int, column: Column) -> None:
-    """Checks each row: wrong lengths may have the right sum, and the rows would be mixed up."""
+def _find_first(values: Any, length: int, column: Column) -> Any:
+    """Where the first row begins. Each row's length is checked: wrong ones may have the right sum, and the rows would
+    be mixed up."""
     if not is_list(values.type):
         raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
     if types.is_fixed_size_list(values.type):
-        same = values.type.list_size == length
+        first, same = values.offset * length, values.type.list_size == length
     else:
         offsets = _to_numbers(values.offsets)
         # That all ends are where they should be is cheaper to see than all differences.
-        same = bool(np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0]))
+        first, same = offsets[0], np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0])
     if not same:
         raise ValueError(
             f"column {column.name!r} has arrays of a length other than {length}: pad or cut them to one length"
         )
+    return first
 
 
 def _to_vectors(values: Any, column: Column) -> Array:
@@ -291,8 +244,17 @@ def open_parquet(
     )
 
 
-_FIRST_READ = 64 << 10  # one read gets nearly every footer
-_TRAILER = 8  # the footer's length and the magic word
+FOOTER_BYTES = 64 << 10  # one read of so many gets nearly every footer
+
+
+def find_footer_length(tail: bytes) -> int:
+    """Bytes of the footer with its trailer, the length and the magic word. tail: the last bytes of a file."""
+    return int.from_bytes(tail[-8:-4], "little") + 8
+
+
+def parse_footer(tail: bytes) -> pq.FileMetaData:
+    """Arrow needs no more of a file than that."""
+    return pq.read_metadata(pa.BufferReader(tail[-find_footer_length(tail) :]))
 
 
 def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], RowGroups]:
@@ -303,19 +265,20 @@ def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], R
         metadata = read_footer(store, name)
         found = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         with_rows = [(index, group) for index, group in enumerate(found) if group.num_rows]
+        for index, group in with_rows:
+            groups.append(RowGroup(len(files), index, group.num_rows, group.total_byte_size))
         if with_rows:
-            groups += [
-                RowGroup(len(files), index, group.num_rows, group.total_byte_size)
-                for index, group in with_rows
-            ]
             files.append(name)
     return tuple(files), RowGroups.of(groups)
 
 
 def read_footer(store: Store, name: str) -> pq.FileMetaData:
     """One file's footer; StoreError if it is not Parquet."""
+    tail = store.read_tail(name, FOOTER_BYTES)
+    if find_footer_length(tail) > len(tail):
+        tail = store.read_tail(name, find_footer_length(tail))
     try:
-        return pq.read_metadata(pa.BufferReader(_footer(store, name)))
+        return parse_footer(tail)
     except (pa.ArrowException, OSError) as error:  # OSError: of a footer that is encrypted
         raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
 
@@ -324,15 +287,6 @@ def partition_values(name: str) -> dict[str, str]:
     """Columns in a file's path, as in `year=2024/part-0.parquet`."""
     pairs = (folder.partition("=") for folder in name.split("/")[:-1])
     return {unquote(key): unquote(value) for key, equals, value in pairs if equals}
-
-
-def _footer(store: Store, name: str) -> bytes:
-    """The footer with its trailer, which is all that Arrow needs to read the metadata."""
-    tail = store.read_tail(name, _FIRST_READ)
-    length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
-    if length > len(tail):
-        tail = store.read_tail(name, length)
-    return tail[-length:]
 
 
 def decode_values(values: Sequence[Any], column: Column) -> npt.NDArray[Any]:
@@ -373,36 +327,29 @@ def _decode_ndarray(encoded: bytes) -> npt.NDArray[Any]:
 
 
 def _decode_image(encoded: bytes) -> npt.NDArray[Any]:
-    """An image as (height, width) or (height, width, 3) in the order red, green, blue."""
-    array = _find_image_decoder()(encoded)
+    """An image as (height, width) or (height, width, 3) in the order red, green, blue, by OpenCV, which is petastorm's
+    own, else by Pillow."""
+    try:
+        import cv2
+    except ImportError:
+        array = _decode_with_pillow(encoded)
+    else:
+        image: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_UNCHANGED)
+        if image is None:
+            raise ValueError("OpenCV cannot decode it")
+        array = np.asarray(image if image.ndim == 2 else image[:, :, ::-1])
     if array.ndim != 2 and array.shape[2:] != (3,):
         raise ValueError(f"it has shape {array.shape}, neither grey nor red, green and blue")
     return array
 
 
-def _find_image_decoder() -> Callable[[bytes], npt.NDArray[Any]]:
-    """OpenCV's, which is petastorm's own, else Pillow's; neither is needed without images."""
+def _decode_with_pillow(encoded: bytes) -> npt.NDArray[Any]:
     try:
-        import cv2
+        from PIL import Image
     except ImportError:
-        try:
-            from PIL import Image
-        except ImportError:
-            raise InvalidInput(
-                "The data set has compressed images, and neither Pillow nor OpenCV is installed here: pip install "
-                "pillow, on the executors' hosts, too."
-            ) from None
-
-        def decode_with_pillow(encoded: bytes) -> npt.NDArray[Any]:
-            with Image.open(io.BytesIO(encoded)) as image:
-                return np.asarray(image)
-
-        return decode_with_pillow
-
-    def decode_with_opencv(encoded: bytes) -> npt.NDArray[Any]:
-        image: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_UNCHANGED)
-        if image is None:
-            raise ValueError("OpenCV cannot decode it")
-        return np.asarray(image if image.ndim == 2 else image[:, :, ::-1])
-
-    return decode_with_opencv
+        raise InvalidInput(
+            "The data set has compressed images, and neither Pillow nor OpenCV is installed here: pip install pillow, "
+            "on the executors' hosts, too."
+        ) from None
+    with Image.open(io.BytesIO(encoded)) as image:
+        return np.asarray(image)

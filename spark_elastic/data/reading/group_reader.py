@@ -11,7 +11,7 @@ import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +22,15 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup
-from spark_elastic.data.object_store import TAIL_BYTES, Range, RemoteFile, RetryingClient, coalesce
+from spark_elastic.data.object_store import Range, RemoteFile, RetryingClient, coalesce
 from spark_elastic.data.reading.decoding import (
+    FOOTER_BYTES,
     ColumnArrays,
     decode_columns,
     drop_views,
+    find_footer_length,
     open_parquet,
+    parse_footer,
     partition_values,
 )
 from spark_elastic.data.reading.row_group_cache import (
@@ -40,8 +43,11 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
 
-class GroupReader(ABC):
-    """Reads `columns` (all, if none are named) of a data set that a manifest describes."""
+class Reader(ABC):
+    """Reads row groups of a data set, by their number in its manifest. Any thread may fetch.
+
+    columns: all, if none are named. cache_bytes: for decoded row groups; a data set that fits is read once.
+    """
 
     def __init__(
         self,
@@ -57,26 +63,26 @@ class GroupReader(ABC):
         self._groups = RowGroupCache(cache_bytes)
 
     def fetch(self, group: int) -> ColumnArrays:
-        """See `Reader.fetch`."""
+        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory. StoreError where the
+        row group cannot be read."""
         return self._groups.fetch(group, self._decode)
 
     def prefetch(self, group: int) -> bool:
-        """See `Reader.prefetch`."""
+        """Read a row group that will be fetched soon. False if there is no room for it. Raises as `fetch` does."""
         return self._groups.prefetch(group, self._decode)
 
     def announce(self, groups: Iterable[int]) -> None:  # noqa: B027 - most readers have nothing to begin
-        """See `Reader.announce`."""
+        """Row groups that will be fetched soon, in this order: a reader may begin to read them. Does not wait."""
 
     def release(self, group: int | None = None) -> None:
-        """See `Reader.release`."""
+        """The row group (None: any) is not needed for a while, so that it may be evicted."""
         self._groups.release(group)
 
     def close(self) -> None:
-        """See `Reader.close`. Waits for a decoding thread."""
+        """Close files and free memory, once no thread decodes."""
         self._groups.close(self._close_resources)
 
     def columns_of(self, file: int) -> FileColumns:
-        """What is known of a file's columns beside its footer."""
         known, names = self._manifest.file_columns, self._manifest.files
         return known[file] if known else FileColumns(partition_values(names[file]))
 
@@ -95,28 +101,21 @@ class GroupReader(ABC):
 
     @abstractmethod
     def _decode(self, group: int) -> ColumnArrays:
-        """Decode a row group; raises as `Reader.fetch` does."""
+        """Raises as `fetch` does."""
 
     @abstractmethod
-    def _close_resources(self) -> None:
-        """Close what is open."""
+    def _close_resources(self) -> None: ...
 
 
 OPEN_FILES = 128
 REMOTE_GROUP_BYTES = 128 << 20  # larger row groups of object stores are streamed while they are split
 
 
-class ArrowReader(GroupReader):
+class ArrowReader(Reader):
     """Reads row groups with Arrow. Arrays are views of Arrow's memory where that is possible."""
 
-    def __init__(
-        self,
-        store: Store,
-        manifest: Manifest,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-    ) -> None:
-        super().__init__(store, manifest, columns, cache_bytes)
+    def __init__(self, store: Store, manifest: Manifest, *given: Any, **options: Any) -> None:
+        super().__init__(store, manifest, *given, **options)
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
         self._split_groups = SplitGroupCache()
         self._names: dict[int, dict[str, str]] = {}  # of each file: its columns that are needed -> ours
@@ -124,7 +123,7 @@ class ArrowReader(GroupReader):
         self._remote = None if client is None else RemoteGroups(store, client, manifest)
 
     def announce(self, groups: Iterable[int]) -> None:
-        """See `Reader.announce`. Parts of one row group are read together, when the first is needed."""
+        # Parts of one row group are read together, when the first is needed.
         if self._remote is not None:
             entries = ((group, self._manifest.row_groups[group]) for group in groups)
             self._remote.announce(
@@ -134,7 +133,6 @@ class ArrowReader(GroupReader):
             )
 
     def release(self, group: int | None = None) -> None:
-        """See `Reader.release`."""
         super().release(group)
         if group is None and self._remote is not None:
             self._remote.cancel()
@@ -191,50 +189,45 @@ class ArrowReader(GroupReader):
         known = self._store.url, self._manifest.content, entry.file, entry.index, entry.part_rows
         names = sorted(self._find_names(entry.file))
         key = hashlib.sha256(repr((known, names)).encode()).hexdigest()
-        split = self._split_groups.get(key, lambda path: self._split(group, entry, path))
-        return split.read(entry.first_row // entry.part_rows)
 
-    def _split(self, group: int, entry: RowGroup, path: str) -> None:
-        with self._open(group, entry) as (_, source):
-            split_row_group(source, entry.index, list(self._names[entry.file]), entry.part_rows, path)
+        def split(path: str) -> None:
+            with self._open(group, entry) as (_, source):
+                split_row_group(source, entry.index, list(self._names[entry.file]), entry.part_rows, path)
+
+        return self._split_groups.get(key, split).read(entry.first_row // entry.part_rows)
 
     @contextmanager
     def _open(self, group: int, entry: RowGroup) -> Iterator[tuple[pq.ParquetFile, Any]]:
         """The file of a row group, whose bytes are in memory if they come from an object store."""
-        number = entry.file
         if self._remote is None:
-            self._keep_open(number, lambda: self._open_file(self._manifest.files[number]))
-            yield self._files[number]
+            yield self._keep_open(entry.file)
             return
         whole = entry.bytes * max(1, entry.parent_rows) // (entry.rows if entry.parent_rows else 1)
-        names = self._find_names(number) if whole <= REMOTE_GROUP_BYTES else ()
-        remote, loaded = self._remote, self._remote.take(group, names)
-        self._keep_open(number, lambda: remote.open_file(number, loaded.size), loaded.footer)
-        file, source = self._files[number]
+        names = self._find_names(entry.file) if whole <= REMOTE_GROUP_BYTES else ()
+        loaded = self._remote.take(group, names)
+        file, source = self._keep_open(entry.file, loaded)
         source.keep(loaded.ranges)
         try:
             yield file, source
         finally:
             source.keep({})
 
-    def _open_file(self, name: str) -> Any:
-        # No memory map: its pages would count as this process's memory while the file is open.
-        return pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
-
-    def _keep_open(
-        self, number: int, open_source: Callable[[], Any], footer: pq.FileMetaData | None = None
-    ) -> None:
-        """Open a file unless it is open. footer: if it is known."""
+    def _keep_open(self, number: int, loaded: LoadedGroup | None = None) -> tuple[pq.ParquetFile, Any]:
         if number not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._close_oldest()
-            source = open_source()
-            pre_buffer = not (self._store.is_local or self._remote)
-            file = open_parquet(source, pre_buffer=pre_buffer, footer=footer)
+            name, store = self._manifest.files[number], self._store
+            if loaded is not None and self._remote is not None:
+                source: Any = RemoteFile(self._remote.client, store.path(name), loaded.size)
+            else:  # no memory map: its pages would count as this process's memory while the file is open
+                source = pa.OSFile(store.path(name)) if store.is_local else store.open_read(name)
+            pre_buffer = not (store.is_local or self._remote)
+            file = open_parquet(source, pre_buffer=pre_buffer, footer=loaded.footer if loaded else None)
             self._files[number] = (file, source)
             there, wanted = set(file.schema_arrow.names), self._find_names(number)
             self._names[number] = {name: own for name, own in wanted.items() if name in there}
         self._files.move_to_end(number)
+        return self._files[number]
 
     def _find_names(self, number: int) -> dict[str, str]:
         """The names that a file has for the columns that are needed, if they are in it -> ours."""
@@ -246,13 +239,12 @@ class ArrowReader(GroupReader):
         file.close()
         source.close()
         if self._remote is not None:
-            self._remote.forget(number)
+            self._remote.footers.pop(number, None)
 
 
 GROUPS_AHEAD = 8  # row groups that are read at once
 BYTES_AHEAD = 32 << 20  # of these, by their sizes before compression; at least one is read
 GAP = 256 << 10  # bytes between two columns that cost less than another request
-_TRAILER = 8  # the footer's length and the magic word
 
 Footer: TypeAlias = tuple[int, pq.FileMetaData]  # with the bytes of its file
 
@@ -270,13 +262,13 @@ class RemoteGroups:
     """Reads row groups of one data set ahead of the thread that decodes them."""
 
     def __init__(self, store: Store, client: RetryingClient, manifest: Manifest) -> None:
-        self._store, self._client, self._manifest = store, client, manifest
+        self._store, self.client, self._manifest = store, client, manifest
         self._changed = threading.Lock()
         # Row groups that will be needed, in this order, with the names of their columns in the file.
         self._wanted: dict[int, Collection[str]] = {}
         self._reading: dict[int, Future[LoadedGroup]] = {}
         # Reads of footers by file, under way or done. Only fsspec's thread adds one.
-        self._footers: dict[int, asyncio.Task[Footer]] = {}
+        self.footers: dict[int, asyncio.Task[Footer]] = {}
 
     def announce(self, groups: Iterable[tuple[int, Collection[str]]]) -> None:
         """Row groups that will be taken soon, in this order, and the columns that will be needed of each."""
@@ -298,14 +290,6 @@ class RemoteGroups:
             with self._changed:
                 self._begin_reads()
 
-    def open_file(self, number: int, size: int) -> RemoteFile:
-        """The file, of which nothing is in memory yet."""
-        return RemoteFile(self._client, self._store.path(self._manifest.files[number]), size, {})
-
-    def forget(self, file: int) -> None:
-        """Drop the footer of a file."""
-        self._footers.pop(file, None)
-
     def cancel(self) -> None:
         """End the reads that are under way: other row groups will be needed."""
         with self._changed:
@@ -326,39 +310,37 @@ class RemoteGroups:
             self._reading[group] = self._begin(group, names)
 
     def _begin(self, group: int, names: Collection[str]) -> Future[LoadedGroup]:
-        return self._client.begin(self._load(self._manifest.row_groups[group], names))
+        return self.client.begin(self._load(self._manifest.row_groups[group], names))
 
     async def _load(self, entry: RowGroup, names: Collection[str]) -> LoadedGroup:
         path = self._store.path(self._manifest.files[entry.file])
         size, footer = await self._find_footer(entry.file, path)
         ranges = coalesce(find_chunks(footer, entry.index, names), GAP)
-        found = await self._client.read_ranges(path, ranges)
+        found = await self.client.read_ranges(path, ranges)
         contents = {start: content for (start, _), content in zip(ranges, found, strict=True)}
         return LoadedGroup(size, footer, contents)
 
     async def _find_footer(self, file: int, path: str) -> Footer:
         """Several row groups of a file share one read of its footer, which outlives those that are cancelled."""
-        task = self._footers.get(file)
+        task = self.footers.get(file)
         if task is None:
-            task = self._footers[file] = asyncio.ensure_future(self._read_footer(path))
+            task = self.footers[file] = asyncio.ensure_future(self._read_footer(path))
             task.add_done_callback(lambda ended: self._forget_failed(file, ended))
         return await asyncio.shield(task)
 
     def _forget_failed(self, file: int, task: asyncio.Task[Footer]) -> None:
         """The next read of that file tries again, even if nobody waited for this one."""
-        if (task.cancelled() or task.exception() is not None) and self._footers.get(file) is task:
-            del self._footers[file]
+        if (task.cancelled() or task.exception() is not None) and self.footers.get(file) is task:
+            del self.footers[file]
 
     async def _read_footer(self, path: str) -> Footer:
-        size, tail = await self._client.read_tail(path, TAIL_BYTES)
-        length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
-        if length > len(tail):
-            size, tail = await self._client.read_tail(path, length)
-        return size, pq.read_metadata(pa.BufferReader(tail[-length:]))
+        size, tail = await self.client.read_tail(path, FOOTER_BYTES)
+        if find_footer_length(tail) > len(tail):
+            size, tail = await self.client.read_tail(path, find_footer_length(tail))
+        return size, parse_footer(tail)
 
 
 def find_chunks(footer: pq.FileMetaData, index: int, names: Collection[str]) -> Iterator[Range]:
-    """Where the chunks of these columns are, of one row group."""
     group = footer.row_group(index)
     for number in range(group.num_columns):
         chunk = group.column(number)

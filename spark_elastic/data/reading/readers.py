@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -35,15 +35,14 @@ from spark_elastic.data.packing import (
     Packing,
     Ragged,
     check_lengths,
-    count_packed,
     find_positions,
     make_labels,
     pack_groups,
     pack_window,
 )
 from spark_elastic.data.plan import Int64s
-from spark_elastic.data.reading.decoding import ColumnArrays, Reader, read_footer
-from spark_elastic.data.reading.group_reader import ArrowReader, GroupReader
+from spark_elastic.data.reading.decoding import ColumnArrays, read_footer
+from spark_elastic.data.reading.group_reader import ArrowReader, Reader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
@@ -65,30 +64,28 @@ def read_lengths(reader: Reader, manifest: Manifest, packing: Packing) -> list[I
 def pack_manifest(
     manifest: Manifest, packing: Packing, columns: tuple[Column, ...], lengths: Sequence[Int64s]
 ) -> Manifest:
-    """The packed data set. columns: `describe_packed`. lengths: `read_lengths`. Raises InvalidInput as
-    `check_lengths`."""
+    """The packed data set. columns: `describe_packed`. lengths: `read_lengths`."""
     every = np.concatenate(lengths)
     overlong = check_lengths(every, packing)
     if overlong:
         cut = {"split": "are split", "truncate": "lose their ends"}[packing.overlong]
-        log.warning(
-            "%d of %d documents have more than %d tokens and %s", overlong, len(every), packing.length, cut
-        )
+        told = overlong, len(every), packing.length, cut
+        log.warning("%d of %d documents have more than %d tokens and %s", *told)
     cuts, sequences = pack_groups(lengths, packing)
     groups, fields = manifest.row_groups, asdict(packing)
     digest = hashlib.sha256(json.dumps([manifest.hash, fields], sort_keys=True).encode()).hexdigest()[:32]
-    return Manifest(
-        columns,
-        manifest.files,
-        RowGroups.of(
-            RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
-            for window, (first, past) in enumerate(pairwise(cuts))
-        ),
-        f"{manifest.fingerprint}-{digest}",
-        digest,
-        manifest.file_columns,
-        manifest.file_states,
-        PackedSource(manifest, fields, cuts, len(every), overlong, count_packed(every, packing)),
+    windows = [
+        RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
+        for window, (first, past) in enumerate(pairwise(cuts))
+    ]
+    tokens = (np.minimum(every, packing.length) if packing.overlong == "truncate" else every).sum()
+    return replace(
+        manifest,
+        columns=columns,
+        row_groups=RowGroups.of(windows),
+        fingerprint=f"{manifest.fingerprint}-{digest}",
+        content=digest,
+        packed=PackedSource(manifest, fields, cuts, len(every), overlong, int(tokens)),
     )
 
 
@@ -107,7 +104,7 @@ def describe_packed(manifest: Manifest, packing: Packing) -> tuple[Column, ...]:
     return tuple(found.values())
 
 
-class PackedReader(GroupReader):
+class PackedReader(Reader):
     """Reads row groups of a packed data set."""
 
     def __init__(
@@ -127,13 +124,10 @@ class PackedReader(GroupReader):
         self._documents = open_documents(self._source.manifest, names)
 
     def announce(self, groups: Iterable[int]) -> None:
-        """See `Reader.announce`."""
-        self._documents.announce(
-            chain.from_iterable(self._list_groups(g) for g in groups if g not in self._groups)
-        )
+        wanted = (self._list_groups(group) for group in groups if group not in self._groups)
+        self._documents.announce(chain.from_iterable(wanted))
 
     def release(self, group: int | None = None) -> None:
-        """See `Reader.release`."""
         super().release(group)
         if group is None:
             self._documents.release()
@@ -178,7 +172,6 @@ class PackedReader(GroupReader):
         return columns
 
     def _read(self, groups: Iterable[int]) -> Mapping[str, Ragged]:
-        """The documents of these row groups, by column."""
         parts: dict[str, list[Ragged]] = {}
         for group in groups:
             for name, rows in self._documents.fetch(group).items():
@@ -187,25 +180,18 @@ class PackedReader(GroupReader):
         return {name: Ragged.concatenate(each) for name, each in parts.items()}
 
 
-class PetastormReader(GroupReader):
+class PetastormReader(Reader):
     """Opens a petastorm reader for each row group; reads no nested arrays and no structs."""
 
-    def __init__(
-        self,
-        store: Store,
-        manifest: Manifest,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-    ) -> None:
+    def __init__(self, store: Store, manifest: Manifest, *given: Any, **options: Any) -> None:
         from petastorm import make_batch_reader
 
-        super().__init__(store, manifest, columns, cache_bytes)
+        super().__init__(store, manifest, *given, **options)
         self._make_reader = make_batch_reader
         for column in self.columns:
             if column.codec:
                 raise InvalidInput(
-                    f"petastorm's batch reader does not decode column {column.name!r}: use the reader 'arrow', which "
-                    "does."
+                    f"petastorm's reader does not decode column {column.name!r}: use the reader 'arrow', which does."
                 )
             if len(column.shape) > 1 or column.ragged:
                 raise InvalidInput(
@@ -284,7 +270,7 @@ def check_reader(name: str) -> None:
         raise InvalidInput(f"There is no reader {name!r}: choose one of {', '.join(READERS)}.")
     if name == "petastorm":
         try:
-            import petastorm  # noqa: F401 - an optional package
+            from petastorm import make_batch_reader  # noqa: F401 - an optional package
         except Exception as error:  # with unsupported versions beside it, petastorm fails in many ways
             raise InvalidInput(
                 f"petastorm cannot be imported ({type(error).__name__}: {error}): it needs pyarrow 14 or older and "
@@ -314,14 +300,8 @@ def open_reader(
 
 
 def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = "arrow") -> Manifest:
-    """The data set of sequences that the documents of a data set make; reads the documents' lengths.
-
-    Its rows, row groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any.
-
-    Raises:
-        InvalidInput: a column is missing or has no arrays, or a document is longer than allowed.
-        StoreError: the documents cannot be read.
-    """
+    """The data set of sequences that the documents of a data set make; reads the documents' lengths. Its rows, row
+    groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any."""
     columns = describe_packed(manifest, packing)
     names = [packing.length_column or packing.column]
     with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
@@ -348,8 +328,7 @@ def read_sample_rows(
     store: Store, manifest: Manifest, columns: Sequence[str], label: str | None = None
 ) -> ColumnArrays:
     """Four rows of a small row group, to try a function or a model on: its first and its last row, then two between
-    them; with as many values of the label as there are,
-    its lowest and its highest first."""
+    them; with as many values of the label as there are, its lowest and its highest first."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
     last = len(found[columns[0]]) - 1

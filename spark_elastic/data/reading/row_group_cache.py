@@ -31,14 +31,10 @@ from spark_elastic.data.store import find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
 
 NEVER_LIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
+_V1 = "memory/memory"
 _CGROUP_FILES = (  # files with the limit, the use, and the table and key of the page cache in it
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
+    (f"{_V1}.limit_in_bytes", f"{_V1}.usage_in_bytes", f"{_V1}.stat", "total_inactive_file"),
 )
 
 
@@ -100,8 +96,6 @@ def _read_table(file: Path) -> dict[str, int]:
 
 
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
-
-
 FREE_SHARE = 4  # 1/4 of the memory stays free: for activations, checkpoints and other processes
 
 log = logging.getLogger("spark_elastic")
@@ -118,7 +112,7 @@ class RowGroupCache:
     def __init__(
         self, limit: int, room: Callable[[], tuple[int, int] | None] = measure_available_memory
     ) -> None:
-        """room: gives (free bytes, limit) of the memory; called before the cache grows above the default."""
+        """room: (free bytes, limit) of the memory; called before the cache grows above the default."""
         self._limit, self._room = limit, room
         self._allowed = DEFAULT_CACHE_BYTES  # grows while there is memory
         self._changed = threading.Condition()
@@ -138,7 +132,6 @@ class RowGroupCache:
         return len(self._in_use) + len(self._released)
 
     def fetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> ColumnArrays:
-        """A row group from the cache, or decoded now."""
         with self._changed:
             found = self._get(group)
             if found is None:
@@ -151,22 +144,19 @@ class RowGroupCache:
         return self._decode_and_keep(group, decode)
 
     def prefetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> bool:
-        """Decode a row group that will be fetched soon, once no thread waits in `fetch`.
-
-        Returns False if there is no room for it beside those in use.
-        """
+        """Decode a row group that will be fetched soon, once no thread waits in `fetch`. False if there is no room for
+        it beside those in use."""
         with self._changed:
             self._changed.wait_for(lambda: not self._decoding and not self._waiting)
             if self._get(group) is not None or self._closed:
                 return True
-            if not self._has_room():
+            if sum(size for _, size in self._in_use.values()) + self._largest > self._limit:
                 return False
             self._decoding = True
         self._decode_and_keep(group, decode)
         return True
 
     def release(self, group: int | None = None) -> None:
-        """End the use of a row group, or of all if it is None."""
         with self._changed:
             if group is None:
                 self._released.update(self._in_use)
@@ -217,9 +207,6 @@ class RowGroupCache:
                 self._decoding = False
                 self._changed.notify_all()
 
-    def _has_room(self) -> bool:
-        return sum(size for _, size in self._in_use.values()) + self._largest <= self._limit
-
     def _put(self, group: int, rows: ColumnArrays) -> None:
         size = nbytes(rows)
         self._in_use[group] = rows, size
@@ -227,16 +214,12 @@ class RowGroupCache:
         self._largest = max(self._largest, size)
         if self._allowed < self._bytes <= self._limit:
             self._grow()
-        while self._bytes > self._limit and len(self) > 1:
-            self._bytes -= self._evict()
-
-    def _evict(self) -> int:
-        """Drop one row group and return its bytes."""
-        if self._released:
-            _, (_, freed) = self._released.popitem()
-        else:
-            _, freed = self._in_use.pop(list(self._in_use)[-2])
-        return freed
+        while self._bytes > self._limit and len(self._in_use) + len(self._released) > 1:
+            if self._released:
+                _, (_, freed) = self._released.popitem()
+            else:
+                _, freed = self._in_use.pop(list(self._in_use)[-2])
+            self._bytes -= freed
 
     def _grow(self) -> None:
         """Allow the present size if enough memory is free; else limit the cache for good to the last allowed size."""
@@ -245,11 +228,9 @@ class RowGroupCache:
             self._allowed = self._bytes
             return
         self._limit = self._allowed
+        sizes = self._limit >> 20, room[0] >> 20, room[1] >> 20
         log.warning(
-            "not all rows fit into memory: %d MB of decoded rows are kept, since %d of %d MB are left",
-            self._limit >> 20,
-            room[0] >> 20,
-            room[1] >> 20,
+            "not all rows fit into memory: %d MB of decoded rows are kept, since %d of %d MB are left", *sizes
         )
 
 
@@ -270,12 +251,8 @@ class SplitGroupCache:
         self._folder: Path | None = None  # this process's own
 
     def get(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
-        """A split row group: its own, another worker's of this machine, or one that is split now.
-
-        Args:
-            key: names the row group and its parts, a name of a file.
-            split: splits it into a new file of that path.
-        """
+        """A split row group: its own, another worker's of this machine, or one that is split now. key: names the row
+        group and its parts, a name of a file. split: splits it into a new file of that path."""
         if key not in self._groups_by_key:
             self._make_room()
             self._groups_by_key[key] = self._find_shared(key) or self._create(key, split)
@@ -283,7 +260,6 @@ class SplitGroupCache:
         return self._groups_by_key[key]
 
     def close(self) -> None:
-        """Drop all split row groups."""
         while self._groups_by_key:
             self._drop_oldest()
         self._resources.close()
@@ -319,11 +295,11 @@ class SplitGroupCache:
             raise
 
     def _make_room(self) -> None:
-        while self._groups_by_key and self._bytes() > shutil.disk_usage(tempfile.gettempdir()).free:
+        while self._groups_by_key:
+            taken = sum(each.bytes for each in self._groups_by_key.values())
+            if taken <= shutil.disk_usage(tempfile.gettempdir()).free:
+                break
             self._drop_oldest()
-
-    def _bytes(self) -> int:
-        return sum(each.bytes for each in self._groups_by_key.values())
 
     def _drop_oldest(self) -> None:
         self._groups_by_key.popitem(last=False)[1].close()
@@ -334,13 +310,7 @@ class SplitRowGroup:
     deleted it."""
 
     def __init__(self, path: str, owned: bool = False) -> None:
-        """
-        Args:
-            owned: whether `close` deletes the file.
-
-        Raises:
-            ValueError: the file is not complete.
-        """
+        """owned: whether `close` deletes the file. Raises ValueError if that is not complete."""
         self._path = path if owned else None
         self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
         self.bytes = os.fstat(self._file.fileno()).st_size
@@ -356,9 +326,8 @@ class SplitRowGroup:
             return pa.RecordBatch.from_arrays([], names=[])
         begin, end = self._ends[number], self._ends[number + 1]
         before = begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self._file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=begin - before
-        )
+        length, offset = end - begin + before, begin - before
+        mapped = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=offset)
         mapped.madvise(mmap.MADV_WILLNEED)  # rows are taken in any order
         return pa.ipc.open_stream(pa.py_buffer(mapped).slice(before)).read_next_batch()
 
@@ -381,11 +350,8 @@ class SplitRowGroup:
 
 def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
     """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
-    each, then where they end, from 0, and how many numbers these are.
-
-    Args:
-        source: an open Parquet file, which is read once and stays open.
-    """
+    each, then where they end, from 0, and how many numbers these are. source: an open Parquet file, which stays
+    open."""
     file = open_parquet(source, buffer_size=_STREAMED)
     batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
     waiting: list[pa.RecordBatch] = []
@@ -399,36 +365,27 @@ def split_row_group(source: Any, index: int, columns: list[str], rows: int, path
 
         for batch in map(_make_plain, batches if columns else ()):
             waiting.append(batch)
-            if sum(each.num_rows for each in waiting) >= rows:
-                waiting = _write_full(write, waiting, rows)
-        if waiting:
+            # Arrow's batches may be shorter than was asked for.
+            while sum(each.num_rows for each in waiting) >= rows:
+                joined = _concatenate(waiting)
+                write(joined.slice(0, rows))
+                waiting = [joined.slice(rows)]
+        if any(each.num_rows for each in waiting):
             write(_concatenate(waiting))
         target.write(struct.pack(f"<{len(ends) + 1}q", *ends, len(ends)))
-
-
-def _write_full(
-    write: Callable[[pa.RecordBatch], None], waiting: list[pa.RecordBatch], rows: int
-) -> list[pa.RecordBatch]:
-    """Write parts of exactly `rows` rows, since Arrow's batches may be shorter. Returns the remaining rows."""
-    joined = _concatenate(waiting)
-    while joined.num_rows >= rows:
-        write(joined.slice(0, rows))
-        joined = joined.slice(rows)
-    return [joined] if joined.num_rows else []
 
 
 def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
     batches."""
-    columns = [
-        each.dictionary_decode() if pa.types.is_dictionary(each.type) else drop_views(each)
-        for each in batch.columns
-    ]
+    columns = []
+    for column in batch.columns:
+        is_encoded = pa.types.is_dictionary(column.type)
+        columns.append(drop_views(column.dictionary_decode() if is_encoded else column))
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     if len(batches) == 1:
         return batches[0]
-    table = pa.Table.from_batches(batches).combine_chunks()
-    return table.to_batches()[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]

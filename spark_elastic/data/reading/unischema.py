@@ -44,8 +44,7 @@ class Field(NamedTuple):
     name: str  # as in the Parquet file
     numpy_dtype: Any  # numpy's dtype, "Decimal", or an object of `_Stored`
     shape: tuple[int | None, ...]  # of one row; None stands for a dimension of any length
-    # Petastorm's object, by whose class `codec_name` goes; None: values are stored as they are.
-    codec: Any = None
+    codec: Any = None  # petastorm's object, by whose class `codec_name` goes; None: none encodes the values
     nullable: Any = False  # not read here: the values tell
 
     def __setstate__(self, state: object) -> None:
@@ -150,11 +149,7 @@ def load_unischema(pickled: bytes) -> dict[str, Field]:
 
 
 def find_unischema(store: Store, name: str) -> dict[str, Field]:
-    """The fields of the data set that a file or folder of the store belongs to; none if petastorm did not write it.
-
-    Raises:
-        InvalidInput: the schema is none that this release reads.
-    """
+    """The fields of the data set that a file or folder of the store belongs to; none if petastorm did not write it."""
     folders = [name]
     while folders[-1]:
         folders.append(posixpath.dirname(folders[-1]))
@@ -176,22 +171,13 @@ def find_unischema(store: Store, name: str) -> dict[str, Field]:
 
 
 def describe_field(field: Field, encoded: Any) -> Column:
-    """The column of an encoded field. encoded: the value of the first row.
-
-    Raises:
-        InvalidInput: the value does not match the schema, or nothing here can decode it.
-    """
+    """The column of an encoded field. encoded: the value of the first row."""
     value = decode_value(field.codec_name, field.name, encoded)
-    if field.dtype != str(value.dtype) or not _matches(value.shape, field.shape):
+    sizes = zip(value.shape, field.shape, strict=False)
+    is_shape = value.ndim == len(field.shape) and all(wanted in (None, size) for size, wanted in sizes)
+    if field.dtype != str(value.dtype) or not is_shape:
         raise InvalidInput(
             f"The column {field.name!r} begins with {value.dtype} of shape {value.shape}, and petastorm's schema says "
             f"{field.dtype} of shape {field.shape}: write the data set again."
         )
     return Column(field.name, str(value.dtype), value.shape, field.codec_name)
-
-
-def _matches(shape: Sequence[int], declared: Sequence[int | None]) -> bool:
-    """Whether a value has the declared shape, in which None is any length."""
-    return len(shape) == len(declared) and all(
-        d is None or d == s for s, d in zip(shape, declared, strict=True)
-    )

@@ -7,18 +7,31 @@ no job. Runs in the caller's thread.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.scan import quote
+from spark_elastic.tables.footers import (
+    CollectFooters,
+    DataFile,
+    FileFacts,
+    collect_footers,
+    collect_footers_in_threads,
+)
+from spark_elastic.tables.predicate import Predicate
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 # Spark shows 25 columns of a node unless spark.sql.debug.maxToStringFields says otherwise.
 _SHOWN_COLUMNS = 20
@@ -76,10 +89,7 @@ def _explain(df: DataFrame) -> str:
 
 
 def _read_plan(explained: str, names: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Column -> its name in the source, and the source: "iceberg", or the kind of index that finds the files.
-
-    explained: what Spark says of a selection of `names`.
-    """
+    """Column -> its name in the source, and the source: "iceberg", or the kind of index that finds the files."""
     analyzed, optimized, physical = (
         _find_section(explained, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
@@ -213,3 +223,47 @@ def _describe_failure(clause: str) -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         raise NoFileScan(clause) from error
+
+
+MANY_FILES = 2_000  # fewer are read by threads of the driver before a Spark job has begun
+FILES_PER_TASK = 500
+
+log = logging.getLogger("spark_elastic")
+
+
+def make_footer_collector(session: SparkSession) -> CollectFooters:
+    """Collects footers on executors if there are many, and the session has a SparkContext; else in the driver."""
+
+    def collect(
+        store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None
+    ) -> list[FileFacts]:
+        if len(files) < MANY_FILES or not has_context(session):
+            return collect_footers_in_threads(store, files, columns, where)
+        parts = [files[start : start + FILES_PER_TASK] for start in range(0, len(files), FILES_PER_TASK)]
+        task = partial(_read_part, store, list(columns), where)
+        try:
+            with describe_jobs(session, "reads footers"):
+                answers = session.sparkContext.parallelize(parts, len(parts)).map(task).collect()
+        except Exception as error:
+            if "No module named" not in str(error):
+                raise
+            log.info("executors do not have this package yet: the driver reads %d footers", len(files))
+            return collect_footers_in_threads(store, files, columns, where)
+        found: list[FileFacts] = []
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+            found.extend(answer)
+        return found
+
+    return collect
+
+
+def _read_part(
+    store: Store, columns: Sequence[str], where: Predicate | None, files: Sequence[DataFile]
+) -> list[FileFacts] | StoreError | InvalidInput:
+    """Runs in a task. Spark would try an error again, and hide it in a trace."""
+    try:
+        return collect_footers(store, files, columns, where)
+    except (StoreError, InvalidInput) as error:
+        return error

@@ -19,27 +19,35 @@ import json
 import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
-from spark_elastic.clusters.spark.host_facts import describe_jobs
+from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.dataframes.row_order import SortedChunks, add_hashes
 from spark_elastic.estimators.dataframes.scan import (
+    EXACT_COLUMN,
+    HASH_COLUMN,
     MissingValues,
     RowFilter,
     TableScan,
     extract_row_digest,
     get_column,
+    hash_columns,
     hash_row,
+    quote,
     select_prepared,
 )
 from spark_elastic.estimators.dataframes.schema import (
@@ -49,15 +57,160 @@ from spark_elastic.estimators.dataframes.schema import (
     find_column_type,
     get_type,
 )
+from spark_elastic.estimators.dataframes.sorted_rows import (
+    CHUNK_BYTES,
+    DISTINCT,
+    READS,
+    ROW,
+    CopyTask,
+    MergeTask,
+    ReadTask,
+    RowSums,
+    SortTask,
+)
 from spark_elastic.estimators.dataframes.store_access import (
-    check_store_access,
     escape_pattern,
     to_spark_url,
     translate_write_errors,
 )
 from spark_elastic.monitoring.logs import announce_phase
 
-_FORM = 3  # of what is written; raise it when that changes
+GROUPS_PER_FILE = 16
+# A table of at most so many bytes is small: the driver merges it.
+SMALL_BYTES = 8 << 20
+_COPIED_ROWS = 2_000_000  # of which the driver makes copies at most: it takes 50 bytes for each
+_COPY_BYTES = 4 << 20  # of copies that a task makes at least
+_MERGED_BYTES = 16 << 20  # that a task merges at least, if others are as many as sorted; a task costs 50 ms
+_MOST_SHARES = 32  # of the copies of a row
+_HASHES = (HASH_COLUMN, EXACT_COLUMN)
+_BATCH_LIMITS = ("spark.sql.execution.arrow.maxRecordsPerBatch", "spark.sql.execution.arrow.maxBytesPerBatch")
+# With the value of RDDs' Python workers, tasks run in those, which later serve slots: others would import all anew.
+_TRACEBACK = ("spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled", "false")
+_BATCH_ROWS, _BATCH_BYTES = 10_000, 4 << 20
+_UNKNOWN_BATCH = 128  # rows of a batch, if their size is not known and Spark does not look at it
+_UNBOUNDED = (1 << 31) - 1  # bytes; else Spark adds up the columns' sizes after each row
+
+
+def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
+    """The rows with the two columns that decide on their order.
+
+    Sums of float64 after a shuffle differ in their last bits from run to run: float32 decides, float64 only among rows
+    that are equal in it. Rows that differ only in the sign of a zero are equal in both.
+    """
+    exact = hash_columns("1", *map(quote, types))
+    return rows.withColumns({HASH_COLUMN: hash_row(types), EXACT_COLUMN: exact})
+
+
+@dataclass(frozen=True)
+class SortedChunks:
+    """The rows of a table, which have the columns of `add_hashes`, in chunks in the store."""
+
+    spark: SparkSession
+    sort: SortTask  # by which they were written
+    types: Mapping[str, ColumnType]
+    schema: StructType
+    names: Mapping[bool, list[str]]  # whether rows validate -> chunks
+    most: int = 1  # copies of a row; there may be fewer
+    sums: RowSums = field(default_factory=RowSums)
+
+    @classmethod
+    def write(
+        cls, rows: DataFrame, types: Mapping[str, ColumnType], store: Store, folder: str, split: str | None
+    ) -> SortedChunks:
+        """Compute the rows, once. types: of the columns that are trained on."""
+        task, spark = SortTask(store, folder, _HASHES, split), rows.sparkSession
+        limits = _choose_batch_limits(spark, compute_row_bytes(types.values()))
+        with _set_conf(spark, limits), translate_write_errors(store):
+            found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
+        chunks = (RowSums(e.content, e.mixed, e.added, np.frombuffer(e.smallest, np.uint64)) for e in found)
+        return cls(spark, task, types, rows.schema, {}, sums=sum(chunks, RowSums()))._with(found)
+
+    @property
+    def files(self) -> list[str]:
+        return [name for names in self.names.values() for name in names]
+
+    def read(self) -> DataFrame:
+        task = ReadTask(self.sort.store, self.files)
+        row = StructType([StructField(ROW, self.schema)])
+        numbers = self.spark.range(0, len(self.files), 1, len(self.files))
+        return numbers.mapInArrow(task, row).select(f"{ROW}.*")
+
+    def merge(
+        self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
+    ) -> list[list[str]]:
+        """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: of rows to train on
+        (False) and, with a split, to validate with (True)."""
+        total, distinct = sum(counts.values()), self.sums.distinct
+        has_copies = distinct < DISTINCT * total
+        # Copies of few rows are few bytes to read: the driver makes more of them, if they need not travel either.
+        makes_copies = has_copies and total <= _COPIED_ROWS and self.sort.store.is_local
+        # A client of Spark Connect may be far from the store.
+        most = CHUNK_BYTES if makes_copies else SMALL_BYTES
+        small = total * row_bytes <= most and has_context(self.spark)
+        tasks = max(len(self.files), total * row_bytes // _MERGED_BYTES)
+        chunks = self._spread_copies(len(counts), distinct, total, row_bytes, small) if has_copies else self
+        rows_per_file = rows_per_group * GROUPS_PER_FILE
+        files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
+        task = MergeTask(self.sort, folder, chunks.names, files, list(self.types), rows_per_group)
+        written = self._run(task, sum(files.values()), tasks, small)
+        found = {row["number"]: row["name"] for row in written}
+        ends = accumulate(files.values(), initial=0)
+        return [[found[each] for each in range(*bounds) if found[each]] for bounds in pairwise(ends)]
+
+    def _spread_copies(
+        self, sets: int, distinct: int, total: int, row_bytes: int, here: bool
+    ) -> SortedChunks:
+        """The same rows in the order of a hash of row and copy. A task makes its share of the copies of a range's rows:
+        there are many shares if few rows are distinct, or one has very many copies."""
+        ranges = max(1, distinct * row_bytes // CHUNK_BYTES)
+        tasks = max(1, min(len(self.files), total * row_bytes // _COPY_BYTES))
+        heavy = min(_MOST_SHARES, self.most * row_bytes // CHUNK_BYTES)
+        task = CopyTask(self.sort, self.names, list(self.types), ranges, max(-(-tasks // ranges), heavy))
+        number = sets * ranges * task.shares
+        return self._with(self._run(task, number, number, here))
+
+    def _run(self, task: CopyTask | MergeTask, number: int, tasks: int, here: bool) -> list[Any]:
+        """What a task gives for so many numbers: in threads of the driver, or divided among tasks of Spark."""
+        if here:
+            with ThreadPoolExecutor(READS) as pool:
+                parts = list(pool.map(lambda n: list(task([pa.record_batch({"id": [n]})])), range(number)))
+            return [row for part in parts for batch in part for row in batch.to_pylist()]
+        with _set_conf(self.spark, {}), translate_write_errors(self.sort.store):
+            return self.spark.range(0, number, 1, min(number, tasks)).mapInArrow(task, task.SCHEMA).collect()
+
+    def _with(self, chunks: Sequence[Any]) -> SortedChunks:
+        """The same of other chunks, as `SortTask` describes them."""
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for chunk in chunks:
+            names[chunk["validates"]].append(chunk["name"])
+        return replace(self, names=names, most=sum(chunk["most"] for chunk in chunks))
+
+
+def _choose_batch_limits(spark: SparkSession, row_bytes: int | None) -> dict[str, str]:
+    limits = _BATCH_ROWS, _BATCH_BYTES
+    if row_bytes is not None:
+        limits = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes)), _UNBOUNDED
+    elif not spark.conf.isModifiable(_BATCH_LIMITS[1]):  # it is of Spark 4.1
+        limits = _UNKNOWN_BATCH, _UNBOUNDED
+    return dict(zip(_BATCH_LIMITS, map(str, limits), strict=True))
+
+
+@contextmanager
+def _set_conf(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Set these for the jobs of the block, and `_TRACEBACK` where slots are tasks of RDDs."""
+    if has_context(spark):
+        settings = {**settings, _TRACEBACK[0]: _TRACEBACK[1]}
+    before = {name: spark.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, former in before.items():
+            spark.conf.unset(name) if former is None else spark.conf.set(name, former)
+
+
+_FORM = 4  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
 _RDDS = {"LogicalRDD", "ExternalRDD"}
 _FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
@@ -90,23 +243,13 @@ class WriteOptions:
     # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
     row_order: str = "hash"
 
-    def __post_init__(self) -> None:
-        for setting in ("rows_per_group", "row_group_bytes"):
-            value = getattr(self, setting)
-            if value is not None and value < 1:
-                raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
-
     def count_group_rows(self, row_bytes: int) -> int:
         """Rows of a row group, of rows of so many bytes on average."""
         return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
 
     def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
-        """Options of Spark's Parquet writer.
-
-        Args:
-            row_bytes: of each row; None if rows differ.
-            counts_rows: whether the writer can end a row group after a number of rows, as that of Spark 4 does.
-        """
+        """Options of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether the writer can end a
+        row group after a number of rows, as that of Spark 4 does."""
         rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
         return {
             "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
@@ -142,22 +285,19 @@ class ValidationSplit:
     that neither other partitions nor a second run move it to the other data set.
     """
 
-    fraction: float = 0.0  # fraction of the rows, where no column is given
-    column: str | None = None  # rows where this column is true or above 0 validate
+    by: float | str  # a fraction of the rows, or the column that is true or above 0 in them
     seed: int = 0  # of the fit; it changes which rows the fraction takes
 
     def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
         """The columns as they are written, and whether a row validates."""
-        if self.column is not None:
-            check_validation_column(df.schema, self.column)
-            number = get_column(self.column).cast("double")
+        if isinstance(self.by, str):
+            check_validation_column(df.schema, self.by)
+            number = get_column(self.by).cast("double")
             # In Spark NaN is above all numbers.
             marked = F.coalesce((number > 0) & ~F.isnan(number), F.lit(False))
             return select_prepared(df, types, {_SPLIT: marked})
-        if not 0 < self.fraction < 1:
-            raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
         drawn = F.pmod(hash_row(types, str(self.seed)), F.lit(_HASH_RANGE))
-        return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.fraction * _HASH_RANGE))
+        return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.by * _HASH_RANGE))
 
 
 def materialize(
@@ -177,8 +317,6 @@ def materialize(
         StoreError: the store cannot be written.
     """
     names = list(dict.fromkeys(columns))
-    if not names:
-        raise InvalidInput(f"No columns to write: name some of {df.columns}.")
     if split is not None and _SPLIT in map(str.lower, names):
         raise InvalidInput(
             f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
@@ -191,7 +329,6 @@ def materialize(
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
-        check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
         manifests = list(_write_and_publish(df, types, target, split, published))
     assert manifests[0] is not None
@@ -215,11 +352,9 @@ class _Target:
             (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
-        """What `write` wrote."""
         return spark.read.schema(schema).parquet(escape_pattern(self._url))
 
     def list_files(self, folder: str = "") -> list[str]:
-        """The files with rows directly in the folder, or in one in it."""
         return [name for name in self.store.list(self.folder + folder) if name.endswith(".parquet")]
 
     @property
@@ -249,7 +384,6 @@ def _write_and_publish(
 
 
 def _remove_folder(store: Store, folder: str) -> None:
-    """Remove what was written there; a store that fails leaves it."""
     try:
         store.remove_tree(folder)
     except StoreError as error:
@@ -266,27 +400,23 @@ def _write(
     rows = row_filter.apply(select_columns(df, types, split))
     rows = scan.observe(add_hashes(rows, types) if sorts else rows)
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
-    chunks: SortedChunks | None = None
+    column, chunks = None if split is None else _SPLIT, None
     if sorts:
-        folder, column = f"{target.folder}/unordered", None if split is None else _SPLIT
-        chunks = SortedChunks.write(rows, types, target.store, folder, column)
+        chunks = SortedChunks.write(rows, types, target.store, f"{target.folder}/unordered", column)
         scan.add_sums(chunks.sums)
     else:
-        target.write(rows, compute_row_bytes(types.values()), None if split is None else _SPLIT)
+        target.write(rows, compute_row_bytes(types.values()), column)
     row_filter.log_dropped_rows()
     counts = _check_counts(scan, split)
     columns = scan.describe_columns(
         chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
     )
-    files = (
-        [target.list_files(folder) for folder in folders] if chunks is None else list(chunks.names.values())
-    )
+    files = list(chunks.names.values()) if chunks else [target.list_files(folder) for folder in folders]
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
     if chunks is not None:
-        row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes(columns) // sum(
-            counts.values()
-        )
+        row_bytes = sum(column.row_bytes for column in columns)
+        row_bytes += scan.count_bytes(columns) // sum(counts.values())
         number = target.options.count_group_rows(row_bytes)
         files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
         _remove_folder(target.store, chunks.sort.folder)
@@ -298,7 +428,8 @@ def _write(
         raise StoreError(
             f"The files that Spark wrote to {target.folder} in the store {target.store.url} have "
             f"{[manifest.rows for manifest in manifests]} rows, and Spark counted {list(counts.values())}: check "
-            "what commits its files (spark.sql.sources.commitProtocolClass)."
+            "what commits its files (spark.sql.sources.commitProtocolClass), and that Spark's settings and "
+            "storage_options lead to the same place."
         )
     return manifests
 
@@ -311,14 +442,11 @@ def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, 
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
     if split is not None and not all(counts.values()):
         purpose = "validate with" if counts[False] else "train on"
-        raise InvalidInput(
-            f"No row of {total} is left to {purpose}: change the validation fraction or column."
-        )
+        raise InvalidInput(f"No row of {total} is left to {purpose}: change validation's fraction or column.")
     return counts
 
 
 def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
-    """The type that each column becomes."""
     return {name: find_column_type(df.schema, name, transformed=options.transformed) for name in names}
 
 
@@ -356,20 +484,13 @@ def warn_about_small_partitions(rows: int, partitions: int) -> None:
 def fingerprint_table(
     df: DataFrame, names: Sequence[str], options: WriteOptions, split: ValidationSplit | None
 ) -> str:
-    """The fingerprint of what is written."""
-    return fingerprint(
-        df, names, {**options.to_spark_options(), "writing": repr(options), "split": repr(split)}
-    )
-
-
-def fingerprint(df: DataFrame, columns: Sequence[str], options: Mapping[str, str]) -> str:
     """32 hex digits: equal only for the same columns of the same rows, written the same way."""
     content = {
         "form": _FORM,
         "plan": df.semanticHash(),
         "source": _describe_source(df),
-        "columns": [[name, get_type(df.schema, name).json()] for name in columns],
-        "options": dict(options),
+        "columns": [[name, get_type(df.schema, name).json()] for name in names],
+        "options": {**options.to_spark_options(), "writing": repr(options), "split": repr(split)},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -440,11 +561,7 @@ def find_difference(
     split: ValidationSplit | None,
     written: Sequence[Manifest],
 ) -> str | None:
-    """What distinguishes `df` from what was written, as the end of a sentence; None if nothing does.
-
-    Args:
-        written: what `materialize` returned: one data set, or both of a split.
-    """
+    """What distinguishes `df` from what `materialize` wrote, as the end of a sentence; None if nothing does."""
     names = list(dict.fromkeys(columns))
     types = find_column_types(df, names, options)
     for name, kind in types.items():

@@ -114,19 +114,14 @@ class RowFilter:
         found = list_missing(types, missing.nulls == "drop", missing.nans == "drop")
         if len(types) > _MOST_COUNTED:
             kinds = dict.fromkeys(kind.what for kind in found)
-            found = {
-                MissingKind("", w): has_any(c for kind, c in found.items() if kind.what == w) for w in kinds
-            }
+            found = {MissingKind("", w): has_any(c for k, c in found.items() if k.what == w) for w in kinds}
         self._conditions = found
 
     def apply(self, df: DataFrame) -> DataFrame:
-        """The rows without missing values."""
         if not self._conditions:
             return df
         bad = F.expr(has_any(self._conditions.values()))
-        counters = [
-            count_where(F.expr(text)).alias(f"c{n}") for n, text in enumerate(self._conditions.values())
-        ]
+        counters = [count_where(F.expr(c)).alias(f"c{n}") for n, c in enumerate(self._conditions.values())]
         total = [F.count(F.lit(1)).alias("rows"), count_where(bad).alias("bad")]
         return df.observe(self._observation, *total, *counters).where(~bad)
 
@@ -152,7 +147,6 @@ def quote(name: str) -> str:
 
 
 def get_column(name: str) -> Column:
-    """The same as a Column."""
     return F.col(quote(name))
 
 
@@ -206,7 +200,6 @@ def _flatten(name: str, kind: ColumnType) -> str:
 
 
 def hash_columns(*texts: str) -> Column:
-    """A hash of these expressions of SQL."""
     return F.expr(f"xxhash64({', '.join(texts)})")
 
 
@@ -224,7 +217,6 @@ def round_to_float32(name: str, kind: ColumnType) -> str:
 
 
 def count_bytes(name: str, kind: ColumnType) -> str:
-    """The bytes of the strings of a row."""
     values = _flatten(name, kind)
     lengths = (
         f"transform({values}, each -> octet_length(each))"
@@ -343,7 +335,6 @@ class TableScan:
         return {False: found["rows"] - found["validating"], True: found["validating"]}
 
     def count_bytes(self, columns: Sequence[manifest.Column]) -> int:
-        """The bytes of all strings and ragged rows, after the write. columns: `describe_columns`."""
         found = self._observation.get
         total: int = found.get("bytes") or 0
         for number, column in enumerate(columns):
@@ -355,12 +346,8 @@ class TableScan:
         return self._ragged and kind.dimensions == 1 and not kind.vector
 
     def describe_columns(self, written: Callable[[], DataFrame]) -> tuple[manifest.Column, ...]:
-        """The columns as they are read, after the write; InvalidInput for nulls, and for arrays of different lengths
-        where these must not be.
-
-        Args:
-            written: opens the written table, in which a job of its own finds a bad row to name.
-        """
+        """The columns as they are read, after the write. Raises InvalidInput for nulls, and for arrays of different
+        lengths where these must not be; a job of its own finds a bad row to name in what `written` opens."""
         found = self._observation.get
         if found["missing"]:
             self._refuse_missing(written(), found["rows"])
@@ -374,20 +361,12 @@ class TableScan:
         return tuple(columns)
 
     def _refuse_missing(self, written: DataFrame, rows: int) -> None:
-        """Raise InvalidInput with the first column that has nulls or NaN, by a job."""
-        texts = [
-            f"count(if({has_null(*each)}, 1, null)) as nulls{n}" for n, each in enumerate(self._types.items())
-        ]
-        for number, (name, kind) in enumerate(self._types.items()):
-            if name in self._nans:
-                texts.append(f"count(if({has_nan(name, kind)}, 1, null)) as nans{number}")
+        kinds = list_missing(self._types, nulls=True, nans=bool(self._nans))
+        texts = (f"count(if({text}, 1, null)) as c{n}" for n, text in enumerate(kinds.values()))
         counts = written.selectExpr(*texts).first()
-        found = {} if counts is None else counts.asDict()
-        for number, name in enumerate(self._types):
-            if nulls := found.get(f"nulls{number}"):
-                raise InvalidInput(MissingKind(name, "nulls").describe(nulls, f"{rows} rows"))
-            if nans := found.get(f"nans{number}"):
-                raise InvalidInput(MissingKind(name, "NaN").describe(nans, f"{rows} rows"))
+        for number, kind in enumerate(kinds):
+            if counts is not None and counts[f"c{number}"]:
+                raise InvalidInput(kind.describe(counts[f"c{number}"], f"{rows} rows"))
 
     def _find_length(
         self, counted: Mapping[str, int], number: int, level: int, written: Callable[[], DataFrame]
@@ -410,11 +389,8 @@ class TableScan:
         sizes = F.expr(list(_iter_sizes(name, self._types[name].dimensions))[level])
         scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_SHOWN_SCALARS]
         shown = scalars or [name]
-        row: Row | None = (
-            written.where(F.array_contains(sizes, length))
-            .select(*(get_column(each) for each in shown))
-            .first()
-        )
+        bad = written.where(F.array_contains(sizes, length))
+        row: Row | None = bad.select(*map(get_column, shown)).first()
         if row is None:
             return "a row"
         values = ", ".join(f"{each}={str(row[each])[:60]}" for each in shown)
@@ -444,7 +420,6 @@ def _hex(number: int | None) -> str:
 
 
 def _iter_sizes(name: str, dimensions: int) -> Iterator[str]:
-    """For each dimension, the array of all lengths in a row."""
     inner = quote(name)
     for level in range(dimensions):
         if level == 0:

@@ -86,14 +86,11 @@ def check_columns(
     feature_cols: Sequence[str],
     label_cols: Sequence[str],
     sample_weight_col: str | None = None,
-    extra_cols: Iterable[str] = (),
     transformed: bool = False,
 ) -> None:
-    """Raise InvalidInput unless every column exists and holds numbers; starts no job.
-
-    Numbers: numeric and boolean columns, arrays of them (nested too), ML vectors. A sample weight is one number a row.
-    transformed: a transformation turns bytes (images), strings, dates and timestamps into numbers.
-    """
+    """Raise InvalidInput unless every column exists and holds numbers: numeric and boolean columns, arrays of them
+    (nested too), ML vectors. transformed: a transformation makes numbers of bytes (images), strings, dates and
+    timestamps."""
     if not feature_cols:
         raise InvalidInput(f"feature_cols is empty: name at least one of the columns {schema.names}.")
     weights = [] if sample_weight_col is None else [sample_weight_col]
@@ -101,7 +98,6 @@ def check_columns(
         ("feature", feature_cols),
         ("label", label_cols),
         ("sample weight", weights),
-        ("extra", list(extra_cols)),
     )
     for role, names in roles:
         for name in names:
@@ -146,11 +142,8 @@ def check_validation_column(schema: StructType, name: str) -> None:
 
 
 def find_column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
-    """The type in which the column is written. role: for the message.
-
-    Raises:
-        InvalidInput: the column is missing, or holds no numbers.
-    """
+    """The type in which the column is written. Raises InvalidInput, with its role, if it is missing or holds no
+    numbers."""
     called = f"{role} column {name!r}".strip()
     _check_presence(schema, name, called)
     return _find_column_type(get_type(schema, name), called, transformed)

@@ -10,10 +10,9 @@ Runs in Python workers of Spark's executors, and in the driver for small tables.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.reading.decoding import CHECKSUMS
 from spark_elastic.data.store import Store
-from spark_elastic.estimators.dataframes.row_hash import CopyHasher, Hashes, hash_further, normalize
 
 CHUNK_BYTES = 64 << 20  # that a task sorts at a time; with copies of them it holds three times that
 RANGE_BYTES = 64 << 10  # of a range at least, and a kilobyte for each column, which a batch describes
@@ -37,9 +35,48 @@ DISTINCT = 0.9
 
 SMALLEST = 2500  # hashes of each chunk that are kept to estimate how many rows differ: an error of 2 %
 
+Hashes = npt.NDArray[np.uint64]
 Batches = Iterable[pa.RecordBatch]
 Columns = Mapping[str, npt.NDArray[np.int64]]
 Chunks = Mapping[bool, Sequence[str]]  # whether their rows validate -> names
+
+
+# Primes of xxHash64, which Spark calls `xxhash64`. The hash of one value is the seed of the next.
+_P1, _P2, _P3, _P4, _P5 = np.array(
+    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5],
+    np.uint64,
+)
+
+
+def hash_further(hashes: Hashes, values: npt.NDArray[Any]) -> Hashes:
+    """Spark's hashes of rows with one more value behind the others: an int or a long."""
+    mixed, words = (
+        hashes + _P5 + np.uint64(values.itemsize),
+        values.view(f"u{values.itemsize}").astype(np.uint64),
+    )
+    if values.itemsize == 4:
+        return _finish(_rotate(mixed ^ words * _P1, 23) * _P2 + _P3)
+    return _finish(_rotate(mixed ^ _rotate(words * _P2, 31) * _P1, 27) * _P1 + _P4)
+
+
+def _rotate(hashes: Hashes, bits: int) -> Hashes:
+    return hashes << np.uint64(bits) | hashes >> np.uint64(64 - bits)
+
+
+def _finish(hashes: Hashes) -> Hashes:
+    hashes = (hashes ^ hashes >> np.uint64(33)) * _P2
+    hashes = (hashes ^ hashes >> np.uint64(29)) * _P3
+    return hashes ^ hashes >> np.uint64(32)
+
+
+def normalize(values: pa.Array) -> pa.Array:
+    """The same values, with 0.0 for -0.0 and one NaN for all: rows that are equal in their hashes are then equal."""
+    if pa.types.is_list(values.type):
+        return pa.ListArray.from_arrays(values.offsets, normalize(values.values), type=values.type)
+    if not pa.types.is_floating(values.type):
+        return values
+    numbers = values.to_numpy(zero_copy_only=False) + values.type.to_pandas_dtype()(0)
+    return pa.array(np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers))
 
 
 def locate(hashes: Hashes, files: int) -> Hashes:
@@ -55,9 +92,8 @@ class RowSums:
     content: int = 0  # of the exact hashes, by xor
     mixed: int = 0  # of the hashes, with whether a row validates where some do, by xor
     added: int = 0  # the sum of the high halves of the same hashes, since equal rows cancel out in `mixed`
-    smallest: Hashes = field(
-        default_factory=lambda: np.zeros(0, np.uint64)
-    )  # different hashes, `SMALLEST` at most
+    # Different hashes, `SMALLEST` at most.
+    smallest: Hashes = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def __add__(self, other: RowSums) -> RowSums:
         smallest = np.union1d(self.smallest, other.smallest)[:SMALLEST]
@@ -93,13 +129,12 @@ class SortTask:
                 yield self._write(rows, np.flatnonzero(marks == validates), validates)
 
     def _write(self, rows: pa.RecordBatch, chosen: npt.NDArray[np.int64], validates: bool) -> pa.RecordBatch:
-        """Sort those of the rows, and write them."""
         hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
         order = chosen[np.argsort(hashes[chosen].view(np.uint64))]
         first = np.flatnonzero(_find_changes(hashes[order]))
         mixed = hashes[order].view(np.uint64)
         if self.split is not None:
-            mixed = hash_further(mixed, validates)
+            mixed = hash_further(mixed, np.full(len(mixed), validates, np.int32))
         sums = {
             "content": np.bitwise_xor.reduce(exact[order]),
             "mixed": np.bitwise_xor.reduce(mixed).view(np.int64),
@@ -172,30 +207,6 @@ class ReadTask:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Copies of rows, which their hashes tell apart."""
-
-    rows: pa.RecordBatch  # each once, normalized
-    places: npt.NDArray[np.int64]  # of each copy's row
-    numbers: npt.NDArray[np.int64]  # of each copy among those of its row
-
-    def hash(self, chosen: Any = slice(None), exact: bool = False) -> Hashes:
-        """A hash of number and row of each. exact: the one for those that are equal in the first."""
-        return CopyHasher(self.rows.columns, exact).hash(self.numbers[chosen], self.places[chosen])
-
-    @cached_property
-    def hashes(self) -> Hashes:
-        return self.hash()
-
-    def sort_range(self, number: int, files: int) -> npt.NDArray[np.int64]:
-        """The places of the rows of which that one of so many files has copies, in order."""
-        exact = partial(self.hash, exact=True)
-        return self.places[
-            _sort_range(self.hashes, lambda chosen: exact(chosen).view(np.int64), number, files)
-        ]
-
-
-@dataclass(frozen=True)
 class CopyTask:
     """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
 
@@ -217,47 +228,27 @@ class CopyTask:
             yield from self.write(bool(validates), *divmod(task, self.shares))
 
     def write(self, validates: bool, number: int, share: int) -> Iterator[pa.RecordBatch]:
-        """Write the copies of a range and share."""
-        found = self._find(validates, number, share)
-        if found is None:
-            return
-        rows, ends = found
-        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
-        for begin in range(0, int(ends[-1]), step):
-            copies = self._number(rows, ends, range(begin, min(begin + step, ends[-1])), share)
-            keys = copies.hash(), copies.hash(exact=True)
-            order = np.argsort(keys[0])
-            added = dict(zip(self.sort.hashes, (key[order].view(np.int64) for key in keys), strict=True))
-            added[COPIES] = np.ones_like(order)
-            yield self.sort.write_sorted(rows.take(pa.array(copies.places[order])), added, validates)
-
-    def make_all(self, validates: bool) -> Copies | None:
-        """All copies of all rows; None: there are none."""
-        found = self._find(validates, 0, 0)
-        if found is None:
-            return None
-        rows, ends = found
-        return self._number(rows, ends, range(ends[-1]), 0)
-
-    def _find(
-        self, validates: bool, number: int, share: int
-    ) -> tuple[pa.RecordBatch, npt.NDArray[np.int64]] | None:
-        """The different rows of a range, normalized, and how many copies of them and those before a share has."""
         found, order = _read_sorted(self.sort, self.chunks[validates], number, self.ranges)
         if found is None:
-            return None
+            return
         hashes, exact, counts = (_to_numpy(found, name)[order] for name in (*self.sort.hashes, COPIES))
         first = np.flatnonzero(_find_changes(hashes) | _find_changes(exact))
-        own = np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares))
-        rows = found.select(list(self.columns)).take(pa.array(order[first]))
-        columns = [normalize(column) for column in rows.columns]
-        return pa.RecordBatch.from_arrays(columns, schema=rows.schema), np.cumsum(own)
-
-    def _number(self, rows: pa.RecordBatch, ends: npt.NDArray[np.int64], own: range, share: int) -> Copies:
-        every = np.arange(own.start, own.stop)
-        places = np.searchsorted(ends, every, side="right")
+        # How many copies of each row, and of those before it, the share has
+        ends = np.cumsum(np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares)))
         begins = np.concatenate([[0], ends[:-1]])
-        return Copies(rows, places, (every - begins[places]) * self.shares + share)
+        rows = found.select(list(self.columns)).take(pa.array(order[first]))
+        rows = pa.RecordBatch.from_arrays([normalize(column) for column in rows.columns], schema=rows.schema)
+        step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
+        for begin in range(0, int(ends[-1]), step):
+            every = np.arange(begin, min(begin + step, ends[-1]))
+            places = np.searchsorted(ends, every, side="right")
+            numbers = (every - begins[places]) * self.shares + share
+            names = self.sort.hashes
+            keys = [hash_further(key[first][places].view(np.uint64), numbers) for key in (hashes, exact)]
+            order = np.argsort(keys[0])
+            added = {name: key[order].view(np.int64) for name, key in zip(names, keys, strict=True)}
+            added[COPIES] = np.ones_like(order)
+            yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
 
 
 @dataclass(frozen=True)
@@ -271,46 +262,24 @@ class MergeTask:
     files: Mapping[bool, int]  # whether their rows validate -> number of files
     columns: Sequence[str]  # columns that are written
     rows_per_group: int
-    copies: CopyTask | None = None  # of the chunks' rows, which each task makes all
 
     SCHEMA = "number long, name string"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        made: dict[bool, Copies | None] = {}
         for number in _iter_numbers(batches):
-            validates = number >= self.files[False]
-            if self.copies is not None and validates not in made:
-                made[validates] = self.copies.make_all(validates)
-            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number, made)]})
+            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
 
-    def write_all(self) -> dict[int, str]:
-        """Write all files, several at a time; their names by their numbers."""
-        made: dict[bool, Copies | None] = {}
-        for validates, count in self.files.items():
-            if count and self.copies is not None:
-                made[validates] = copies = self.copies.make_all(validates)
-                _ = copies and copies.hashes  # once, before threads ask for them
-        numbers = range(sum(self.files.values()))
-        with ThreadPoolExecutor(READS) as pool:
-            return dict(zip(numbers, pool.map(lambda number: self.write(number, made), numbers), strict=True))
-
-    def write(self, number: int, made: Mapping[bool, Copies | None] | None = None) -> str:
-        """Write a file; returns its name. made: instead of the chunks' rows."""
+    def write(self, number: int) -> str:
         validates = number >= self.files[False]
         files, place = self.files[validates], number - validates * self.files[False]
-        copies = made.get(validates) if made else None
-        if copies is not None:
-            found, order = copies.rows, copies.sort_range(place, files)
-        else:
-            found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
-            order = order if found is None else np.repeat(order, _to_numpy(found, COPIES)[order])
-        if found is None or not len(order):
+        found, order = _read_sorted(self.sort, self.chunks[validates], place, files)
+        if found is None:
             return ""
+        order = np.repeat(order, _to_numpy(found, COPIES)[order])
         out = pa.BufferOutputStream()
         rows = found.select(list(self.columns))
-        with pq.ParquetWriter(
-            out, rows.schema, version="2.6", compression="snappy", use_dictionary=False, **CHECKSUMS
-        ) as writer:  # fmt: skip
+        options = {"version": "2.6", "compression": "snappy", "use_dictionary": False, **CHECKSUMS}
+        with pq.ParquetWriter(out, rows.schema, **options) as writer:
             for begin in range(0, len(order), self.rows_per_group):
                 group = rows.take(pa.array(order[begin : begin + self.rows_per_group]))
                 writer.write_batch(group, row_group_size=self.rows_per_group)
@@ -352,28 +321,21 @@ def _read_sorted(
         return None, np.array([], np.int64)
     rows = _concatenate(found)
     hashes, exact = (_to_numpy(rows, name) for name in sort.hashes)
-    order = _sort_range(hashes.view(np.uint64), exact.__getitem__, number, files)
+    order = _sort_range(hashes.view(np.uint64), exact, number, files)
     return rows if len(order) else None, order
 
 
-def _sort_range(
-    hashes: Hashes, read_exact: Callable[[npt.NDArray[np.int64]], Any], number: int, files: int
-) -> npt.NDArray[np.int64]:
-    """The places of the hashes of that one of so many files, in order.
-
-    Args:
-        read_exact: takes places; the order among equal hashes.
-    """
+def _sort_range(hashes: Hashes, exact: Any, number: int, files: int) -> npt.NDArray[np.int64]:
+    """The places of the hashes of that one of so many files, in order. exact: the order among equal hashes."""
     chosen = np.flatnonzero(locate(hashes, files) == number)
     keys = hashes[chosen].view(np.int64)
     order = np.argsort(keys)
     if not _find_changes(keys[order]).all():  # some are equal; that order costs five times as much
-        order = np.lexsort((read_exact(chosen), keys))
+        order = np.lexsort((exact[chosen], keys))
     return chosen[order]
 
 
 def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether each differs from the one before it."""
     changes: npt.NDArray[np.bool_] = np.diff(keys, prepend=~keys[:1]) != 0
     return changes
 

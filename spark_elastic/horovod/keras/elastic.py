@@ -17,8 +17,8 @@ from typing import Any
 
 import keras
 
+from spark_elastic.handwritten.elastic_loop import run
 from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
-from spark_elastic.handwritten.session import run
 from spark_elastic.horovod.keras.callbacks import DONE_BEFORE
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.worker.session import WorkerNotificationManager, notification_manager

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.handwritten.elastic_loop import run
 from spark_elastic.handwritten.object_state import KerasState, ObjectState, State
-from spark_elastic.handwritten.session import run
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.runs.handlers import REGISTRY, Registry, VariablesHandler
 from spark_elastic.worker.session import WorkerNotificationManager, notification_manager

@@ -22,8 +22,8 @@ from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.modes import make_change_error
 from spark_elastic.gradients.process_sets import ProcessSet, check_alone, global_process_set
 from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
-from spark_elastic.handwritten.applied_gradients import DistributedBase
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
+from spark_elastic.handwritten.torch_state import DistributedBase
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync
 from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic

@@ -26,35 +26,22 @@ OPTIONS: dict[str, Any] = {
     "_allgather_base": c10d.AllgatherOptions,
     "_reduce_scatter_base": c10d.ReduceScatterOptions,
 }
-DTYPES = frozenset(
-    (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int32, torch.int64),
-    )
-)
-REDUCTIONS = frozenset(("SUM", "AVG", "PRODUCT", "MIN", "MAX"))
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+DTYPES |= {torch.uint8, torch.int8, torch.int32, torch.int64}
+REDUCTIONS = {"SUM", "AVG", "PRODUCT", "MIN", "MAX"}
 
 
 class BulkCollectives:
     """The bulk plane of one process group. Used by the threads that call its collectives, one at a time."""
 
     def __init__(self, group: Group) -> None:
-        """
-        Args:
-            group: the process group's own group of the engine.
-        """
-        self._group = group
+        self._group = group  # the process group's own, of the engine
         self._options = options_from_env()
         self._planes: dict[torch.device, BulkPlane | None] = {}
 
     def find_plane(self, name: str, tensors: Sequence[torch.Tensor], options: Any) -> BulkPlane | None:
-        """Return the plane that could carry a collective, once the ranks agree on it; None: the engine carries it.
-
-        Args:
-            name: of the collective, as in `OPTIONS`.
-            tensors: results and operands.
-            options: as torch gives them, or a reduction.
-        """
+        """The plane that could carry a collective, once the ranks agree on it; None: the engine carries it. name: as in
+        `OPTIONS`. tensors: results and operands. options: as torch gives them, or a reduction."""
         device = tensors[0].device
         if device not in self._planes:
             self._planes[device] = get_or_start_bulk_plane(self._group, device, self._options)

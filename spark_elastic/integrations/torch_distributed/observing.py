@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,13 +81,15 @@ def _wrap(name: str, method: Method) -> Method:
         profiled = _autograd._profiler_enabled()
         if not profiled and not torch._C._len_torch_dispatch_stack():
             return method(group, *given, **named)
-        carry_out = _Recorded(method, title) if profiled else method
+        carry_out = partial(_record, method, title) if profiled else method
         if through_dispatcher is None or _Entered.find(operator, group) is not None:
             return carry_out(group, *given, **named)
         get_process_context().get_or_create(_Kernels)
-        with _Entered(
-            operator, group, lambda *tensors: carry_out(group, *tensors, *given[len(tensors) :], **named)
-        ):
+
+        def carry_on(*tensors: Any) -> Any:
+            return carry_out(group, *tensors, *given[len(tensors) :], **named)
+
+        with _Entered(operator, group, carry_on):
             return through_dispatcher(group, *given, **named)
 
     # C++ calls the class of Python unless the function that calls it has the method's name (pybind11).
@@ -100,9 +103,7 @@ class _Entered:
     stack = threading.local()
 
     def __init__(self, operator: str, group: Any, carry_out: Method) -> None:
-        self.operator = operator
-        self.group = group
-        self.carry_out = carry_out
+        self.operator, self.group, self.carry_out = operator, group, carry_out
 
     def __enter__(self) -> None:
         self.stack.calls = [*getattr(self.stack, "calls", ()), self]
@@ -140,38 +141,32 @@ class _Kernels:
             work = call.carry_out(*(() if "barrier" in operator else arguments[:place]))
             if not returns:
                 return None
-            group.keep(work)
+            group.pending.keep(work)
             return work.boxed() if returns == 1 else (arguments[0], work.boxed())
 
         self._kernels.impl(operator, kernel, "BackendSelect", with_keyset=True)
 
 
-class _Recorded:
-    """A method whose `Work` a profiler sees, from the call to its end."""
+def _record(method: Method, title: str, group: Any, *given: Any, **named: Any) -> Any:
+    """Call a method whose `Work` a profiler sees, from the call to its end."""
+    tensors = _flatten([each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:])
+    sparse = "sparse_" * any(tensor.is_sparse for tensor in tensors)
+    record = _begin_record(f"{group.name()}:{sparse}{title}", tensors)
 
-    def __init__(self, method: Method, title: str) -> None:
-        self._method = method
-        self._title = title
+    # A profiler tells what ends in another thread than it began from what the caller does itself.
+    def end() -> None:
+        group.records.submit(record).result()
 
-    def __call__(self, group: Any, *given: Any, **named: Any) -> Any:
-        tensors = [each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:]
-        sparse = "sparse_" * any(tensor.is_sparse for tensor in _flatten(tensors))
-        record = _begin_record(f"{group.name()}:{sparse}{self._title}", _flatten(tensors))
-
-        # A profiler tells what ends in another thread than it began from what the caller does itself.
-        def end() -> None:
-            group.records.submit(record).result()
-
-        try:
-            work = self._method(group, *given, **named)
-        except BaseException:
-            end()
-            raise
-        if work is None:
-            end()
-        else:
-            work.call_at_end(end)
-        return work
+    try:
+        work = method(group, *given, **named)
+    except BaseException:
+        end()
+        raise
+    if work is None:
+        end()
+    else:
+        work.call_at_end(end)
+    return work
 
 
 def _begin_record(title: str, tensors: Iterable[torch.Tensor]) -> Callable[[], object]:

@@ -66,16 +66,10 @@ class PointToPoint:
         timeout: float,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """
-        Args:
-            connect: the engine group of sender and receiver; called once for each pair.
-            timeout: seconds that a message may wait for its other end.
-            on_error: called with what broke a message, in the thread of its direction.
-        """
         self._rank = rank
-        self._connect = connect
-        self._timeout = timeout
-        self._on_error = on_error
+        self._connect = connect  # makes the engine group of sender and receiver; called once for each pair
+        self._timeout = timeout  # seconds that a message may wait for its other end
+        self._on_error = on_error  # called with what broke a message, in the thread of its direction
         self._lock = threading.Lock()  # owns the following
         self._senders: dict[int, tuple[Group, CollectiveThread]] = {}
         self._readers: dict[int, tuple[Group, CollectiveThread]] = {}
@@ -104,12 +98,8 @@ class PointToPoint:
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, size: int
     ) -> tuple[Future[int], CollectiveThread | None]:
-        """The message's future, and the thread that completes it; None: one of several, or it is complete.
-
-        Args:
-            source: None: any rank.
-            size: number of ranks of the process group.
-        """
+        """The message's future, and the thread that completes it; None: one of several, or it is complete. source:
+        None takes any rank. size: number of ranks of the process group."""
         if source is not None:
             self._check_peer(source)
         receive = _Receive(tag, source, Operand(tensor))

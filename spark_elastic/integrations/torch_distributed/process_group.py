@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
@@ -35,7 +37,7 @@ from spark_elastic.worker.context import CollectiveThread, WaitRecorder
 NAME = "elastic"
 BARRIER_TAG = -1  # of messages of `monitored_barrier`; programs have none below 0
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 Call = Callable[[], object]
 # torch declares each method with overloads that C++ resolves before Python is called.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -53,18 +55,13 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         recorder: WaitRecorder,
         store: Any = None,
     ) -> None:
-        """
-        Args:
-            group: this process group's own; it is closed with the process group.
-            timeout: how long a collective may wait for a rank.
-            connect_pair: the engine group for messages from one rank of the process group to another.
-            store: torch's, for keys of this process group.
-        """
+        """group: this process group's own; it is closed with the process group. timeout: how long a collective may wait
+        for a rank. connect_pair: the engine group for messages from one of its ranks to another. store: torch's."""
         super().__init__(group.rank, group.size)
         self.error: BaseException | None = None
         self.pending = PendingWorks()
         self._group = recorder.watch_group(group)
-        self._record_wait = recorder.record_wait
+        self.record_wait = recorder.record_wait
         self._seconds = timeout.total_seconds()
         self._group.set_timeout(self._seconds)
         self._store = store
@@ -86,9 +83,6 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             raise type(error)(error.ranks, error.reason)
         if error is not None:
             raise error
-
-    def record_wait(self) -> AbstractContextManager[object]:
-        return self._record_wait()
 
     def shutdown(self) -> None:
         """End the group: torch calls it when the group is destroyed, the worker at the end of the world."""
@@ -128,9 +122,6 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
-
-    def keep(self, work: EngineWork) -> None:
-        self.pending.keep(work)
 
     def getBackendName(self) -> str:
         return NAME  # C++ looks for Gloo's devices where it is "gloo"
@@ -176,8 +167,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    def allreduce(self, tensors: Tensors | Tensor, options: Any = None) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduction = TorchReduction.of(getattr(options, "reduceOp", options))
         if given[0].layout is torch.sparse_coo:
             if reduction.name not in ("SUM", "AVG"):
@@ -198,20 +189,18 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def _allreduce_sparse(self, tensor: torch.Tensor, reduction: TorchReduction) -> None:
+    def _allreduce_sparse(self, tensor: Tensor, reduction: TorchReduction) -> None:
         """Sum sparse tensors: every rank gathers the indices and values of all."""
         own = tensor.detach().cpu().coalesce()
         indices = self._group.allgatherv(own.indices().t().contiguous().numpy())
         values = self._group.allgatherv(Operand(own.values()).array.reshape(own.values().shape))
-        whole = torch.sparse_coo_tensor(
-            torch.cat([torch.from_numpy(part) for part in indices]).t(),
-            torch.cat([torch.from_numpy(part).view(tensor.dtype) for part in values]),
-            tensor.shape,
-        ).coalesce()
+        places = torch.cat([torch.from_numpy(part) for part in indices]).t()
+        numbers = torch.cat([torch.from_numpy(part).view(tensor.dtype) for part in values])
+        whole = torch.sparse_coo_tensor(places, numbers, tensor.shape).coalesce()
         with torch.no_grad():
             tensor.copy_(whole / self.size() if reduction.name == "AVG" else whole)
 
-    def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
+    def reduce(self, tensors: Tensors, options: Any) -> Work:
         reduction = TorchReduction.of(options.reduceOp)
         target = Operand(tensors[0])
         reduction.check(target)
@@ -223,17 +212,15 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, tensors, options)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         reduction, (out,), (parts,) = TorchReduction.of(getattr(options, "reduceOp", None)), outputs, inputs
         self._check_count("reduce_scatter", parts)
         operand, counts = concatenate(parts)
         target = Operand(out)
         reduction.check(operand)
         if counts[self.rank()] != target.flat.numel():
-            raise InvalidInput(
-                f"reduce_scatter puts {counts[self.rank()]} elements into this rank's output, which has "
-                f"{target.flat.numel()}."
-            )
+            mine = f"{counts[self.rank()]} elements into this rank's output, which has {target.flat.numel()}"
+            raise InvalidInput(f"reduce_scatter puts {mine}.")
 
         def call() -> None:
             if len(set(counts)) == 1:
@@ -246,18 +233,11 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, outputs, options)
 
-    def reduce_scatter_single(
-        self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None
-    ) -> dist.Work:
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, options: Any = None) -> Work:
         work = self._submit_bulk("_reduce_scatter_base", [out, tensor], options)
         return work or self._reduce_scatter_wholes([out], [tensor], options)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, options: Any = None
-    ) -> dist.Work:
-        return self._reduce_scatter_wholes(outputs, inputs, options)
-
-    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
+    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         reduction = TorchReduction.of(getattr(options, "reduceOp", None))
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
@@ -272,12 +252,12 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(call, outputs, options)
 
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _reduce_scatter_wholes
 
     # ---- what moves data
 
-    def broadcast(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    def broadcast(self, tensors: Tensors | Tensor, options: Any = None) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
         if len(given) == 1 and (work := self._submit_bulk("broadcast", given, options)):
             return work
@@ -290,14 +270,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, given, options)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         if len(outputs) != len(inputs):
             raise InvalidInput(
                 f"all_gather takes a list of tensors for each tensor of {len(inputs)}; got {len(outputs)}."
             )
         return self._allgather(outputs, inputs, outputs, options)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         self._check_count("all_gather_coalesced", outputs)
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
             raise InvalidInput(
@@ -307,45 +287,31 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         by_tensor = [[of_rank[number] for of_rank in outputs] for number in range(len(inputs))]
         return self._allgather(by_tensor, inputs, outputs, options)
 
-    def _allgather(
-        self, lists: list[Tensors], inputs: Tensors, outputs: list[Tensors], options: Any
-    ) -> dist.Work:
+    def _allgather(self, lists: list[Tensors], inputs: Tensors, outputs: list[Tensors], options: Any) -> Work:
         """Gather the i-th tensor of all ranks into the i-th list; `outputs` has the same tensors as torch asked."""
         pairs = list(zip(lists, map(Operand, inputs), strict=True))
         for parts, operand in pairs:
             self._check_count("all_gather", parts)
             expected = _count_numbers(parts[self.rank()])
             if operand.flat.numel() != expected:
-                raise InvalidInput(
-                    f"all_gather puts {operand.flat.numel()} elements into this rank's tensor of the list, which has "
-                    f"{expected}."
-                )
+                mine = f"{operand.flat.numel()} elements into this rank's tensor of the list, which has {expected}"
+                raise InvalidInput(f"all_gather puts {mine}.")
 
         def call() -> None:
             for parts, operand in pairs:
-                self._gather_into(parts, operand)
+                are_equal = len(set(map(_count_numbers, parts))) == 1
+                gather: Any = self._group.allgather if are_equal else self._group.allgatherv
+                for part, array in zip(map(Operand, parts), gather(operand.array), strict=True):
+                    part.array[...] = array.reshape(-1)
+                    part.write_back()
 
         return self._submit(call, [list(parts) for parts in outputs], options)
 
-    def _gather_into(self, parts: Tensors, operand: Operand) -> None:
-        if len(set(map(_count_numbers, parts))) == 1:
-            whole = self._group.allgather(operand.array)
-            for part, array in zip(parts, whole, strict=True):
-                _fill(part, array)
-            return
-        for part, array in zip(parts, self._group.allgatherv(operand.array), strict=True):
-            _fill(part, array)
-
-    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
+    def all_gather_single(self, out: Tensor, tensor: Tensor, options: Any = None) -> Work:
         work = self._submit_bulk("_allgather_base", [out, tensor], options)
         return work or self._gather_wholes([out], [tensor], options)
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, options: Any = None
-    ) -> dist.Work:
-        return self._gather_wholes(outputs, inputs, options)
-
-    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
+    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
             self._check_sizes("all_gather", operand, out)
@@ -358,33 +324,31 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(call, outputs, options)
 
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_wholes
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> dist.Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         operand, root = Operand(inputs[0]), options.rootRank
         parts = outputs[0] if self.rank() == root else []
         if self.rank() == root:
             self._check_count("gather", parts)
-        targets = [Operand(part) for part in parts]
-        return self._alltoall(
-            self._only(root, operand), targets or self._only(None, operand), [list(parts)], options
-        )
+        targets = [Operand(part) for part in parts] or self._only(None, operand)
+        return self._alltoall(self._only(root, operand), targets, [list(parts)], options)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         out, root = Operand(outputs[0]), options.rootRank
         if self.rank() == root:
             self._check_count("scatter", inputs[0])
         sent = [Operand(tensor) for tensor in inputs[0]] if self.rank() == root else self._only(None, out)
         return self._alltoall(sent, self._only(root, out), outputs, options)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         self._check_count("all_to_all", inputs)
         self._check_count("all_to_all", outputs)
         return self._alltoall([*map(Operand, inputs)], [*map(Operand, outputs)], outputs, options)
 
     def _alltoall(
         self, sent: list[Operand], received: list[Operand], tensors: list[Any], options: Any
-    ) -> dist.Work:
+    ) -> Work:
         """Send the r-th operand to rank r, and receive another one from it."""
 
         def call() -> None:
@@ -402,12 +366,12 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_to_all_single(
         self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
+        out: Tensor,
+        tensor: Tensor,
         out_splits: Sequence[int],
         splits: Sequence[int],
         options: Any = None,
-    ) -> dist.Work:
+    ) -> Work:
         operand, target = Operand(tensor), Operand(out)
         send_counts = self._count_elements("input", tensor, operand, splits)
         receive_counts = self._count_elements("output", out, target, out_splits)
@@ -421,7 +385,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _count_elements(
-        self, which: str, tensor: torch.Tensor, operand: Operand, splits: Sequence[int]
+        self, which: str, tensor: Tensor, operand: Operand, splits: Sequence[int]
     ) -> list[int]:
         """The elements of each rank's rows."""
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -434,29 +398,28 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         per_row = operand.flat.numel() // rows if rows else 0
         return [count * per_row for count in counts]
 
-    def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
+    def send(self, tensors: Tensors, target: int, tag: int) -> Work:
         self._begin()
         running, thread = self._messages.send(tensors[0], target, tag)
         return self.pending.add(EngineWork(self, running, tensors, thread))
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         return self._receive(tensors, source, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self._receive(tensors, None, tag)
 
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         self._begin()
         running, thread = self._messages.receive(tensors[0], source, tag, self.size())
         return self.pending.add(EngineWork(self, running, tensors, thread))
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> Work:
         return self._submit(self._group.barrier, [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Each rank sends a message to rank 0, which answers once all have come. Its error names the first that did
-        not, or all of them, in the words of torch's own barrier.
-        """
+        not, or all of them, in the words of torch's own barrier."""
         self._begin()
         self.raise_error()
         given = self._seconds if timeout is None else timeout.total_seconds()
@@ -465,12 +428,11 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self.rank():
             self._messages.send(torch.zeros(1), 0, BARRIER_TAG)
         came = [self._messages.receive(torch.empty(1), peer, BARRIER_TAG, self.size())[0] for peer in peers]
-        with self._record_wait():
+        with self.record_wait():
             done, _ = futures.wait(came, timeout=seconds)
         errors = [future.exception() for future in done]
-        missing = [
-            peer for peer, future in zip(peers, came, strict=True) if future not in done or future.exception()
-        ]
+        answers = zip(peers, came, strict=True)
+        missing = [peer for peer, future in answers if future not in done or future.exception()]
         if missing:
             kinds = [type(error) for error in errors if isinstance(error, CollectiveError)]
             listed = f"s {', '.join(map(str, missing))}" if wait_all_ranks else f" {missing[0]}"
@@ -495,17 +457,13 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- how a collective runs
 
-    def _submit(self, call: Call, tensors: list[Any], options: Any) -> dist.Work:
+    def _submit(self, call: Call, tensors: list[Any], options: Any) -> Work:
         timeout = getattr(options, "timeout", None)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else -1.0
         return self._start(call, tensors, seconds, wait=getattr(options, "asyncOp", True) is False)
 
-    def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> dist.Work | None:
-        """Begin a collective of tensors on a GPU over NCCL; None: the engine carries it.
-
-        Args:
-            tensors: results and operands.
-        """
+    def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> Work | None:
+        """Begin a collective of results and operands on a GPU over NCCL; None: the engine carries it."""
         plane = self._bulk.find_plane(name, tensors, options)
         if plane is None:
             return None
@@ -517,13 +475,9 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         sums = self._bulk.launch(plane, name, tensors, options)
         return self._submit(sums.finish, tensors[:1], options)
 
-    def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> dist.Work:
-        """
-        Args:
-            tensors: what the collective fills.
-            seconds: how long it may wait for a rank; 0 or less: the group's timeout.
-            wait: the caller waits for it at once.
-        """
+    def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> Work:
+        """tensors: what the collective fills. seconds: how long it may wait for a rank; 0 or less: the group's timeout.
+        wait: the caller waits for it at once."""
         self._begin()
         self._guard.watch_backward()
         work = partial(self._carry_out, call, seconds)
@@ -585,12 +539,6 @@ def _add_remedy(error: CollectiveError) -> CollectiveError:
     return type(error)(error.ranks, reason)
 
 
-def _count_numbers(tensor: torch.Tensor) -> int:
+def _count_numbers(tensor: Tensor) -> int:
     """Elements of its operand."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _fill(tensor: torch.Tensor, array: Any) -> None:
-    target = Operand(tensor)
-    target.array[...] = array.reshape(-1)
-    target.write_back()

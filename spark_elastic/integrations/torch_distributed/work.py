@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,24 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elastic_collectives import CollectiveTimeout
 from spark_elastic.worker.context import CollectiveThread, get_process_context
 
+if TYPE_CHECKING:
+    from spark_elastic.integrations.torch_distributed.process_group import ElasticProcessGroup
+
 TorchFuture = torch.futures.Future
-
-
-class FailingGroup(Protocol):
-    """What a `Work` and the checks for errors need of a process group."""
-
-    pending: PendingWorks
-
-    @property
-    def error(self) -> BaseException | None:
-        """What broke the group; None while it works."""
-        ...
-
-    def raise_error(self) -> None:
-        """Raise `error`, if there is one."""
-        ...
-
-    def record_wait(self) -> AbstractContextManager[object]: ...
 
 
 class PendingWorks:
@@ -78,30 +63,19 @@ class EngineWork(dist.Work):
 
     def __init__(
         self,
-        group: FailingGroup,
+        group: ElasticProcessGroup,
         running: Future[Any],
         tensors: list[Any],
         thread: CollectiveThread | None = None,
     ) -> None:
-        """
-        Args:
-            running: its result is the rank of the sender for a receive; its exception is also the group's error.
-            tensors: what the collective fills.
-            thread: where it runs, if who waits without a timeout may help.
-        """
+        """running: its result is the rank of the sender for a receive; its exception is also the group's error.
+        tensors: what the collective fills. thread: where it runs, if who waits without a timeout may help."""
         super().__init__()
-        self._group = group
-        self._running = running
-        self._tensors = tensors
-        self._thread = thread
+        self._group, self._running, self._tensors, self._thread = group, running, tensors, thread
         self._at_end: Callable[[], object] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the collective.
-
-        Raises:
-            CollectiveError: the group broke, or the collective did not end in that time.
-        """
+        """Wait for the end of the collective; CollectiveError if the group broke, or that did not come in time."""
         self._group.pending.remove(self)
         seconds = timeout.total_seconds() if timeout else None
         if not self._running.done():
@@ -151,14 +125,11 @@ class EngineWork(dist.Work):
 
     def get_future(self) -> TorchFuture[Any]:
         self._group.pending.remove(self)
-        devices = {tensor.device for tensor in _list_tensors(self._tensors) if tensor.device.type != "cpu"}
+        tensors = [t for each in self._tensors for t in (each if isinstance(each, list) else [each])]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         future: TorchFuture[Any] = TorchFuture(devices=sorted(devices, key=str))
         self._running.add_done_callback(lambda running: future.set_result(self._tensors))
         return future
-
-
-def _list_tensors(given: list[Any]) -> list[torch.Tensor]:
-    return [tensor for each in given for tensor in (each if isinstance(each, list) else [each])]
 
 
 class LiveGroups:
@@ -166,14 +137,14 @@ class LiveGroups:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: list[FailingGroup] = []
+        self._groups: list[ElasticProcessGroup] = []
         register_optimizer_step_pre_hook(self._check_before_step)
 
-    def add(self, group: FailingGroup) -> None:
+    def add(self, group: ElasticProcessGroup) -> None:
         with self._lock:
             self._groups.append(group)
 
-    def remove(self, group: FailingGroup) -> None:
+    def remove(self, group: ElasticProcessGroup) -> None:
         with self._lock:
             self._groups = [other for other in self._groups if other is not group]
 
@@ -192,7 +163,7 @@ class BackwardGuard:
     Only the thread that runs the backward pass calls it.
     """
 
-    def __init__(self, group: FailingGroup) -> None:
+    def __init__(self, group: ElasticProcessGroup) -> None:
         self._group = group
         self._task = -1  # of autograd: the last backward pass that is guarded
 

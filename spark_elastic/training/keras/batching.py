@@ -106,9 +106,9 @@ class BatchBuilder:
         labels: Sequence[str],
         class_weight: Mapping[int, float] | None,
     ) -> None:
-        self._inputs, self._labels, self._weight = inputs, tuple(labels), config.sample_weight_col
-        shapes = config.label_shapes
-        self._shapes = None if shapes is None else dict(zip(config.label_cols, shapes, strict=True))
+        self._inputs, self._labels, self._weight = inputs, tuple(labels), config.data.sample_weight_col
+        shapes = config.data.label_shapes
+        self._shapes = None if shapes is None else dict(zip(config.data.label_cols, shapes, strict=True))
         self._class_weight = class_weight
 
     def build(self, rows: StepRows) -> LocalBatch[Array]:

@@ -256,7 +256,7 @@ class TrainStep(ModelStep[Array]):
         self._count = len(model.trainable_variables)
         weights, stats = model.trainable_variables, self._running_stats.variables
         # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
-        apart = bool(stats) and config.gradient_compression is not None
+        apart = bool(stats) and config.exchange.gradient_compression is not None
         parts = [weights, stats] if apart else [[*weights, *stats]]
         self._exchanges = [
             FlatAllreduce([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts
@@ -269,7 +269,7 @@ class TrainStep(ModelStep[Array]):
     @property
     def _key(self) -> tuple[int, ...]:
         position = self._state.position
-        return self._config.seed, position.epoch, position.phase, position.step
+        return self._config.data.seed, position.epoch, position.phase, position.step
 
     def _restore(self) -> None:
         self._running_stats.restore()
@@ -301,7 +301,7 @@ class TrainStep(ModelStep[Array]):
     def compute_loss(self, group: Group, batch: Batch) -> tuple[float, float]:
         """Loss and denominator of rows of validation, which it adds to the metrics."""
         factors, loss = self._losses.factors(group, batch), 0.0
-        for part in batch.micro_batches(self._config.validation_batch):
+        for part in batch.micro_batches(self._config.data.validation_batch):
             losses, outputs = self._gradients.score(part, factors)
             loss += float(losses[0])
             self._metrics.add(part, losses[1:], outputs)
@@ -314,14 +314,14 @@ class TrainStep(ModelStep[Array]):
     def _allreduce(self, group: Group, sent: Sequence[Array | None]) -> list[Array]:
         first, *rest = self._exchanges
         end = self._count if rest else len(sent)
-        sums = first.allreduce(group, sent[:end], self._config.gradient_compression)
+        sums = first.allreduce(group, sent[:end], self._config.exchange.gradient_compression)
         return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
 
     def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
         """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
         total: list[Array | None] = [None] * self._count
         factors, loss = self._losses.factors(group, batch), 0.0
-        for part in batch.micro_batches(self._config.batch_size):
+        for part in batch.micro_batches(self._config.data.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
             self._running_stats.end_pass(len(part) / part.planned)
             total = add_gradients(total, gradients)
@@ -408,7 +408,7 @@ class StepLossStep(TrainStep):
     def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
         """(gradients, loss), as in `TrainStep`. The graphs of two parts are never in memory together, so all but the
         newest part take a second forward pass."""
-        parts = list(enumerate(batch.micro_batches(self._config.batch_size)))
+        parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
         for number, part in parts:
             self._running_stats.seed(*self._key, group.rank, number)
@@ -432,7 +432,7 @@ class StepLossStep(TrainStep):
 
     def compute_loss(self, group: Group, batch: Batch) -> tuple[float, float]:
         chunks, loss = [], 0.0
-        for part in batch.micro_batches(self._config.validation_batch):
+        for part in batch.micro_batches(self._config.data.validation_batch):
             added, outputs = self._gradients.run(part, training=False)
             loss += float(added)
             chunks.append(self._take(part, outputs))

@@ -73,11 +73,11 @@ class ConnectedModel:
         """Call the model. rows: as it takes them; transformed: a function of the user's made them."""
         config = spec.config
         inputs = Inputs.of(model, spec.features, free=transformed)
-        features = BatchBuilder(config, inputs, config.label_cols, None).build(rows).features
+        features = BatchBuilder(config, inputs, config.data.label_cols, None).build(rows).features
         pack = partial(pack_inputs, model)
         outputs = model(pack([np.asarray(array) for array in features]), training=False)
         structure = Structure(pack, lambda values: keras.tree.pack_sequence_as(outputs, list(values)))
-        label_cols = order_labels(model, outputs, config.label_cols)
+        label_cols = order_labels(model, outputs, config.data.label_cols)
         batches = BatchBuilder(config, inputs, label_cols, None)
         labels = structure.outputs(list(batches.build(rows).labels))
         losses = CompiledLosses(model, labels, outputs, label_cols)
@@ -119,11 +119,11 @@ class KerasTrainer(ModelTrainer):
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
         prepare_gpus(get_process_context().device)
-        keras.utils.set_random_seed(config.seed)
+        keras.utils.set_random_seed(config.data.seed)
         keras.config.set_floatx(objects.model.floatx)
         self.model = model = objects.model.load()
-        if config.learning_rate is not None:
-            model.optimizer.learning_rate = config.learning_rate
+        if config.optimizer.learning_rate is not None:
+            model.optimizer.learning_rate = config.optimizer.learning_rate
         if spec.lr_scale != 1:
             model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_scale
         model.optimizer.build(model.trainable_variables)
@@ -135,11 +135,11 @@ class KerasTrainer(ModelTrainer):
         self._loss_names = losses.names
         self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(found.labels, found.outputs)
-        params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
+        params = {"epochs": config.data.epochs, "steps": spec.plan.steps, "verbose": 0}
         self.callbacks = KerasCallbackList(objects.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
         self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
-        kind = StepLossStep if config.loss_scope == "step" else TrainStep
+        kind = StepLossStep if config.loss.loss_scope == "step" else TrainStep
         self._train_step = kind(config, model, self.state, losses, structure, self._metrics, ledger)
 
     def train_step(self, rows: StepRows, call: StepCall) -> StepDecision:
@@ -196,7 +196,7 @@ class KerasTrainer(ModelTrainer):
     def _row(self) -> StepRows:
         """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
         data, manifest = self._spec.rows.data, self._spec.rows.manifest
-        transformation, used = self._objects.transformation, self._spec.config.used_cols
+        transformation, used = self._objects.transformation, self._spec.config.data.used_cols
         if transformation is None:
             stored = {column.name: np.zeros((1, *column.shape), column.dtype) for column in manifest.columns}
         else:

@@ -167,7 +167,7 @@ class ShareStep(TrainStep):
         self._buffers.begin()
         losses = []
         for number, share in enumerate(batch.shares, batch.first_share):
-            parts = list(share.micro_batches(config.batch_size))
+            parts = list(share.micro_batches(config.data.batch_size))
             is_checked = check is not None and check.share == number
             self._exchange.begin_share(len(parts), digest.add if is_checked else None)
             losses.append(self._backward_share(parts, number, batch.planned))
@@ -196,7 +196,7 @@ class ShareStep(TrainStep):
         """The loss of all rows, of outputs for which each share begins with the buffers before the step."""
         step_loss.begin()
         for number, share in enumerate(batch.shares, batch.first_share):
-            self._run_parts(list(share.micro_batches(self._config.batch_size)), number, step_loss.add)
+            self._run_parts(list(share.micro_batches(self._config.data.batch_size)), number, step_loss.add)
             before.restore()
         return step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
 
@@ -205,7 +205,7 @@ class ShareStep(TrainStep):
         if self._step_loss is None:
             with seeded_rng(*self._key, number):
                 return self._backward(parts)
-        self._step_loss.seek(compute_share_bounds(planned, self._config.shares, number)[0])
+        self._step_loss.seek(compute_share_bounds(planned, self._config.exchange.shares, number)[0])
         self._run_parts(parts, number, self._step_loss.backward)
         return HostSum(), 0.0
 
@@ -218,7 +218,7 @@ class ShareStep(TrainStep):
         share, step_loss = self.checker.read(check, self._state.position), self._step_loss
         if step_loss is not None:
             step_loss.compares = True
-        parts = list(share.micro_batches(self._config.batch_size))
+        parts = list(share.micro_batches(self._config.data.batch_size))
         loss, denominator = self._backward_share(parts, check.share, planned)
         digest.loss = loss.compute(), denominator
         if step_loss is None:

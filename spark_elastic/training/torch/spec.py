@@ -174,24 +174,28 @@ class TorchUserObjects:
         }
 
     def loss_fn(self, spec: TrainSpec) -> LossFn:
-        columns = [*(column.name for column in spec.features), *spec.config.label_cols]
+        columns = [*(column.name for column in spec.features), *spec.config.data.label_cols]
         return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
 
     def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
-        weighted = spec.config.sample_weight_col is not None
+        weighted = spec.config.data.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
-            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.precision)
+            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.optimizer.precision)
         if not self.losses:
-            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.precision, columns)
+            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.optimizer.precision, columns)
         if len(self.losses) == 1:
-            return ModelLoss(self.losses[0], weighted, spec.config.precision, spec.config.label_cols)
-        pairs = zip(spec.config.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True)
-        return MultiOutputLoss(dict(pairs), weighted, spec.config.precision)
+            return ModelLoss(
+                self.losses[0], weighted, spec.config.optimizer.precision, spec.config.data.label_cols
+            )
+        pairs = zip(
+            spec.config.data.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True
+        )
+        return MultiOutputLoss(dict(pairs), weighted, spec.config.optimizer.precision)
 
 
 def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
     """The properties of a training that a LightningModule may read when it builds its optimizer."""
-    return TrainerPlan(max_epochs=spec.config.epochs, num_training_batches=spec.plan.steps)
+    return TrainerPlan(max_epochs=spec.config.data.epochs, num_training_batches=spec.plan.steps)
 
 
 # ---- the optimizer
@@ -339,10 +343,10 @@ def make_batch_builder(
     """The builder of the batches that this model, or a copy of it, trains on. copier: to a device but the CPU."""
     return BatchBuilder(
         spec.features,
-        spec.config.label_cols,
-        spec.config.sample_weight_col,
+        spec.config.data.label_cols,
+        spec.config.data.sample_weight_col,
         find_input_dtype(model.parameters(), torch.get_default_dtype()),
-        spec.config.label_shapes,
+        spec.config.data.label_shapes,
         reshapes=objects.transformation is None,
         copier=copier,
     )

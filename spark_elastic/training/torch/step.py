@@ -234,7 +234,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._buffers = BufferMerge(state.model, state.merges)
         self._scaling = scaling
         # None: each part of the rows has a loss of its own.
-        self._step_loss = StepLoss(loss_fn) if config.loss_scope == "step" else None
+        self._step_loss = StepLoss(loss_fn) if config.loss.loss_scope == "step" else None
         self._worked = 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
         self._has_exchanged_buffers = False
@@ -285,7 +285,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
         one_pass = shares_statistics(self._exchanging)
-        parts = [batch] if one_pass else list(batch.micro_batches(self._config.batch_size))
+        parts = [batch] if one_pass else list(batch.micro_batches(self._config.data.batch_size))
         self._loss_fn.begin(group, batch, position)
         self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
@@ -303,7 +303,7 @@ class TrainStep(ModelStep[torch.Tensor]):
     @property
     def _key(self) -> tuple[int, ...]:
         position = self._state.position
-        return self._config.seed, position.epoch, position.phase, position.step
+        return self._config.data.seed, position.epoch, position.phase, position.step
 
     # ---- a loss of all rows of the step
 
@@ -335,7 +335,7 @@ class TrainStep(ModelStep[torch.Tensor]):
                 seed(*self._key, number, index)
                 self._draw_rows(part)
                 output = None  # frees the graph of the part before
-                with autocast(self._config.precision):
+                with autocast(self._config.optimizer.precision):
                     output = self._state.model(*part.features)
                 use(output, part)
         return output
@@ -365,7 +365,7 @@ class TrainStep(ModelStep[torch.Tensor]):
             if self._step_loss is None:
                 self._loss_fn(model, part)
             else:  # which may fail on so few rows
-                with autocast(self._config.precision):
+                with autocast(self._config.optimizer.precision):
                     model(*part.features)
 
     def _apply_buffers(self) -> None:
@@ -407,7 +407,7 @@ class TrainStep(ModelStep[torch.Tensor]):
 
 
 def _clip(parameters: Sequence[torch.nn.Parameter], config: FitConfig) -> None:
-    if config.gradient_clip_value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, config.gradient_clip_value)
-    if config.gradient_clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, config.gradient_clip_norm)
+    if config.optimizer.gradient_clip_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.optimizer.gradient_clip_value)
+    if config.optimizer.gradient_clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.gradient_clip_norm)

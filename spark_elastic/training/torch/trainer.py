@@ -79,8 +79,8 @@ def _list_tensors(batch: Batch) -> list[torch.Tensor]:
 
 def _advise_on_memory(config: FitConfig) -> str:
     return (
-        f"lower batch_size={config.batch_size} and raise backward_passes_per_step by as much, set precision='bf16', or "
-        "see that no other process uses this GPU"
+        f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
+        "precision='bf16', or see that no other process uses this GPU"
     )
 
 
@@ -100,24 +100,27 @@ class TorchTrainer(ModelTrainer):
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
-        if config.shares:
+        if config.exchange.shares:
             use_deterministic_arithmetic()
         self._device = select_device()
         initialize_device(self._device)
         self._copier = None if self._device == CPU else DeviceCopier(self._device)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.data.seed)
         model = objects.model
         # A fitted model is in evaluation mode; single parts in it are the user's choice
         if not model.training:
             model.train()
-        if config.shares:
+        if config.exchange.shares:
             align_tensors((*model.parameters(), *model.buffers()))
         optimizer, schedules = build_optimizer(
-            model, objects.optimizer, config.learning_rate, spec.lr_scale, build_trainer_plan(spec)
+            model, objects.optimizer, config.optimizer.learning_rate, spec.lr_scale, build_trainer_plan(spec)
         )
-        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision, self._device)
+        self._loss_fn, self._scaling = (
+            objects.loss_fn(spec),
+            GradientScaling(config.optimizer.precision, self._device),
+        )
         logs = self._loss_fn.logs
-        metrics = [Metrics(objects.metrics, config.label_cols, logs, prefix) for prefix in ("", "val_")]
+        metrics = [Metrics(objects.metrics, config.data.label_cols, logs, prefix) for prefix in ("", "val_")]
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         others = [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks]
@@ -132,12 +135,12 @@ class TorchTrainer(ModelTrainer):
         self._memory_advice = ExhaustedMemoryAdvice(_advise_on_memory(config))
         with self._memory_advice:
             move_to_device(model, self.state.optimizer, self._device)
-        if config.compile_model:
+        if config.optimizer.compile_model:
             model.compile()
         options = options_from_env(
-            wire=config.gradient_compression,
-            shares=config.shares,
-            arithmetic=describe_arithmetic() if config.shares else "",
+            wire=config.exchange.gradient_compression,
+            shares=config.exchange.shares,
+            arithmetic=describe_arithmetic() if config.exchange.shares else "",
         )
         self._exchange = GradientExchange(
             model.named_parameters(),
@@ -145,16 +148,16 @@ class TorchTrainer(ModelTrainer):
             get_thread=get_collective_thread,
             count_message_bytes=count_summary_bytes,
         )
-        self._train_step = (ShareStep if config.shares else TrainStep)(
+        self._train_step = (ShareStep if config.exchange.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
         )
-        self._train_step.shows_buffers = not config.shares and any(
+        self._train_step.shows_buffers = not config.exchange.shares and any(
             not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
         )
-        if config.verify_steps and isinstance(self._train_step, ShareStep):
+        if config.exchange.verify_steps and isinstance(self._train_step, ShareStep):
             transformation = bind_transformation(config, self._objects.transformation)
             self._train_step.checker = ShareChecker(
-                self._spec, config.verify_steps, transformation, self._build_checked_shares
+                self._spec, config.exchange.verify_steps, transformation, self._build_checked_shares
             )
 
     @property
@@ -174,21 +177,21 @@ class TorchTrainer(ModelTrainer):
     def validation_step(self, rows: StepRows, call: StepCall) -> StepDecision:
         config, position, group = self._spec.config, self.state.position, call.group
         batch = self._build(rows, group)
-        first = batch.first_share if config.shares else group.rank
+        first = batch.first_share if config.exchange.shares else group.rank
 
         def compute() -> tuple[float, float]:
             self._loss_fn.begin(group, batch, position)
-            step_loss = StepLoss(self._loss_fn) if config.loss_scope == "step" else None
+            step_loss = StepLoss(self._loss_fn) if config.loss.loss_scope == "step" else None
             parts = enumerate(batch.shares or [batch], first)
             losses = [self._validate(part, number, step_loss) for number, part in parts]
             self._build_ahead(call)
             sums = [(total.compute(), denominator) for total, denominator in losses]
             if step_loss is not None:
-                key = (config.seed, position.epoch, position.phase, position.step)
+                key = (config.data.seed, position.epoch, position.phase, position.step)
                 with torch.no_grad():
                     of_all, denominator = step_loss.compute(group, batch, key, self._metrics[1])
                 return of_all.compute(), denominator
-            if config.shares:  # all ranks have the same sums, so the step summary has them once
+            if config.exchange.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
                 return (loss, denominator) if group.rank == 0 else (0.0, 0.0)
             return sums[0]
@@ -212,7 +215,7 @@ class TorchTrainer(ModelTrainer):
             self._coming = None if rows is None else self._start_build(rows, call.group)
 
     def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
-        shared = self._spec.config.shares
+        shared = self._spec.config.exchange.shares
         batch = build_shares(self._batches, rows, group.rank) if shared else self._batches.build(rows)
         return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
 
@@ -226,11 +229,11 @@ class TorchTrainer(ModelTrainer):
         """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
         part_number: their rank or virtual share."""
         config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
-        key = (config.seed, position.epoch, position.phase, position.step, part_number)
+        key = (config.data.seed, position.epoch, position.phase, position.step, part_number)
         with torch.no_grad(), seeded_rng(*key):
-            for part in batch.micro_batches(config.validation_batch):
+            for part in batch.micro_batches(config.data.validation_batch):
                 if step_loss is not None:
-                    with autocast(config.precision):
+                    with autocast(config.optimizer.precision):
                         step_loss.add(self.state.model(*part.features), part)
                     continue
                 result = self._loss_fn(self.state.model, part)
@@ -241,14 +244,14 @@ class TorchTrainer(ModelTrainer):
 
     def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
-        losses = _list_losses(self._objects, self._spec.config.label_cols)
+        losses = _list_losses(self._objects, self._spec.config.data.label_cols)
         sums_of_both = self.state.progress.epoch, self.state.progress.validation
         for metrics, prefix, sums in zip(self._metrics, ("", "val_"), sums_of_both, strict=True):
             found.update(sums.correct_losses(metrics.results(), [prefix + name for name in losses]))
             if losses and prefix + losses[0] in found:
                 parts = zip(self._objects.loss_weights, losses, strict=True)
                 found[prefix + "loss"] = sum(weight * found[prefix + name] for weight, name in parts)
-        if self._spec.config.precision == "fp16":
+        if self._spec.config.optimizer.precision == "fp16":
             found["skipped_steps"] = self._scaling.skipped
         return found
 
@@ -257,7 +260,7 @@ class TorchTrainer(ModelTrainer):
             metrics.reset()
 
     def describe_world_dependence(self) -> str | None:
-        return None if self._spec.config.shares else describe_world_dependence(self.state.model)
+        return None if self._spec.config.exchange.shares else describe_world_dependence(self.state.model)
 
     def export_weights(self) -> bytes:
         return dump_values(self.state.module.export())

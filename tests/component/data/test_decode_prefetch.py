@@ -11,6 +11,7 @@ import pytest
 from spark_elastic.data.loader import DecodePrefetcher
 from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.errors import StoreError
+from tests.full_process import refuse_next_thread
 from tests.patience import until
 
 
@@ -114,11 +115,8 @@ def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodePrefetcher,
     reader.gate.clear()
     ahead.ask([0])
     until(lambda: reader.tried)
-    releases, ahead._releases = (
-        ahead._releases,
-        ahead._releases + 1,
-    )  # as `release` does, behind the look for room
-    assert releases == 0
+    assert ahead._releases == 0
+    ahead._releases = 1  # as `release` does, behind the look for room
     reader.gate.set()
     until(lambda: len(reader.tried) == 2)
 
@@ -150,40 +148,6 @@ def test_an_error_of_the_reader_is_raised_where_rows_are_fetched(
     assert reader.answers == 1
 
 
-def test_small_row_groups_are_decoded_by_the_fetching_thread(reader: Reader) -> None:
-    with DecodePrefetcher(reader, 0, reader.count_answer) as ahead:
-        ahead.ask([0, 1])
-        assert ahead.fetch(0)["x"][0] == 0
-        assert ahead._thread.ident is None
-    assert reader.tried == []
-
-
-def test_the_fetching_thread_decodes_if_no_thread_can_be_started(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with DecodePrefetcher(reader, 3, reader.count_answer) as ahead:
-        ahead.ask([0, 1])
-        assert ahead.fetch(0)["x"][0] == 0
-        ahead.release(0)
-    assert reader.tried == []
-
-
-def test_stopping_waits_only_for_the_row_group_under_way(reader: Reader) -> None:
-    reader.gate.clear()
-    with DecodePrefetcher(reader, 3, reader.count_answer) as made:
-        made.ask([0, 1, 2])
-        until(lambda: reader.tried)
-        opener = threading.Timer(0.05, reader.gate.set)
-        opener.start()
-    opener.join()
-    assert reader.ahead == [0]
-    assert not made._thread.is_alive()
-
-
 def test_no_decoding_begins_after_a_stop(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.gate.clear()
     ahead.ask([0, 1])
@@ -192,3 +156,15 @@ def test_no_decoding_begins_after_a_stop(ahead: DecodePrefetcher, reader: Reader
     reader.gate.set()
     until(lambda: not ahead._thread.is_alive())
     assert reader.ahead == [0]
+
+
+@pytest.mark.parametrize("most", [0, 3], ids=["small row groups", "no thread can be started"])
+def test_the_fetching_thread_decodes_where_there_is_no_other(
+    most: int, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_next_thread(monkeypatch)
+    with DecodePrefetcher(reader, most, reader.count_answer) as ahead:
+        ahead.ask([0, 1])
+        assert ahead.fetch(0)["x"][0] == 0
+        ahead.release(0)
+    assert reader.tried == []

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import closing
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,9 @@ from spark_elastic.tables.existing_parquet import (
     locate_files,
 )
 from spark_elastic.tables.predicate import Predicate
+from tests.component.column_kinds import VECTOR
 from tests.component.readers import READERS
-
-VECTOR = pa.struct(
-    [
-        ("type", pa.int8()),
-        ("size", pa.int32()),
-        ("indices", pa.list_(pa.int32())),
-        ("values", pa.list_(pa.float64())),
-    ]
-)
+from tests.planned_rows import list_row_ids, read_columns
 
 
 def write(folder: Path, name: str, columns: dict[str, Any], **options: Any) -> None:
@@ -57,15 +51,6 @@ def columns_of(first: int, rows: int) -> dict[str, Any]:
         "day": pa.array(ids, pa.int32()).cast(pa.date32()),
         "unused": pa.array([None] * rows, pa.string()),
     }
-
-
-def read_columns(store: Store, manifest: Manifest, reader: str = "arrow") -> dict[str, np.ndarray]:
-    opened = open_reader(reader, store, manifest)
-    try:
-        groups = [opened.fetch(group) for group in range(len(manifest.row_groups))]
-        return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
@@ -89,7 +74,7 @@ def test_every_kind_of_column_from_folders_by_partition(
         Column("day", "datetime64[D]"),
         Column("year", "int64"),
     )
-    found, ids = read_columns(store, manifest, reader), np.arange(37)
+    found, ids = read_columns(store, manifest, reader=reader), np.arange(37)
     assert np.array_equal(found["id"], ids)
     assert np.array_equal(found["x"], np.stack([ids, -ids, np.ones(37)], axis=1))
     assert np.array_equal(found["price"], ids / 4)
@@ -128,16 +113,14 @@ def test_p1_a_step_takes_the_same_rows_by_any_reader(tmp_path: Path, reader: str
     manifest = describe_parquet(store, ["id", "image"], transformed=True, piece_bytes=400)
     assert len(manifest.row_groups) > 3
     plan = DataPlan(manifest.group_rows, 16, seed=2, lanes=3)
-    opened, seen = open_reader(reader, store, manifest), []
-    try:
+    seen: list[int] = []
+    with closing(open_reader(reader, store, manifest)) as opened:
         for rank in range(3):
             with StepLoader(plan, opened, manifest.columns).steps(1, 0, rank, 3) as steps:
                 for rows in steps:
                     assert np.array_equal(rows.columns["id"], rows.row_ids)
                     assert [len(each) for each in rows.columns["image"]] == rows.row_ids.tolist()
                     seen += rows.row_ids.tolist()
-    finally:
-        opened.close()
     assert sorted(seen) == list(range(90))
 
 
@@ -151,9 +134,8 @@ def test_timestamps_of_all_years_as_spark_writes_them(
     columns = {"t": pa.array(when, pa.timestamp("us")), "id": np.arange(40)}
     write(tmp_path, "a.parquet", columns, use_deprecated_int96_timestamps=True)
     store = Store.open(str(tmp_path))
-    found = read_columns(
-        store, describe_parquet(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes), reader
-    )
+    manifest = describe_parquet(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes)
+    found = read_columns(store, manifest, reader=reader)
     np.testing.assert_array_equal(found["t"], np.array(when, "datetime64[us]"))
     assert [found[name].tolist() for name in beside] == [list(range(40)) for _ in beside]
 
@@ -184,12 +166,8 @@ def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     manifest = describe_parquet(store, ["v"])
     assert manifest.columns == (Column("v", "float32", (4,)),)
-    assert read_columns(store, manifest)["v"].tolist() == [
-        [0, 5, 0, 6],
-        [1, 2, 3, 4],
-        [0, 0, 0, 0],
-        [0, 5, 0, 6],
-    ]
+    first, second, third = [0, 5, 0, 6], [1, 2, 3, 4], [0] * 4
+    assert read_columns(store, manifest)["v"].tolist() == [first, second, third, first]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +245,6 @@ def test_files_that_keep_the_same_values_in_other_ways_are_read_together(
 )
 def test_an_unknown_reader_is_refused(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "petastorm", None)
-    monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.readers", raising=False)
     manifest = Manifest((), (), RowGroups.of([]), "", "")
     with pytest.raises(InvalidInput, match=says):
         open_reader(name, Store.open("memory://x"), manifest)
@@ -284,11 +261,8 @@ def test_p1_each_row_comes_once_for_any_number_of_rows_and_row_groups(
     """One row, ten rows for four workers, one row group, ten thousand row groups."""
     plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * (lanes + 2))
     order = plan.permute_epoch(0)
-    taken = [
-        plan.compute_row_ids(order.assign_rows(step, rank, size))
-        for step in range(plan.steps)
-        for rank in range(size)
-    ]
+    pairs = product(range(plan.steps), range(size))
+    taken = [list_row_ids(plan, order, step, rank, size) for step, rank in pairs]
     assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(sum(groups)))
 
 
@@ -333,9 +307,8 @@ def test_columns_that_lie_in_paths_are_read_without_those_of_the_files(tmp_path:
 
 def test_files_without_a_suffix_are_read_as_hive_and_flink_write_them(tmp_path: Path) -> None:
     """Beside files that Spark wrote into the same table, and a text."""
-    for number, name in enumerate(
-        ["year=2024/000000_0", "year=2024/part-0.snappy.parquet", "year=2025/part-0-1"]
-    ):
+    files = "year=2024/000000_0", "year=2024/part-0.snappy.parquet", "year=2025/part-0-1"
+    for number, name in enumerate(files):
         write(tmp_path, name, {"x": [number]})
     (tmp_path / "README.md").write_text("of these files")
     for name in ("_SUCCESS", "month=1_$folder$"):
@@ -366,14 +339,11 @@ def test_rows_of_100_000_numbers_are_read_in_pieces(tmp_path: Path) -> None:
     manifest = describe_parquet(store, ["x"], piece_bytes=1 << 20)
     assert manifest.group_rows == (2,) * 6
     plan = DataPlan.for_run(manifest.group_rows, 5, 0, 4, manifest.max_decoded_group_bytes(), 4 << 20)
-    opened = open_reader("arrow", store, manifest, cache_bytes=4 << 20)
-    try:
+    found: dict[int, np.ndarray] = {}
+    with closing(open_reader("arrow", store, manifest, cache_bytes=4 << 20)) as opened:
         with StepLoader(plan, opened, manifest.columns).steps(0, 0, 0, 1) as steps:
-            found = {
-                int(row): x for step in steps for row, x in zip(step.row_ids, step.columns["x"], strict=True)
-            }
-    finally:
-        opened.close()
+            for step in steps:
+                found.update(zip(step.row_ids.tolist(), step.columns["x"], strict=True))
     assert sorted(found) == list(range(12))
     assert all(np.array_equal(found[row], rows[row]) for row in found)
 

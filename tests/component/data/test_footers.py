@@ -17,11 +17,12 @@ import pytest
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup, RowGroups
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import StoreError
 from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, describe_parquet
 from spark_elastic.tables.footers import DataFile, FileFacts, collect_footers, collect_footers_in_threads
 from spark_elastic.tables.predicate import Predicate
+from tests.planned_rows import list_row_ids
 
 MILLION = 1_000_000
 
@@ -83,12 +84,6 @@ def test_an_encrypted_footer_and_damaged_pages_are_one_sentence_with_the_file(tm
             describe_files(store, [DataFile(store.describe("000.parquet"))], columns, where=condition)
 
 
-def test_the_first_file_of_another_type_is_named(tmp_path: Path) -> None:
-    write_files(tmp_path, 5)
-    with pytest.raises(InvalidInput, match=r"is double in '000.parquet' and float in '001.parquet'"):
-        describe_parquet(Store.open(str(tmp_path)), ["y"])
-
-
 def test_row_groups_are_equal_as_values_and_as_arrays() -> None:
     single = [RowGroup(0, 0, 5, 50), RowGroup(0, 1, 3, 40, 0, 6, 3), RowGroup(1, 0, 2, 9, deleted="3:x")]
     groups = RowGroups.of(single)
@@ -122,4 +117,4 @@ def test_a_million_row_groups_are_a_few_bytes_each() -> None:
     assert held < 150 * MILLION
     plan = DataPlan.for_run(read.group_rows, 4096, 1, 4, read.max_decoded_group_bytes(), 64 << 20)
     order = plan.permute_epoch(0)
-    assert sum(len(order.assign_rows(0, rank, 4)) for rank in range(4)) == plan.count_step_rows(0)
+    assert sum(len(list_row_ids(plan, order, 0, rank, 4)) for rank in range(4)) == plan.count_step_rows(0)

@@ -8,7 +8,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -29,7 +28,6 @@ from pyiceberg.utils.concurrent import ExecutorFactory
 from pyroaring import BitMap
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
 from spark_elastic.tables import lake_tables
@@ -38,6 +36,7 @@ from spark_elastic.tables.lake_tables import join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
 from tests.delta_files import delete_by_vector
 from tests.leaks import SessionOwned
+from tests.planned_rows import read_columns
 
 ROWS = 5000
 
@@ -58,14 +57,8 @@ def read_rows(table: Any, columns: list[str], version: Any = None, **options: An
     """All rows, by our own reader, through the manifest's document."""
     snapshot = read_snapshot(table, version, {})
     manifest = describe_files(snapshot.store, snapshot.files, columns, **options)
-    manifest = Manifest.from_json(manifest.to_json())
-    with closing(ArrowReader(snapshot.store, manifest, columns)) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-        found = [dict(group) for group in groups]
-    assert [len(group[columns[0]]) for group in found] == list(manifest.group_rows)
-    return sorted(
-        row for group in found for row in zip(*(group[name].tolist() for name in columns), strict=True)
-    )
+    found = read_columns(snapshot.store, Manifest.from_json(manifest.to_json()), columns)
+    return sorted(zip(*(found[name].tolist() for name in columns), strict=True))
 
 
 def expect(table: pa.Table, columns: list[str]) -> list[tuple[Any, ...]]:
@@ -208,10 +201,8 @@ def test_columns_of_delta_are_found_by_their_physical_names(tmp_path: Path) -> N
         if "metaData" in line:
             schema = json.loads(line["metaData"]["schemaString"])
             for number, field in enumerate(schema["fields"]):
-                physical = {
-                    "delta.columnMapping.id": number + 1,
-                    "delta.columnMapping.physicalName": field["name"],
-                }
+                mapping = {"id": number + 1, "physicalName": field["name"]}
+                physical = {f"delta.columnMapping.{name}": value for name, value in mapping.items()}
                 field.update(metadata=physical, name={"col-1": "x"}.get(field["name"], field["name"]))
             mode = {"delta.columnMapping.mode": "name", "delta.columnMapping.maxColumnId": "2"}
             line["metaData"].update(schemaString=json.dumps(schema), configuration=mode)
@@ -250,10 +241,8 @@ def test_where_with_a_column_that_cannot_be_compared_names_the_table_and_those_t
     write_deltalake(str(tmp_path / "delta"), rows, partition_by=["year"])
     table = catalog.create_table("n.t", rows.schema)
     table.append(rows)
-    for source, name in (
-        (tmp_path / "delta", "version 0 of the Delta table"),
-        (table, "of the Iceberg table"),
-    ):
+    delta = tmp_path / "delta"
+    for source, name in ((delta, "version 0 of the Delta table"), (table, "of the Iceberg table")):
         snapshot = read_snapshot(source, None, {})
         for column, fault in (("yeer", "does not have"), ("v", "has as arrays or records")):
             given = Selection.parse({"when": "year"}, [(column, ">", 1)])
@@ -279,10 +268,8 @@ def test_two_tables_are_read_from_the_folder_that_holds_both(tmp_path: Path) -> 
         write_deltalake(str(tmp_path / name), make_rows(0, 3))
     store, parts = join_stores([read_snapshot(tmp_path / name, None, {}) for name in ("train", "seen")])
     assert store.url == f"file://{tmp_path}"
-    assert [describe_files(store, files, ["x"]).files[0].partition("/")[0] for files in parts] == [
-        "train",
-        "seen",
-    ]
+    names = [describe_files(store, files, ["x"]).files[0] for files in parts]
+    assert [name.partition("/")[0] for name in names] == ["train", "seen"]
 
 
 # ---- Iceberg
@@ -506,9 +493,8 @@ def test_delete_files_that_cannot_be_read_or_compared_are_refused(catalog: Any, 
         (texts, avro, "has the format AVRO, and only Parquet and Puffin are read"),
     ]:
         commit_deletes(table, deletes, path, values, **facts)
-        with pytest.raises(
-            InvalidInput, match=f"{says}.*: rewrite the table's data files, or fit on a DataFrame"
-        ):
+        remedy = "rewrite the table's data files, or fit on a DataFrame"
+        with pytest.raises(InvalidInput, match=f"{says}.*: {remedy}"):
             read_snapshot(table, None, {})
         with table.manage_snapshots() as change:
             change.rollback_to_snapshot(first)
@@ -608,32 +594,30 @@ def make_session(answers: dict[str, Any]) -> Any:
     return SimpleNamespace(catalog=SimpleNamespace(tableExists=lambda name: True), sql=answer)
 
 
-def test_an_empty_table_of_iceberg_in_spark_s_catalog_gets_a_sentence(catalog: Any) -> None:
+def open_named(session: Any, name: str) -> SnapshotRows:
+    return SnapshotRows.open(session, name, None, None, {}, Selection.parse(None, None))
+
+
+def test_what_spark_s_catalog_has_and_cannot_be_read_gets_a_sentence(
+    catalog: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     location = catalog.create_table("n.t", make_rows(0).schema).location().removeprefix("file://")
+    properties = [("current-snapshot-id", "none")]
     session = make_session(
         {
             "DESCRIBE TABLE EXTENDED n.t": [("Provider", "iceberg"), ("Location", location)],
-            "SHOW TBLPROPERTIES n.t": [("current-snapshot-id", "none")],
+            "SHOW TBLPROPERTIES n.t": properties,
+            "DESCRIBE TABLE EXTENDED v": [("x", "bigint")],
         }
     )
     with pytest.raises(InvalidInput, match="has no snapshot: it has none"):
-        SnapshotRows.open(session, "n.t", None, None, {}, Selection.parse(None, None))
-
-
-def test_a_view_of_spark_s_catalog_gets_a_sentence() -> None:
-    session = make_session({"DESCRIBE TABLE EXTENDED v": [("x", "bigint")]})
+        open_named(session, "n.t")
     with pytest.raises(InvalidInput, match=r"v is a view.*: fit on spark.table\('v'\)"):
-        SnapshotRows.open(session, "v", None, None, {}, Selection.parse(None, None))
-
-
-@pytest.mark.parametrize("name", ["my-table", "my table", "..", "a`b"])
-def test_a_relative_folder_is_no_name_for_spark_s_catalog(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        open_named(session, "v")
     monkeypatch.chdir(tmp_path)
-    session: Any = SimpleNamespace()  # without a catalog
-    with pytest.raises(InvalidInput, match="There is no table of Delta or Iceberg in"):
-        SnapshotRows.open(session, name, None, None, {}, Selection.parse(None, None))
+    for name in ("my-table", "my table", "..", "a`b"):  # relative folders are no names there
+        with pytest.raises(InvalidInput, match="There is no table of Delta or Iceberg in"):
+            open_named(SimpleNamespace(), name)
 
 
 def test_a_folder_without_a_table_and_a_missing_package_get_a_sentence(

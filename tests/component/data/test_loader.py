@@ -115,16 +115,6 @@ def test_a_resize_in_mid_epoch_loses_and_doubles_nothing() -> None:
     assert sorted(seen) == list(range(37))
 
 
-def test_the_order_of_the_epoch_outlives_a_stream() -> None:
-    made = StepLoader(PLAN, Rows(), COLUMNS)
-    with made.steps(0, 0, 0, 2) as first:
-        next(first)
-    with made.steps(0, 1, 0, 1) as second:
-        assert second._orders == first._orders
-    with made.steps(1, 0, 0, 1) as third:
-        assert third._orders.keys() == {1}
-
-
 def wait_until_read(stream: loader.StepStream, steps: int) -> None:
     with stream._changed:
         assert stream._changed.wait_for(lambda: len(stream._ready) == steps, 10)
@@ -169,6 +159,14 @@ def test_a_stream_that_is_left_in_mid_epoch_reads_no_further() -> None:
     made.close()
 
 
+def assert_read(stream: loader.StepStream, most: int) -> None:
+    """So many steps are read ahead, and no more."""
+    wait_until_read(stream, most)
+    with stream._changed:
+        assert not stream._changed.wait_for(lambda: len(stream._ready) > most, 0.1)
+    assert len(list(stream)) == PLAN.steps
+
+
 def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
     row_bytes = 8 + 8 + 8
     for prefetch, most in [
@@ -177,10 +175,7 @@ def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
         (Prefetch(steps=100, bytes=1), 1),
     ]:
         with StepLoader(PLAN, Rows(), COLUMNS, prefetch).steps(0, 0, 0, 1) as stream:
-            with stream._changed:
-                assert stream._changed.wait_for(lambda s=stream, m=most: len(s._ready) == m, 10)
-                assert not stream._changed.wait_for(lambda s=stream, m=most: len(s._ready) > m, 0.1)
-            assert len(list(stream)) == PLAN.steps
+            assert_read(stream, most)
 
 
 def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,19 +187,15 @@ def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: 
             looked.append(threading.current_thread())
             return fit()
 
-        def are_ready(steps: int) -> bool:
-            with stream._changed:
-                return stream._changed.wait_for(lambda: len(stream._ready) == steps, 10)
-
-        assert are_ready(3)
+        wait_until_read(stream, 3)
         next(stream)
-        assert are_ready(4)
+        wait_until_read(stream, 4)
         monkeypatch.setattr(stream, "_has_room", check_fit)
         next(stream)
         time.sleep(0.1)
         assert stream._thread not in looked, "woken for one step, where there is no room for two"
         next(stream)
-        assert are_ready(4)
+        wait_until_read(stream, 4)
         assert stream._thread in looked
 
 
@@ -219,10 +210,7 @@ def test_the_read_ahead_limit_counts_the_real_size_of_bytes_columns() -> None:
     columns = (*COLUMNS, Column("image", "object"))
     made = StepLoader(PLAN, Images(), columns, Prefetch(steps=100, bytes=2 * 8 * 1100))
     with made.steps(0, 0, 0, 1) as stream:
-        with stream._changed:
-            assert stream._changed.wait_for(lambda: len(stream._ready) == 2, 10)
-            assert not stream._changed.wait_for(lambda: len(stream._ready) > 2, 0.1)
-        assert len(list(stream)) == PLAN.steps
+        assert_read(stream, 2)
     assert stream._ready_bytes == 0
 
 
@@ -230,8 +218,7 @@ def test_a_reader_s_error_comes_after_the_steps_that_were_read() -> None:
     reader = Rows()
     made = StepLoader(PLAN, reader, COLUMNS, Prefetch(steps=1))
     with made.steps(0, 0, 0, 1) as stream:
-        with stream._changed:
-            assert stream._changed.wait_for(lambda: len(stream._ready) == 1, 10)
+        wait_until_read(stream, 1)
         reader.broken = StoreError("the disk is gone")
         assert next(stream).step == 0
         with pytest.raises(StoreError, match="the disk is gone"):
@@ -242,13 +229,10 @@ def test_p5_a_reader_that_stalls_is_an_error_with_the_step() -> None:
     reader = Rows()
     reader.gate.clear()
     with StepLoader(PLAN, reader, COLUMNS, Prefetch(deadline=0.05)).steps(4, 2, 0, 1) as stream:
-        with pytest.raises(
-            StoreError, match=r"step 2 of epoch 5 did not come: the store has not answered for 0.05 s"
-        ):
+        says = r"step 2 of epoch 5 did not come: the store has not answered for 0.05 s"
+        with pytest.raises(StoreError, match=says):
             next(stream)
-        reader.broken = StoreError(
-            "the disk is gone"
-        )  # so that the thread, which closing awaits briefly, ends here
+        reader.broken = StoreError("gone")  # so that the thread, which closing awaits briefly, ends here
         reader.gate.set()
         stream._thread.join(20)
 
@@ -387,9 +371,3 @@ def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(
         # Two lanes meet in some, the one at the epoch's beginning and the other at its end; and the thread that decodes
         # ahead may come too late for some.
         assert reader.decoded.total() <= 50 + 2 * plan.lanes
-
-
-def test_close_in_the_middle_of_an_epoch_leaves_no_thread() -> None:
-    with StepLoader(PLAN, Rows(), COLUMNS, Prefetch(steps=1)).steps(0, 0, 0, 1) as stream:
-        next(stream)
-    assert not stream._thread.is_alive()

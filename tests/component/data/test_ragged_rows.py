@@ -30,6 +30,7 @@ from spark_elastic.tables.existing_parquet import (
     find_data_files,
 )
 from spark_elastic.tables.predicate import Predicate
+from tests.planned_rows import read_columns
 
 LENGTH = 64
 
@@ -37,12 +38,6 @@ LENGTH = 64
 def write(folder: Path, columns: dict[str, Any], name: str = "a.parquet", **options: Any) -> Store:
     pq.write_table(pa.table(columns), folder / name, **options)
     return Store.open(str(folder))
-
-
-def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
-    with closing(open_reader("arrow", store, manifest)) as reader:
-        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
-    return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
 
 
 KINDS = {
@@ -72,7 +67,7 @@ def test_a_row_is_a_read_only_view_of_its_own_values(
     assert manifest.columns == (Column("x", "object", ragged=dtype), Column("id", "int64"))
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert len(manifest.row_groups) == (len(rows) if piece_bytes == 1 else 3)
-    found = read(store, manifest)
+    found = read_columns(store, manifest)
     assert (found["x"].dtype, found["x"].shape) == (object, (len(rows),))
     for row, expected in zip(found["x"], rows, strict=True):
         assert row.dtype == np.dtype(dtype)
@@ -107,7 +102,7 @@ def test_arrays_of_one_length_stay_what_they_are(tmp_path: Path, parts: list[Any
     (column,) = (manifest := describe_parquet(store, ["x"], transformed=True)).columns
     assert bool(column.ragged) == ragged
     expected = [row for part in parts for row in (part.to_pylist() if isinstance(part, pa.Array) else part)]
-    assert [row.tolist() for row in read(store, manifest)["x"]] == expected
+    assert [row.tolist() for row in read_columns(store, manifest)["x"]] == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +146,7 @@ def test_only_rows_that_the_table_has_decide_on_their_lengths(
     file = file if by_where else replace(file, deleted=gone)
     manifest = describe_files(store, [file], ["x"], transformed=True, where=where)
     assert bool(manifest.column("x").ragged) != kept_alike
-    assert [row.tolist() for row in read(store, manifest)["x"]] == [
+    assert [row.tolist() for row in read_columns(store, manifest)["x"]] == [
         row for row, lost in zip(rows, gone, strict=True) if not lost
     ]
 
@@ -178,9 +173,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, list[lis
 
 def digest_epoch(store: Store, manifest: Manifest, names: list[str], sizes: list[int]) -> str:
     """Of the stream of (step, row) and all values; the world changes its size after each third of an epoch."""
-    plan = DataPlan.for_run(
-        manifest.group_rows, 48, 7, 8, manifest.max_decoded_group_bytes(), budget_bytes=64 << 20
-    )
+    plan = DataPlan.for_run(manifest.group_rows, 48, 7, 8, manifest.max_decoded_group_bytes(), 64 << 20)
     found = hashlib.sha256()
     cuts = [plan.steps * part // len(sizes) for part in range(len(sizes) + 1)]
     with closing(open_reader("arrow", store, manifest, names)) as reader:
@@ -193,11 +186,8 @@ def digest_epoch(store: Store, manifest: Manifest, names: list[str], sizes: list
                         rows = next(stream)
                         taken.setdefault(rows.step, []).append(rows)
             for step in range(first, past):
-                found.update(
-                    repr((step, [part.row_ids.tolist() for part in taken[step]]))
-                    .replace("], [", ", ")
-                    .encode()
-                )
+                ids = [row for part in taken[step] for row in part.row_ids.tolist()]
+                found.update(repr((step, ids)).encode())
                 for name in names:
                     values = [row for part in taken[step] for row in part.columns[name]]
                     found.update(Ragged.of(values).values.tobytes() if len(values[0]) else b"")
@@ -228,7 +218,7 @@ def test_p1_each_token_of_each_document_is_in_one_sequence(
     manifest = pack_rows(store, source, Packing(length=LENGTH, **options))
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.hash != pack_rows(store, source, Packing(length=LENGTH, pad_id=1, **options)).hash
-    found = read(store, manifest)
+    found = read_columns(store, manifest)
     tokens, labels = found["input_ids"], found["labels"]
     assert tokens.shape == (manifest.rows, LENGTH)
     assert np.array_equal(np.sort(tokens[tokens > 0]), np.arange(1, sum(map(len, rows)) + 1))
@@ -244,14 +234,13 @@ def test_some_of_the_sequences_are_read_as_they_are_among_all(
     documents: tuple[Store, list[list[int]]],
 ) -> None:
     store, _ = documents
-    manifest = pack_rows(
-        store, describe_parquet(store, ["input_ids"], transformed=True), Packing(length=LENGTH)
-    )
-    whole = read(store, manifest)
+    source = describe_parquet(store, ["input_ids"], transformed=True)
+    manifest = pack_rows(store, source, Packing(length=LENGTH))
+    whole = read_columns(store, manifest)
     first, second, *_ = manifest.row_groups
     gone = np.arange(second.rows) % 3 == 0
     part = replace(second, deleted=pack_deleted(gone), rows=int(np.count_nonzero(~gone)))
-    found = read(store, replace(manifest, row_groups=RowGroups.of([part])))
+    found = read_columns(store, replace(manifest, row_groups=RowGroups.of([part])))
     for name, values in found.items():
         assert np.array_equal(values, whole[name][first.rows :][: second.rows][~gone])
 
@@ -262,19 +251,16 @@ def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]
     for packing, says in (
         (Packing(length=LENGTH, column="text"), "column 'text' has no arrays of numbers"),
         (Packing(length=LENGTH, column="tokens"), "has no column 'tokens'"),
-        (
-            Packing(length=LENGTH // 2),
-            r"has \d+ documents of more than 32 tokens, the longest of 64: raise length",
-        ),
+        (Packing(length=32), r"has \d+ documents of more than 32 tokens, the longest of 64: raise length"),
     ):
         with pytest.raises(InvalidInput, match=says):
             pack_rows(store, source, packing)
     manifest = pack_rows(store, source, Packing(length=LENGTH, length_column="wrong"))
     with pytest.raises(StoreError, match="have other lengths than 'wrong' said"):
-        read(store, manifest)
+        read_columns(store, manifest)
     manifest = pack_rows(store, source, Packing(length=32, length_column="at_most_32"))
     with pytest.raises(InvalidInput, match="documents of more than 32 tokens"):
-        read(store, manifest)
+        read_columns(store, manifest)
     with pytest.raises(InvalidInput, match="makes a column 'position_ids' of its own"):
         Packing(along={"position_ids": 0})
 
@@ -289,4 +275,4 @@ def test_rows_to_validate_with_are_ragged_as_those_to_train_on(tmp_path: Path) -
     assert first.columns != second.columns
     aligned = align_ragged(second, first)
     assert (aligned.columns, align_ragged(first, second)) == (first.columns, first)
-    assert [row.tolist() for row in read(store, aligned)["x"]] == [[4, 5], [6, 7]]
+    assert [row.tolist() for row in read_columns(store, aligned)["x"]] == [[4, 5], [6, 7]]

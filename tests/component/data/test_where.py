@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows, materialize_rows
@@ -26,6 +24,7 @@ from spark_elastic.tables.existing_parquet import describe_files, find_data_file
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
 from tests.leaks import SessionOwned
+from tests.planned_rows import read_columns
 from tests.unit.estimators.requests import request
 
 ROWS, GROUP = 3000, 250
@@ -93,11 +92,7 @@ def expect(table: pa.Table, where: Any) -> list[int]:
 
 
 def read_ids(store: Store, manifest: Manifest) -> list[int]:
-    manifest = Manifest.from_json(manifest.to_json())
-    with closing(ArrowReader(store, manifest, ["id"])) as reader:
-        groups = [reader.fetch(group)["id"] for group in range(len(manifest.row_groups))]
-    assert [len(group) for group in groups] == list(manifest.group_rows)
-    return sorted(np.concatenate(groups).tolist())
+    return sorted(read_columns(store, Manifest.from_json(manifest.to_json()), ["id"])["id"].tolist())
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 200])
@@ -274,13 +269,13 @@ def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_o
     table = make_table()
     write_deltalake(str(tmp_path), table, partition_by=["word", "day"])
     DeltaTable(tmp_path).delete("id % 10 = 3")
-    opened = []
-    read_footer = footers.read_footer
-    monkeypatch.setattr(
-        footers,
-        "read_footer",
-        lambda store, name: (opened.append(name), read_footer(store, name))[1],
-    )
+    opened, read_footer = [], footers.read_footer
+
+    def note(store: Store, name: str) -> Any:
+        opened.append(name)
+        return read_footer(store, name)
+
+    monkeypatch.setattr(footers, "read_footer", note)
     snapshot = read_snapshot(tmp_path, None, {})
     for where, folders in (
         ([("word", "==", "b"), ("day", "<", date(2020, 2, 10))], "word=b/day=2020-02-0"),
@@ -313,9 +308,8 @@ def test_partitions_by_time_and_by_bool_are_compared_or_refused(tmp_path: Path) 
 
     assert find(("time", ">", datetime(1970, 1, 2, tzinfo=timezone.utc))) == [2, 5]
     assert find(("odd", "==", np.False_)) == find(("odd", "!=", True)) == [0, 2, 4]
-    with pytest.raises(
-        InvalidInput, match=r"'time', which is timestamp\[us, tz=UTC\], with datetime.* cannot be: give"
-    ):
+    says = r"'time', which is timestamp\[us, tz=UTC\], with datetime.* cannot be: give"
+    with pytest.raises(InvalidInput, match=says):
         find(("time", ">", datetime(1970, 1, 2)))
 
 
@@ -367,9 +361,8 @@ def test_texts_are_compared_with_partitions_of_texts_and_refused_for_those_of_nu
     months, mixed = pa.array([1, 9, 10, 12]), pa.array(["1", "9", "10", "b"])
     for number, (operator, value) in enumerate([(">=", "9"), ("==", "9"), ("in", ["9"])]):
         where = "k", operator, value
-        with pytest.raises(
-            InvalidInput, match=r"column 'k', which is int64, with .*9.* cannot be: give a value of"
-        ):
+        says = r"column 'k', which is int64, with .*9.* cannot be: give a value of"
+        with pytest.raises(InvalidInput, match=says):
             find_in_partitions(tmp_path / f"months{number}", months, where)
         assert 1 in find_in_partitions(tmp_path / f"mixed{number}", mixed, where)
     assert find_in_partitions(tmp_path / "months", months, ("k", ">=", 9)) == [1, 2, 3]
@@ -430,10 +423,8 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
     for _ in range(2):
         run = OwnedRun.acquire(store, "mine")
         with materialize_rows(open_rows(columns, where), asked, store, run) as (record, data):
-            manifest = record.load_manifest()
-            with closing(ArrowReader(data, manifest)) as reader:
-                found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
-            assert sorted(np.concatenate(found).tolist()) == expect(table, where)
+            found = read_columns(data, record.load_manifest())["feature"]
+            assert sorted(found.tolist()) == expect(table, where)
         write_deltalake(folder, table, mode="append")  # a resumed run takes the version that it began with
     for other in (open_rows(columns, where[:1]), open_rows({"feature": "maybe"}, [("maybe", ">", 20)])):
         with pytest.raises(InvalidInput, match="'mine' began with other values of columns or where"):
@@ -459,10 +450,8 @@ def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: 
         return rows
 
     store = Store.open(str(tmp_path / "store"))
-    with materialize_rows(open_rows("a", "seen"), asked, store, OwnedRun.acquire(store, "mine")) as (
-        record,
-        _,
-    ):
+    run = OwnedRun.acquire(store, "mine")
+    with materialize_rows(open_rows("a", "seen"), asked, store, run) as (record, _):
         pass
     write_deltalake(str(tmp_path / "a"), make_table(), mode="append")
     open_rows("a", "seen").check_same_rows(asked, record, "mine")

@@ -24,13 +24,14 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH, Follower
+from tests.fit_configs import make_config
+from tests.planned_rows import list_row_ids
 
 
 def build_dense() -> Any:
@@ -181,7 +182,7 @@ class Job:
         plan = self.plan(manifest)
         seen = DataPlan.for_run(manifest.group_rows, 100, 5, self.workers, 10_000, 1 << 20, shuffle=False)
         spec = TrainSpec(
-            config=FitConfig(
+            config=make_config(
                 feature_cols=tuple(self.features),
                 label_cols=self.labels,
                 sample_weight_col=self.weight,
@@ -249,7 +250,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], 
         for epoch in range(job.epochs):
             seen = 0.0
             for step in range(plan.steps):
-                rows = plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1))
+                rows = list_row_ids(plan, epoch, step)
                 weights = None if job.weight is None else columns[job.weight][rows]
                 if job.class_weight is not None:
                     by_class = np.array([job.class_weight.get(int(y), 1.0) for y in columns["y"][rows]])

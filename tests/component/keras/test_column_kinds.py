@@ -16,6 +16,7 @@ from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_
 from tests.component.injected_faults import await_fault, kill
 from tests.component.keras.job import Job, difference, train_elastic, weights_of
 from tests.component.torch.job import ledger_of
+from tests.planned_rows import list_row_ids
 from tests.scenarios import Fault
 
 pytestmark = [
@@ -27,14 +28,7 @@ pytestmark = [
 
 def six_inputs() -> Any:
     """A model of vectors, arrays, whole numbers, pictures, days and tokens."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "v": (4,),
-        "a": (3,),
-        "n": (),
-        "image": (5,),
-        "day": (1,),
-        "tokens": (4,),
-    }
+    shapes = dict(zip(FEATURES, [(4,), (3,), (), (5,), (1,), (4,)], strict=True))
     kinds = {name: "int32" if name == "n" else "float64" for name in FEATURES}
     inputs = {name: keras.Input(shapes[name], dtype=kinds[name], name=name) for name in FEATURES}
     parts = [keras.layers.Embedding(7, 2)(x) if name == "n" else x for name, x in inputs.items()]
@@ -79,7 +73,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
         model, plan = job.archive().load(), job.plan(manifest)
         for epoch in range(job.epochs):
             for step in range(plan.steps):
-                rows = plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1))
+                rows = list_row_ids(plan, epoch, step)
                 model.train_on_batch([table[name][rows] for name in FEATURES], table["y"][rows])
         weights: list[Any] = model.get_weights()
     finally:

@@ -18,6 +18,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_objects import check_on_two_rows
 from tests.component.keras.job import JOBS, Job
 from tests.component.torch.job import CLASSES, WIDTH, make_data
+from tests.fit_configs import change
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning"
@@ -34,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 def check(data: Data, job: Job, settings: Mapping[str, Any] | None = None, **changes: Any) -> None:
     """settings: of the fit; changes: other objects of the user's."""
     program = job.task(*data)
-    spec = replace(program._spec, config=replace(program._spec.config, **(settings or {})))
+    spec = replace(program._spec, config=change(program._spec.config, **(settings or {})))
     check_on_two_rows(replace(program._trainer._objects, **changes), spec)  # type: ignore[attr-defined]
 
 
@@ -123,11 +124,10 @@ def make_spreading() -> Any:
 
 
 def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    says = r"^the model's loss compares .*set loss_scope='step' .*loss_scope='worker'"
     for loss, units in ((compare_pairs, CLASSES), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
         job = Job(make(WIDTH, loss, units))
-        with pytest.raises(
-            InvalidInput, match=r"^the model's loss compares .*set loss_scope='step' .*loss_scope='worker'"
-        ):
+        with pytest.raises(InvalidInput, match=says):
             check(data, job, {"max_workers": 3})
         check(data, job, {"max_workers": 3, "loss_scope": "step"})
     for scope in (None, "step"):
@@ -216,13 +216,8 @@ def test_only_a_model_of_strings_is_given_strings(data: Data) -> None:
 
     def build() -> Any:
         vocabulary = keras.layers.TextVectorization(output_sequence_length=2, vocabulary=["two", "words"])
-        inner = [
-            vocabulary,
-            keras.layers.Embedding(4, 2),
-            keras.layers.Flatten(),
-            keras.layers.Dense(CLASSES),
-        ]
-        model = keras.Sequential([keras.Input((1,), dtype="string"), *inner])
+        inner = keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(CLASSES)
+        model = keras.Sequential([keras.Input((1,), dtype="string"), vocabulary, *inner])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState
-from spark_elastic.handwritten.session import get_session
 from spark_elastic.worker.context import get_context
 
 FOLDER = Path(sys.argv[1])
@@ -67,4 +66,4 @@ def _train(state: Any) -> int:
 
 
 if __name__ == "__main__":
-    elastic(_train, get_session)(ObjectState(step=0))
+    elastic(_train)(ObjectState(step=0))

@@ -15,7 +15,6 @@ import numpy as np
 
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState
-from spark_elastic.handwritten.session import get_session
 from spark_elastic.worker.context import get_context
 
 
@@ -37,4 +36,4 @@ def _loop(state: Any) -> None:
         state.commit()
 
 
-elastic(_loop, get_session)(ObjectState(step=0))
+elastic(_loop)(ObjectState(step=0))

@@ -43,7 +43,6 @@ def train(looked: str) -> None:
 
     from spark_elastic.handwritten.elastic_loop import elastic
     from spark_elastic.handwritten.object_state import ObjectState
-    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     assert len(os.environ["TOKEN"]) == 17, "the worker has it"
@@ -58,7 +57,7 @@ def train(looked: str) -> None:
             time.sleep(0.05)
         raise ValueError("the end of the script")
 
-    elastic(loop, get_session)(ObjectState(step=0))
+    elastic(loop)(ObjectState(step=0))
 
 
 class SecretSearch(io.StringIO):

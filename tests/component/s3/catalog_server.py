@@ -18,14 +18,29 @@ UNITY = "/api/2.1/unity-catalog"
 REST = "/v1"
 
 
-class CatalogServer(ThreadingHTTPServer):
+class ThreadedServer(ThreadingHTTPServer):
     """`start` and `stop` belong to one thread; the attributes may be read and set by any."""
 
     daemon_threads = True
+    request_queue_size = 128
 
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
+    def __init__(self, answers: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), answers)
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name=type(self).__name__)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class CatalogServer(ThreadedServer):
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(_Answers)
         self.endpoint = endpoint  # of S3, which Iceberg's catalogs name
         # Seconds for which keys are valid, and whether the answer says so.
         self.seconds, self.says_when = 3600.0, True
@@ -38,15 +53,6 @@ class CatalogServer(ThreadingHTTPServer):
         self.config: dict[str, str] = {}  # of each table of Iceberg, instead of keys
         self.ends: dict[str, float] = {}  # session token -> when it ends
         self.requests: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="catalog-server")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
 
     def vend(self) -> tuple[str, float]:
         """A session token, and when it ends."""

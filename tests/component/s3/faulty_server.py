@@ -14,9 +14,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.component.s3.catalog_server import ThreadedServer
 
 THROTTLED = "503 SlowDown"
 RESET = "connection reset before the answer"
@@ -31,50 +33,33 @@ _ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{
 _HOP = {"connection", "transfer-encoding", "content-length", "date", "server", "keep-alive"}
 
 
-class FaultyServer(ThreadingHTTPServer):
-    """The proxy. `start` and `stop` belong to one thread; the attributes may be read and set by any."""
-
-    daemon_threads = True
-    request_queue_size = 128
+class FaultyServer(ThreadedServer):
+    """The proxy."""
 
     def __init__(self, endpoint: str, seed: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Proxy)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Proxy)
         self.origin = urlsplit(endpoint).netloc
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._at_once = 0
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="faulty-server")
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
         """No faults from now on, and nothing counted."""
-        # Fault -> its probability; may be changed at any time.
-        self.rates: Mapping[str, float] = {}
-        # The session token that is valid; requests with others are refused as expired. None: all are valid.
+        self.rates: Mapping[str, float] = {}  # fault -> its probability; may be changed at any time
+        # The session token that is valid, or those and when each ends; others are refused as expired. None: all are.
         self.token: str | None = None
-        # The session tokens that are valid, and when each ends; None: all are.
         self.ends: Mapping[str, float] | None = None
-        # How many requests were refused as expired.
-        self.expired = 0
-        # Whether nobody answers.
-        self.away = False
-        # How often each fault was injected, and requests that came.
-        self.injected: Counter[str] = Counter()
-        self.requests = 0
-        # The most requests that were answered at once.
-        self.most_at_once = 0
+        self.expired = 0  # requests that were refused as expired
+        self.away = False  # whether nobody answers
+        self.injected: Counter[str] = Counter()  # how often each fault was injected
+        self.requests = self.most_at_once = 0  # requests that came, and the most that were answered at once
         self._random = random.Random(seed)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """Also ends the answers under way."""
         self.stopped.set()
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
+        super().stop()
 
     def draw_fault(self) -> str | None:
         """The fault of the next request, counted."""

@@ -136,11 +136,7 @@ def name_unity(server: CatalogServer, token: Any = TOKEN) -> dict[str, Any]:
         "table": "main.ns.digits",
         "catalog": {"type": "unity", "uri": server.url, "token": token},
         # The keys of the run's store open no table of the catalog.
-        "storage_options": {
-            "endpoint_url": server.endpoint,
-            "key": "someone",
-            "secret": SECRET,
-        },
+        "storage_options": {"endpoint_url": server.endpoint, "key": "someone", "secret": SECRET},
     }
 
 
@@ -161,8 +157,7 @@ def name_object(server: CatalogServer) -> dict[str, Any]:
 
 def read_ids(rows: Rows) -> list[int]:
     access = RowAccess(rows.store, rows.manifest)
-    groups = range(len(rows.manifest.row_groups))
-    return sorted(np.concatenate([access.reader.fetch(group)["id"] for group in groups]).tolist())
+    return sorted(access.take(range(rows.count))["id"].tolist())
 
 
 @pytest.mark.parametrize("name", [name_unity, name_rest, name_object])
@@ -301,9 +296,8 @@ def test_arguments_that_are_no_catalog_are_refused(server: CatalogServer) -> Non
         Rows.from_table(pa.table({"id": [1]}).to_pandas(), catalog={"type": "rest"})
     catalog = name_object(server)["catalog"]
     catalog.properties["session"] = threading.Lock()
-    with pytest.raises(
-        InvalidInput, match=r"cannot be renewed: workers cannot get the properties of .*cannot pickle"
-    ):
+    says = "cannot be renewed: workers cannot get the properties of .*cannot pickle"
+    with pytest.raises(InvalidInput, match=says):
         Rows.from_table("ns.digits", catalog=catalog)
 
 

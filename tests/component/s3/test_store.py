@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store, list_entries
 from spark_elastic.errors import StoreError
 from spark_elastic.tables.existing_parquet import describe_parquet
 from tests.component.s3.conftest import SECRET
+from tests.planned_rows import read_columns
 from tests.special_names import check_special_names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,7 +64,5 @@ def test_existing_parquet_files_are_read(store: Store) -> None:
     store.write_bytes(f"{folder}/{'0a' * 16}/part.parquet", sink.getvalue().to_pybytes())
     assert [(each.name, each.modified is not None) for each in list_entries(store)] == [(folder, True)]
     manifest = describe_parquet(store, ["id", "x"], piece_bytes=100)
-    reader = open_reader("arrow", store, manifest)
-    found = np.concatenate([reader.fetch(group)["x"] for group in range(len(manifest.row_groups))])
-    reader.close()
+    found = read_columns(store, manifest)["x"]
     assert np.array_equal(found, np.stack([np.arange(50), -np.arange(50)], axis=1))

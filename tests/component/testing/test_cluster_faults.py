@@ -17,7 +17,7 @@ FAULTS = [
     InjectedFault("cut", 5, rank=1),
     InjectedFault("kill worker", 10, rank=0),
     InjectedFault("stop", 15, rank=1, seconds=0.5),
-    InjectedFault("slow", 20),
+    InjectedFault("slow", 20, pause=0.02),
 ]
 SCRIPT = f"""
 import sys
@@ -26,7 +26,6 @@ from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.testing import InjectedFault, ClusterFaults
 from spark_elastic.worker.context import get_context
-from spark_elastic.handwritten.session import get_session
 
 faults = ClusterFaults({FAULTS!r}, sys.argv[1])
 
@@ -39,7 +38,7 @@ def loop(state):
         state.commit()
     print("steps", state.step, flush=True)
 
-elastic(loop, get_session)(ObjectState(step=0))
+elastic(loop)(ObjectState(step=0))
 """
 
 

@@ -249,9 +249,6 @@ def compare(suite: str = "") -> dict[str, Any]:
     found["ddp over elastic"], found["ddp over gloo"] = train_wrapped(None), train_wrapped(gloo)
     if VERSION >= (2, 7):
         found["first fsdp over elastic"] = train_first_fsdp()
-    if hasattr(torch.distributed.fsdp, "fully_shard") and not torch.__version__.startswith(
-        "2.6."
-    ):  # not on CPUs
         found["fsdp over elastic"] = train_wrapped(None, shard=True)
     try_other_calls(found, rank, size)
     if VERSION >= (2, 9):  # has kernels that others can call
@@ -288,9 +285,7 @@ def observe(group: Group, rank: int, size: int) -> list[Any]:
         lambda: dist.scatter(ones, [ones] * size if rank == 1 else None, 1, group=group),
         lambda: reduce(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: send_and_receive(ones, rank, size, group),
-        lambda: (
-            dist.send(ones, 1, group=group) if rank == 0 else dist.recv(ones, group=group) if rank == 1 else 0
-        ),
+        lambda: dist.send(ones, 1, group=group) if rank == 0 else rank == 1 and dist.recv(ones, group=group),
     ]
     seen: list[Any] = []
     for call in calls:
@@ -310,10 +305,8 @@ def find_own_ways(found: dict[str, Any], rank: int) -> None:
     before = world._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))
     found["counted"] = world._get_sequence_number_for_group() - before
-    named, late = (
-        dist.new_group(backend="gloo", timeout=timedelta(seconds=50)),
-        dist.new_group(backend="gloo"),
-    )
+    named = dist.new_group(backend="gloo", timeout=timedelta(seconds=50))
+    late = dist.new_group(backend="gloo")
     found["named"] = named.name(), named._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     own = named.get_group_store()
     own.set(f"key {rank}", "of the group")
@@ -349,7 +342,7 @@ def flatten(model: torch.nn.Module) -> list[float]:
     return [number for parameter in full for number in parameter.detach().reshape(-1).tolist()]
 
 
-def train_wrapped(group: Group, shard: bool = False, steps: int = 3) -> list[float]:
+def train_wrapped(group: Group, shard: bool = False) -> list[float]:
     """The weights after some steps under DDP or FSDP2; each rank has its own rows."""
     model: torch.nn.Module = build_model()
     if shard:
@@ -359,26 +352,26 @@ def train_wrapped(group: Group, shard: bool = False, steps: int = 3) -> list[flo
         fully_shard(model)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(step)[dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
-        optimizer.step()
+    take_steps(model, 3, dist.get_rank(), dist.get_world_size())
     return flatten(model)
 
 
-def train_first_fsdp(steps: int = 3) -> list[float]:
+def train_first_fsdp() -> list[float]:
     """The same under FullyShardedDataParallel, the first FSDP, which resizes the memory that it exchanges."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(build_model(), device_id=torch.device("cpu"))
+    take_steps(model, 3, dist.get_rank(), dist.get_world_size())
+    with FullyShardedDataParallel.summon_full_params(model):
+        return flatten(model)
+
+
+def take_steps(model: torch.nn.Module, steps: int, rank: int = 0, size: int = 1) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        model(batch(step)[dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
+        model(batch(step)[rank::size]).square().mean().backward()
         optimizer.step()
-    with FullyShardedDataParallel.summon_full_params(model):
-        return flatten(model)
 
 
 def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
@@ -490,11 +483,7 @@ def train_ddp(device: str = "cpu", measure: str = "") -> dict[str, Any]:
 
 def train_alone() -> list[float]:
     model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
+    take_steps(model, STEPS)
     return flatten(model)
 
 

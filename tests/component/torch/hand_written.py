@@ -48,9 +48,8 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
         while state.step < steps:
             hold(state, holds.get(state.step))
             time.sleep(PACE)
-            batch = torch.randn(
-                6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
-            )
+            drawn = torch.Generator().manual_seed(state.step)
+            batch = torch.randn(6, 4, generator=drawn, dtype=torch.float64)
             optimizer.zero_grad()
             model(batch.to(device)).pow(2).mean().backward()
             optimizer.step()
@@ -103,7 +102,6 @@ def count(
 
     from spark_elastic.handwritten.elastic_loop import elastic
     from spark_elastic.handwritten.object_state import ObjectState
-    from spark_elastic.handwritten.session import get_session
     from spark_elastic.worker.context import get_context
 
     trained: list[int] = []
@@ -125,7 +123,7 @@ def count(
                 state.check_host_updates()
 
     state: Any = ObjectState(numbers=np.zeros(1000), step=0)
-    elastic(loop, get_session)(state)
+    elastic(loop)(state)
     assert float(state.numbers.min()) == float(state.numbers.max())
     return {"number": float(state.numbers[0]), "trained": trained}
 

@@ -24,6 +24,8 @@ from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedul
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, SlowNet
+from tests.fit_configs import change
+from tests.planned_rows import list_row_ids
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 DECAY = 0.8
@@ -116,7 +118,7 @@ class HookedJob(Job):
             {"hits": score_hits},
             (CountingCallback(), DecayingRate(), LearningRateSchedule(per_step, every="step")),
         )
-        config = replace(spec.config, label_cols=("y", "w"))
+        config = change(spec.config, label_cols=("y", "w"))
         return TorchTrainProgram(replace(spec, config=config, validation=seen, lr_scale=2), objects)
 
 
@@ -144,7 +146,7 @@ def train_hooked_plain(
     for epoch in range(job.epochs):
         optimizer.param_groups[0]["lr"] *= DECAY
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
+            rows = torch.from_numpy(list_row_ids(plan, epoch, step))
             optimizer.zero_grad()
             left, right = model(x[rows])
             loss = first(left, y[rows]) + 0.25 * second(right, w[rows])

@@ -34,13 +34,14 @@ from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import await_fault
+from tests.fit_configs import make_config
 from tests.journals import keep_journal
+from tests.planned_rows import list_row_ids
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
@@ -157,7 +158,7 @@ class Job:
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         features = self.features(manifest)
         spec = TrainSpec(
-            config=FitConfig(
+            config=make_config(
                 feature_cols=tuple(column.name for column in features),
                 label_cols=("y",),
                 sample_weight_col=self.weight,
@@ -168,6 +169,7 @@ class Job:
                 reader=self.reader,
                 determinism="bitwise" if self.shares else None,
                 virtual_shares=self.shares or 8,
+                num_workers=self.shares or 1,  # a step has rows for each share
                 transformation_workers=self.transformation_workers,
                 transformation_pool=self.transformation_pool,
                 verify_steps=self.verify_steps,
@@ -266,7 +268,7 @@ def train_plain(
     optimizer = job.optimizer(model.parameters())
     plan = job.plan(manifest)
     for epoch, step in islice(product(range(job.epochs), range(plan.steps)), most):
-        rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
+        rows = torch.from_numpy(list_row_ids(plan, epoch, step))
         draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
         columns = {"x": x[rows.numpy()]}
         if job.transformation is not None:

@@ -62,6 +62,9 @@ class Training:
     def cluster(self) -> ProcessLauncher:
         return self._launchers[0]
 
+    def find_slot(self, which: int) -> int:
+        return sorted(self.cluster.slots())[which]
+
     def count_switches(self) -> int:
         return sum(SWITCHED in line for line in self.follower.lines)
 
@@ -90,6 +93,11 @@ class Training:
         return result
 
 
+@pytest.fixture
+def mlp(data: tuple[Store, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    return Training(JOBS["mlp"], data, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS]
 )
@@ -100,46 +108,41 @@ def test_p1_p2_p3_p4_hold_under_two_kills(
 
     def inject_fault(which: int, switches: int) -> None:
         training.await_switches(switches)
-        fault(kill, training.cluster, sorted(training.cluster.slots())[which])
+        fault(kill, training.cluster, training.find_slot(which))
 
     result = training.run({"epoch 0": lambda: inject_fault(1, 1), "epoch 1": lambda: inject_fault(0, 2)})
     assert len(result.worlds) > 1, "nobody was lost"
 
 
-@pytest.mark.parametrize("name", ["mlp"])
 def test_training_goes_on_while_the_next_communicator_takes_half_a_minute(
-    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    mlp: Training, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, str(SLOW))
-    training = Training(JOBS[name], data, tmp_path, monkeypatch)
     began: list[float] = []
 
     def inject_fault() -> None:
         began.append(time.monotonic())
-        fault(kill, training.cluster, sorted(training.cluster.slots())[1])
+        fault(kill, mlp.cluster, mlp.find_slot(1))
 
-    training.run({"epoch 0": inject_fault})
+    mlp.run({"epoch 0": inject_fault})
     assert time.monotonic() - began[0] < SLOW, "it waited for the communicator"
-    assert training.count_switches() == 0
+    assert mlp.count_switches() == 0
 
 
 @pytest.mark.faults
-def test_a_stopped_worker_is_evicted(
-    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_worker_is_evicted(mlp: Training, fault: Fault) -> None:
     """It breaks no connection; the simulated NCCL would wait for it for ever."""
-    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
     stopped: list[psutil.Process] = []
 
     def inject_fault() -> None:
-        training.await_switches(1)
-        slot = psutil.Process(training.cluster.slots()[sorted(training.cluster.slots())[1]])
+        mlp.await_switches(1)
+        slot = psutil.Process(mlp.cluster.slots()[mlp.find_slot(1)])
         stopped.extend([slot, *slot.children(recursive=True)])
         for process in stopped:
             fault(os.kill, process.pid, signal.SIGSTOP)
 
     try:
-        result = training.run({"epoch 0": inject_fault}, lease=1.5)
+        result = mlp.run({"epoch 0": inject_fault}, lease=1.5)
     finally:
         for process in stopped:
             if process.is_running():
@@ -149,53 +152,50 @@ def test_a_stopped_worker_is_evicted(
 
 @pytest.mark.faults
 def test_an_error_that_is_reported_late_costs_a_step_and_no_worker(
-    data: tuple[Store, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mlp: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = tmp_path / "late"
     late.write_text("1 6")
     monkeypatch.setenv(simulated_nccl.LATE_ERROR, str(late))
     monkeypatch.setenv("SPARK_ELASTIC_BUCKET_BYTES", "1000")  # several sums a step
-    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
-    result = training.run({})
+    result = mlp.run({})
     assert not late.exists()
     assert [world.size for world in result.worlds] == [3, 3]
 
 
 @pytest.mark.faults
 def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
-    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    mlp: Training, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
     monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, "1")
-    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
 
     def inject_fault() -> None:
-        training.await_switches(1)
-        fault(kill, training.cluster, sorted(training.cluster.slots())[1])
+        mlp.await_switches(1)
+        fault(kill, mlp.cluster, mlp.find_slot(1))
 
-    result = training.run({"epoch 0": inject_fault})
-    assert training.count_switches() == len(result.worlds)
+    result = mlp.run({"epoch 0": inject_fault})
+    assert mlp.count_switches() == len(result.worlds)
     assert all(change.bulk_seconds >= 1 for change in result.report.world_changes)
     assert "sums by NCCL after 1." in str(result.report.world_changes[0])
 
 
 @pytest.mark.faults
 def test_a_worker_that_is_lost_while_all_wait_for_the_communicator_breaks_the_wait(
-    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    mlp: Training, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulated NCCL would wait for it for ever."""
     monkeypatch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
     monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, "3")
-    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
 
     def inject_fault() -> None:
-        while training.follower.lines.count(simulated_nccl.BUILDS) < 3:
+        while mlp.follower.lines.count(simulated_nccl.BUILDS) < 3:
             time.sleep(0.01)
-        fault(kill, training.cluster, sorted(training.cluster.slots())[1])
+        fault(kill, mlp.cluster, mlp.find_slot(1))
 
     thread = threading.Thread(target=inject_fault, daemon=True)
     thread.start()
-    result = training.run({})
+    result = mlp.run({})
     thread.join()
     assert [world.size for world in result.worlds][:2] == [3, 2]
 

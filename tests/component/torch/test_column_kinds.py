@@ -28,6 +28,7 @@ from tests.component.torch.job import (
     ledger_of,
     train_elastic,
 )
+from tests.planned_rows import list_row_ids
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -63,13 +64,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan) -> Any:
     """One process over the whole table in memory."""
     table = read_table(store, manifest)
-    tensors = {
-        name: torch.tensor(values.astype("int64" if name in ("n", "y") else "float64"))
-        for name, values in table.items()
-    }
+    kinds = dict.fromkeys(table, "float64") | {"n": "int64", "y": "int64"}
+    tensors = {name: torch.tensor(values.astype(kinds[name])) for name, values in table.items()}
     optimizer = sgd(model.parameters())
     for step in range(plan.steps):
-        rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(0, step, 0, 1)))
+        rows = torch.from_numpy(list_row_ids(plan, 0, step))
         optimizer.zero_grad()
         output = model(*(tensors[name][rows] for name in FEATURES))
         torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()
@@ -87,12 +86,9 @@ def make_job(reader: str) -> Kinds:
 def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
     write(tmp_path, reader)
     (store, manifest), job = open_data(tmp_path), make_job(reader)
-    make = LauncherFactory(room=2)
-
-    ledger = tmp_path / "ledger"
-    with inject_faults(
-        tmp_path / "faults", {"epoch 0": lambda: fault(kill, make.made, min(make.made.slots()))}
-    ):
+    make, ledger = LauncherFactory(room=2), tmp_path / "ledger"
+    strike = {"epoch 0": lambda: fault(kill, make.made, min(make.made.slots()))}
+    with inject_faults(tmp_path / "faults", strike):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make)
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_elastic import Rows
 from tests.component.torch.hand_written import Run, assert_continued, hold
 from tests.patience import until
 from tests.scenarios import Fault
@@ -28,16 +24,12 @@ ROWS, EPOCHS, BATCH = 101, 4, 12
 STEPS = EPOCHS * 9
 
 
-def train(folder: str, holds: dict[int, int | str], url: str = "") -> dict[str, Any]:
+def train(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     """A linear net in float64 on rows with noise, and a ledger that is trained with it: a count for each row, to which
-    each step adds exactly 1 through its gradient. So the ledger says which rows are in the weights, and how often.
-
-    url: of Rows, which are then read by threads; "": a data set of torch is read by a worker process.
-    """
+    each step adds exactly 1 through its gradient. So the ledger says which rows are in the weights, and how often."""
     import time
 
     import spark_elastic.torch as hvd
-    from spark_elastic import Rows
 
     hvd.init()
     drawn = torch.Generator().manual_seed(3)
@@ -58,21 +50,14 @@ def train(folder: str, holds: dict[int, int | str], url: str = "") -> dict[str, 
     )
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-    def add_noise(columns: dict[str, Any], rng: Any) -> dict[str, Any]:
-        return columns | {"x": columns["x"] + rng.normal(size=4)}
-
-    if url:
-        loader = hvd.elastic.ElasticDataLoader(Rows.open(url), BATCH, seed=5, transformation_fn=add_noise)
-    else:
-        loader = hvd.elastic.ElasticDataLoader(dataset, BATCH, seed=5, determinism="rows", num_workers=1)
+    loader = hvd.elastic.ElasticDataLoader(dataset, BATCH, seed=5, determinism="rows", num_workers=1)
     trained: list[int] = []
     processes: list[int] = []
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
         while loader.epoch < EPOCHS:
-            for batch in loader:
-                rows, features, targets = batch.values() if url else batch
+            for rows, features, targets in loader:
                 children = [child.pid for child in psutil.Process().children()]
                 processes.append(len(children))
                 for pid in children:
@@ -101,33 +86,16 @@ def train(folder: str, holds: dict[int, int | str], url: str = "") -> dict[str, 
     }
 
 
-def write_rows(folder: Path) -> str:
-    """The same rows in two Parquet files; returns where their `Rows` are saved."""
-    drawn = torch.Generator().manual_seed(3)
-    x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
-    for part in (slice(0, 40), slice(40, ROWS)):
-        columns = {
-            "row": np.arange(ROWS)[part],
-            "x": list(x[part].numpy()),
-            "y": x[part].sum(dim=1).sin().numpy(),
-        }
-        pq.write_table(pa.table(columns), folder / f"{part.start}.parquet", row_group_size=16)
-    Rows.from_parquet(str(folder)).save(f"{folder}/rows.json")
-    return f"{folder}/rows.json"
-
-
 @pytest.mark.scenario("G2")
-@pytest.mark.parametrize("source", ["table", "torch"])
 def test_p1_p2_each_row_is_in_the_weights_once_per_epoch_whatever_the_world_did(
-    fault: Fault, tmp_path: Path, source: str
+    fault: Fault, tmp_path: Path
 ) -> None:
-    url = write_rows(tmp_path) if source == "table" else ""
     undisturbed, disturbed = tmp_path / "one", tmp_path / "two"
     undisturbed.mkdir()
     disturbed.mkdir()
-    alone = train(str(undisturbed), {}, url)
+    alone = train(str(undisturbed), {})
     holds: dict[int, int | str] = {16: 2, 26: 3} if fault.on else {}
-    run = Run(train, (str(disturbed), holds, url), room=2, num_workers=2, max_workers=2)
+    run = Run(train, (str(disturbed), holds), room=2, num_workers=2, max_workers=2)
     run.at(6, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert run.sizes()[0] == 2
@@ -135,7 +103,7 @@ def test_p1_p2_each_row_is_in_the_weights_once_per_epoch_whatever_the_world_did(
     assert_continued(run, results, alone, EPOCHS)
     for result in results:
         assert result["ledger"] == results[0]["ledger"]
-        assert result["processes"] == (0 if url else 1), "processes of a former world live on"
+        assert result["processes"] == 1, "processes of a former world live on"
         assert result["epoch"] == EPOCHS
     pids = [int(path.name) for path in disturbed.iterdir()]
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -37,6 +37,7 @@ from tests.component.torch.elastic_jobs import compare_rows
 from tests.component.torch.hooked_job import check_history, make_job, train_hooked_plain
 from tests.component.torch.job import CLASSES, WIDTH, Job, difference, make_data, train_plain
 from tests.devices import DEVICES, use_device
+from tests.fit_configs import change
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -160,7 +161,7 @@ def test_forward_passes_under_autocast(device: torch.device, data: Data, precisi
 
     def work(group: Group) -> dict[str, torch.Tensor]:
         task = job.task(*data)
-        spec = replace(task._spec, config=replace(task._spec.config, precision=precision))
+        spec = replace(task._spec, config=change(task._spec.config, precision=precision))
         return train(TorchTrainProgram(spec, job.objects()), group)[0]
 
     replicas = run_in_world(2, work)
@@ -338,7 +339,7 @@ def test_a_compiled_model_trains_the_same_weights(device: torch.device, data: Da
 
     def work(group: Group, compiles: bool) -> dict[str, torch.Tensor]:
         task = job.task(*data)
-        spec = replace(task._spec, config=replace(task._spec.config, compile_model=compiles))
+        spec = replace(task._spec, config=change(task._spec.config, compile_model=compiles))
         return train(TorchTrainProgram(spec, job.objects()), group)[0]
 
     (compiled,) = run_in_world(1, lambda group: work(group, True))

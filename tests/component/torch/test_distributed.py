@@ -151,10 +151,7 @@ def test_what_torchs_suite_says_of_gloo_it_says_of_elastic() -> None:
         ("complex product", r"InvalidInput: ReduceOp.PRODUCT takes no complex numbers"),
         ("too few tensors", r"InvalidInput: all_gather takes a tensor for each of 4 ranks; got 1"),
         ("a shorter tensor", r"InvalidInput: all_gather puts 1 elements into this rank's tensor .* has 6"),
-        (
-            "a tensor elsewhere",
-            r"InvalidInput: this collective got a tensor on meta, which has no values",
-        ),
+        ("a tensor elsewhere", r"InvalidInput: this collective got a tensor on meta, which has no values"),
         (
             "another rank",
             r"InvalidInput: this worker is rank \d of 4, and the process group was asked for as rank",

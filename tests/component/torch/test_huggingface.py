@@ -227,18 +227,11 @@ def _train(
         seed=5,
     )
     with args.main_process_first(desc="tokenizing"):
-        outside = [
-            hvd.rank(),
-            hvd.size(),
-            args.process_index,
-            args.world_size,
-            hvd.allgather_object(hvd.rank()),
-        ]
+        ranks = hvd.allgather_object(hvd.rank())
+        outside = [hvd.rank(), hvd.size(), args.process_index, args.world_size, ranks]
     PartialState().wait_for_everyone()
-    with (
-        PartialState().main_process_first(),
-        PartialState().local_main_process_first(),
-    ):  # as in TRL's SFTTrainer
+    # As in TRL's SFTTrainer.
+    with PartialState().main_process_first(), PartialState().local_main_process_first():
         name = ["a name" if PartialState().is_main_process else ""]
     broadcast_object_list(name)
     trainer = (kind or ElasticTrainer)(
@@ -298,19 +291,15 @@ def assert_saved(folder: Path, result: dict[str, Any]) -> None:
 
     saved = load_file(folder / "saved" / "model.safetensors")
     assert saved.pop("ledger").tolist() == result["ledger"]
-    assert (
-        torch.cat([saved[f"linear.{name}"].reshape(-1) for name in ("weight", "bias")]).tolist()
-        == result["weights"]
-    )
+    weights = torch.cat([saved[f"linear.{name}"].reshape(-1) for name in ("weight", "bias")])
+    assert weights.tolist() == result["weights"]
 
 
 @pytest.mark.faults
 def test_a_checkpoint_of_a_divided_model_resumes_in_another_world(tmp_path: Path) -> None:
     for size, resume in ((2, None), (3, str(tmp_path / "checkpoint-15"))):
-        run = Run(
-            train_divided_net, (str(tmp_path), {}, resume), room=size, num_workers=size, max_workers=size
-        )
-        results = run.results()
+        arguments = (str(tmp_path), {}, resume)
+        results = Run(train_divided_net, arguments, room=size, num_workers=size, max_workers=size).results()
         assert results[0]["trained"] == list(range(1 if resume is None else 16, 22))
         alone = train_net(str(tmp_path), {})
         assert results[0]["weights"] == pytest.approx(alone["weights"], rel=1e-9)
@@ -346,15 +335,8 @@ def stop_after_an_evaluation(folder: str, epochs: int) -> list[int]:
 
     trained: list[int] = []
     rows = [{"x": torch.ones(4) * i, "labels": torch.ones(1)} for i in range(24)]
-    args = transformers.TrainingArguments(
-        folder,
-        num_train_epochs=epochs,
-        eval_strategy="epoch",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    args = transformers.TrainingArguments(folder, num_train_epochs=epochs, eval_strategy="epoch", **quiet)
     ElasticTrainer(
         Net(4, 1), args, train_dataset=rows, eval_dataset=rows, callbacks=[Stop()], global_batch_size=6
     ).train()
@@ -514,7 +496,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
 def train_by_accelerate(steps: int) -> list[float]:
     """A loop of Accelerate's documentation, which prepares model and optimizer again in each world."""
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.accelerators import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     hvd.init()
     torch.manual_seed(7)
@@ -556,7 +538,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 ) -> None:
     import transformers
 
-    from spark_elastic.integrations import accelerators, huggingface, trainer_adapter
+    from spark_elastic.integrations import huggingface, trainer_adapter
 
     members = tuple(
         Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
@@ -564,14 +546,14 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
     )
     world = World(Fence(1, 1), members, None, "start")
     monkeypatch.setattr(
-        accelerators,
+        huggingface,
         "get_context",
         lambda: WorkerContext(members[0].worker, world.view_of(members[0].worker)),
     )
     with pytest.raises(
         InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
     ):
-        accelerators.create_accelerator()
+        huggingface.create_accelerator()
     monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     args = transformers.TrainingArguments(str(tmp_path), report_to="none")
     trainer = huggingface.ElasticTrainer(
@@ -585,7 +567,7 @@ def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
 
 def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
     import spark_elastic.torch as hvd
-    from spark_elastic.integrations.accelerators import create_accelerator
+    from spark_elastic.integrations.huggingface import create_accelerator
 
     model = torch.nn.Linear(2, 1)
     prepared, optimizer = create_accelerator(cpu=True).prepare(

@@ -24,6 +24,12 @@ for name in (__name__, hold.__module__):
     cloudpickle.register_pickle_by_value(sys.modules[name])
 
 ROWS, EPOCHS, BATCH = 38, 3, 6
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def train_net(
@@ -123,11 +129,8 @@ def train_net(
         strategy=strategy,
         max_epochs=EPOCHS,
         callbacks=[SlowSteps(), thawing],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
+        **QUIET,
         **options,
     )
     net = Net()
@@ -204,20 +207,11 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-    }
+    options |= {"accelerator": "cpu", "default_root_dir": tmp_path, **QUIET}
     with pytest.raises(InvalidInput, match=advice):
-        pl.Trainer(
-            accelerator="cpu",
-            strategy=ElasticStrategy(**strategy),
-            default_root_dir=tmp_path,
-            **quiet,
-            **options,
-        ).fit(Net(), torch.utils.data.DataLoader([1, 2]))
+        pl.Trainer(strategy=ElasticStrategy(**strategy), **options).fit(
+            Net(), torch.utils.data.DataLoader([1, 2])
+        )
 
 
 def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
@@ -245,10 +239,7 @@ def make_fp16_trainer(scaler: torch.amp.GradScaler, folder: Path, **options: Any
         plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
         max_epochs=1,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+        **QUIET,
         **options,
     )
 
@@ -257,17 +248,11 @@ def make_fp16_trainer(scaler: torch.amp.GradScaler, folder: Path, **options: Any
 def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, enabled: bool
 ) -> None:
-    import lightning.pytorch as pl
-
     from spark_elastic.handwritten.data_loader import ElasticDataLoader
     from spark_elastic.integrations import trainer_adapter
 
-    class Net(pl.LightningModule):  # type: ignore[misc]
+    class Net(type(make_net())):  # type: ignore[misc]
         breaks = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 1)
 
         def training_step(self, batch: Any) -> Any:
             is_broken = self.breaks and self.global_step == 2
@@ -279,9 +264,6 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
                 self.breaks = False
                 raise Lost
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
     trainer = make_fp16_trainer(scaler, tmp_path)
@@ -292,25 +274,16 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
 
 
 def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> None:
-    import lightning.pytorch as pl
-
     from spark_elastic.handwritten.data_loader import ElasticDataLoader
 
     found: list[bool] = []
 
-    class Net(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 1)
-
+    class Net(type(make_net())):  # type: ignore[misc]
         def training_step(self, batch: Any) -> Any:
             return self.linear(batch[0]).mean() * (float("inf") if self.global_step == 1 else 1.0)
 
         def on_train_batch_end(self, *args: Any) -> None:
             found.append(self.trainer.strategy._adapter.state.in_mid_step())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     trainer = make_fp16_trainer(scaler, tmp_path, accumulate_grad_batches=2)
@@ -353,15 +326,8 @@ def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) ->
 
     def fit(begin: Path | None) -> tuple[int, list[float]]:
         keeper = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            strategy=ElasticStrategy(),
-            max_epochs=2,
-            callbacks=[keeper],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        options: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "callbacks": [keeper]}
+        trainer = pl.Trainer(accelerator="cpu", strategy=ElasticStrategy(), max_epochs=2, **options)
         net = make_net()
         trainer.fit(net, hvd.elastic.ElasticDataLoader(rows, BATCH), ckpt_path=begin)
         return trainer.global_step, net.linear.weight.detach().flatten().tolist()
@@ -377,10 +343,8 @@ def train_as_under_torch_distributor(folder: str, workers: int) -> dict[str, Any
     from accelerate import PartialState
 
     rows = make_rows(12)
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy="ddp", devices=1, num_nodes=workers, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+    place: dict[str, Any] = {"devices": 1, "num_nodes": workers, "default_root_dir": folder}
+    trainer = pl.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, **place, **QUIET)
     net = make_net()
     trainer.fit(net, torch.utils.data.DataLoader(rows, 3))
     return {

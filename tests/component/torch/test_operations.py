@@ -10,7 +10,6 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from spark_elastic.errors import WorkerFailed
 from tests.component.torch.hand_written import PACE, Run, hold
 from tests.scenarios import Fault
 
@@ -43,9 +42,8 @@ def operations(trace: str) -> dict[str, Any]:
         while state.step < STEPS:
             hold(state, 2 if state.step == 15 else None)
             time.sleep(PACE)
-            handles = [
-                ask(number) for number in random.Random(state.step + 31 * hvd.rank()).sample(range(8), 8)
-            ]
+            order = random.Random(state.step + 31 * hvd.rank()).sample(range(8), 8)
+            handles = [ask(number) for number in order]
             sums = {
                 name: hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum, process_set=among).item()
                 for name, among in (("pair", pair), ("rest", rest))
@@ -65,10 +63,7 @@ def operations(trace: str) -> dict[str, Any]:
 
     loop(hvd.elastic.ObjectState(step=0))
     hvd.stop_timeline()
-    before = time.perf_counter()
-    for _ in range(200):
-        hvd.allreduce(torch.ones(1))
-    return {"worlds": worlds, "microseconds": (time.perf_counter() - before) / 200 * 1e6}
+    return {"worlds": worlds}
 
 
 def test_operations_continue_after_a_loss_and_process_sets_follow_the_world(
@@ -82,21 +77,5 @@ def test_operations_continue_after_a_loss_and_process_sets_follow_the_world(
     assert (3, {0: [0, 1, 2], 1: [0, 1], 2: [1, 2]}) in worlds
     assert (2, {0: [0, 1], 1: [0, 1], 2: [1]}) in worlds
     events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event]
-    assert {event["args"].get("name") for event in events if event["ph"] == "M"} >= {
-        "allreduce.t0",
-        "allreduce.t7",
-    }
-    print(results[0]["microseconds"], "µs for an allreduce of four bytes")  # noqa: T201 - for -s
-
-
-def reduce_different() -> None:
-    import torch
-
-    import spark_elastic.torch as hvd
-
-    hvd.allreduce(torch.ones(2 + hvd.rank()), name="layer")
-
-
-def test_ranks_with_different_operations_end_the_job_with_their_names() -> None:
-    with pytest.raises(WorkerFailed, match=r"'allreduce.layer': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
-        Run(reduce_different, room=2, num_workers=2).results()
+    rows = {event["args"].get("name") for event in events if event["ph"] == "M"}
+    assert rows >= {"allreduce.t0", "allreduce.t7"}

@@ -77,10 +77,8 @@ def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(
             struck.append(threading.Thread(target=kill_all))
             struck[-1].start()
 
-    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
-    ours, result = train_elastic(
-        job, store, manifest, str(ledger), Follower(start_kill), make, run=run, keep_commits=False
-    )
+    ledger, run, follower = tmp_path / "ledger", OwnedRun.acquire(store, RUN), Follower(start_kill)
+    ours, result = train_elastic(job, *data, str(ledger), follower, make, run=run, keep_commits=False)
     for thread in struck:
         thread.join()
     assert len(struck) == len(steps)

@@ -35,7 +35,9 @@ from tests.component.threads import make_handle, make_world, run_task
 from tests.component.torch.elastic_jobs import JOBS
 from tests.component.torch.hooked_job import HookedJob, make_job
 from tests.component.torch.job import ROWS, RUN, WIDTH, Job, difference, make_data
+from tests.fit_configs import change
 from tests.pages import blocks
+from tests.planned_rows import list_row_ids
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
@@ -68,7 +70,7 @@ def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[
     def work(group: Group) -> Any:
         made = job.task(store, manifest)
         trainer: Any = made._trainer
-        config = replace(made._spec.config, label_cols=("y", "w"))
+        config = change(made._spec.config, label_cols=("y", "w"))
         spec = replace(made._spec, config=config, validation=seen)
         model, losses = TwoHeads(trainer._objects.model), (*trainer._objects.losses, torch.nn.MSELoss())
         objects = replace(trainer._objects, model=model, losses=losses, loss_weights=(0.25, 0.75))
@@ -309,7 +311,7 @@ def train(
     job = Job(Net(), sgd, None, epochs=EPOCHS, batch_size=50, workers=WORKERS)
     seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
     spec = job.task(store, manifest)._spec
-    config = replace(spec.config, label_cols=("w",), **case.options)
+    config = change(spec.config, label_cols=("w",), **case.options)
     spec = replace(spec, config=config, validation=seen)
     objects = case.objects()  # once: threads that draw at the same time get other numbers
 
@@ -338,7 +340,7 @@ def train_plain(
     plan = Job(Net(), sgd, None, batch_size=50, workers=WORKERS).plan(manifest)
     for epoch in range(EPOCHS):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
+            rows = torch.from_numpy(list_row_ids(plan, epoch, step))
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=KINDS[precision]) if precision else nullcontext():
                 output = model(x[rows])

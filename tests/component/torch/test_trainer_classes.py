@@ -22,11 +22,6 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
         ({}, {}, "requires a train_dataset"),
         ({"train_dataset": [1]}, {"trial": object()}, "one training for each trial"),
         ({"determinism": "bitwise"}, {}, "rows"),
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            {},
-            "leave train_sampling_strategy of",
-        ),
         ({"fsdp": True}, {}, "over the workers of a job: call it in a function of spark_elastic.run"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, r"not with FSDP1 \(version=1\): leave it out"),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, {}, "not with cpu_offload: leave it out"),
@@ -40,7 +35,7 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
 
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
-    names = "train_sampling_strategy", "fsdp", "fsdp_config"
+    names = "fsdp", "fsdp_config"
     given = {name: options[name] for name in names if name in options}
     options = {name: value for name, value in options.items() if name not in names}
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)

@@ -30,10 +30,10 @@ from spark_elastic.estimators import two_rows
 from spark_elastic.estimators.torch_objects import check_on_two_rows
 from spark_elastic.gradients.generators import get_generators
 from spark_elastic.torch import progress
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.torch.callbacks import Callback, EarlyStopping, Training
 from spark_elastic.training.torch.spec import TorchUserObjects
 from tests.component.torch.job import CLASSES, WIDTH, Job, make_data
+from tests.fit_configs import change, make_config
 
 Data = tuple[Store, Manifest]
 
@@ -53,7 +53,7 @@ def check(
     """settings: of the fit; changes: other objects of the user's."""
     in_16_bits = (settings or {}).get("precision") is not None
     spec = Job(model if in_16_bits else model.double(), sgd, loss).task(*data)._spec
-    spec = replace(spec, config=replace(spec.config, **(settings or {})))
+    spec = replace(spec, config=change(spec.config, **(settings or {})))
     check_on_two_rows(replace(TorchUserObjects(model, sgd, (loss,)), **changes), spec)
 
 
@@ -169,12 +169,12 @@ def test_a_model_that_takes_single_numbers_as_a_matrix_is_refused_with_the_shape
 def check_number(data: Data, number: Column) -> None:
     model, job = torch.nn.Linear(1, CLASSES).double(), Job(torch.nn.Linear(1, 1), sgd, CROSS_ENTROPY)
     spec = job.task(*data)._spec
-    spec = replace(spec, config=replace(spec.config, feature_cols=("w",)), features=(number,))
+    spec = replace(spec, config=change(spec.config, feature_cols=("w",)), features=(number,))
     check_on_two_rows(TorchUserObjects(model, sgd, (CROSS_ENTROPY,)), spec)
 
 
 def check_metrics(data: Data, metric: Any, model: torch.nn.Module | None = None) -> None:
-    check(data, model or torch.nn.Linear(WIDTH, 1), torch.nn.MSELoss(), metrics={"far": metric})
+    check(data, model or torch.nn.Linear(WIDTH, 1), MSE, metrics={"far": metric})
 
 
 def test_a_metric_that_makes_a_matrix_of_output_and_label_is_refused(data: Data) -> None:
@@ -217,15 +217,12 @@ class Counts:
 
 
 def test_metrics_are_tried_on_as_many_rows_as_a_step_has(data: Data) -> None:
-    spec = Job(torch.nn.Linear(WIDTH, 1), sgd, torch.nn.MSELoss()).task(*data)._spec
-    spec = replace(spec, config=replace(spec.config, batch_size=1, num_workers=4))
-
     def count(output: torch.Tensor, label: torch.Tensor) -> float:
         raise InvalidInput(f"{len(output)} and {len(label)} rows")
 
-    objects = TorchUserObjects(torch.nn.Linear(WIDTH, 1), sgd, (torch.nn.MSELoss(),), metrics={"n": count})
+    settings = {"batch_size": 1, "num_workers": 4}
     with pytest.raises(InvalidInput, match="4 and 4 rows"):
-        check_on_two_rows(objects, spec)
+        check(data, torch.nn.Linear(WIDTH, 1), MSE, settings, metrics={"n": count})
 
 
 def test_a_metric_object_is_tried_without_leaving_state_in_it(data: Data) -> None:
@@ -330,20 +327,12 @@ def test_a_model_that_a_callback_completes_is_not_tried(data: Data) -> None:
 
 
 def test_the_forward_pass_of_several_losses_is_under_autocast(data: Data) -> None:
-    class Casts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(WIDTH, 1)
+    class Casts(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return (super().forward(x.bfloat16()),) * 2
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            output = self.layer(x.bfloat16())
-            return output, output
-
-    mse = torch.nn.MSELoss()
-    spec = Job(Casts(), sgd, mse).task(*data)._spec
     settings = {"label_cols": ("y", "w"), "precision": "bf16"}
-    spec = replace(spec, config=replace(spec.config, **settings))
-    check_on_two_rows(TorchUserObjects(Casts(), sgd, (mse, mse), (0.5, 0.5)), spec)
+    check(data, Casts(WIDTH, 1), MSE, settings, losses=(MSE, MSE), loss_weights=(0.5, 0.5))
 
 
 def test_rows_that_cannot_be_read_or_are_large_are_not_tried(
@@ -361,7 +350,7 @@ def test_a_transformation_that_fails_on_strings_may_lack_files() -> None:
     def read(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         raise TypeError("cannot be read")
 
-    spec: Any = SimpleNamespace(config=FitConfig(feature_cols=("x",), label_cols=("x",)))
+    spec: Any = SimpleNamespace(config=make_config(label_cols=("x",)))
     for value, error in (("one.png", ElasticError), (b"one", InvalidInput)):
         rows = StepRows(0, 0, 1, np.arange(1), {"x": np.array([value], object)})
         with pytest.raises(error):
@@ -494,21 +483,32 @@ RANDOM = torch.nn.Linear(WIDTH, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(),
 def test_a_loss_that_compares_rows_is_refused_by_name(
     data: Data, loss: Any, make: Callable[[], torch.nn.Module], what: str, batch: int
 ) -> None:
-    with pytest.raises(
-        InvalidInput,
-        match=rf"^{what} compares the rows .* \(of \d rows .*loss_scope='step' .*loss_scope='worker'",
-    ):
+    says = rf"^{what} compares the rows .* \(of \d rows .*loss_scope='step' .*loss_scope='worker'"
+    with pytest.raises(InvalidInput, match=says):
         check_scope(data, loss, make(), batch_size=batch)
 
 
-def test_losses_that_two_rows_do_not_show_are_tried_on_more(data: Data) -> None:
-    for loss, what in (
-        (compare_triplets, "loss"),
-        (compute_dice, "loss"),
-        (compare_views, "train_minibatch_fn"),
-    ):
+@pytest.mark.parametrize(
+    ("loss", "what", "make", "precisions"),
+    [
+        (compare_triplets, "loss", None, (None,)),
+        (compute_dice, "loss", None, (None,)),
+        (compare_views, "train_minibatch_fn", None, (None,)),
+        (compute_variance, "loss", Zeros, (None, "bf16")),  # outputs that are alike hide nothing
+        (
+            lambda model, features, labels: compute_variance(model(*features), *labels),
+            "train_minibatch_fn",
+            Zeros,
+            (None,),
+        ),
+    ],
+)
+def test_losses_that_two_rows_do_not_show_are_tried_on_more(
+    data: Data, loss: Any, what: str, make: Any, precisions: tuple[str | None, ...]
+) -> None:
+    for precision in precisions:
         with pytest.raises(InvalidInput, match=f"^{what} compares the rows"):
-            check_scope(data, loss)
+            check_scope(data, loss, make and make(), precision=precision)
 
 
 def test_a_loss_that_compares_rows_may_see_those_of_a_worker_or_of_a_share(
@@ -532,9 +532,8 @@ def test_the_scope_of_a_step_says_what_it_cannot_join_and_where_it_is_of_no_use(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).sum(0)
 
-    with pytest.raises(
-        InvalidInput, match=r"^loss_scope='step' joins .* shape \(16,\) for 2 rows and \(16,\) for 8 rows"
-    ):
+    says = r"^loss_scope='step' joins .* shape \(16,\) for 2 rows and \(16,\) for 8 rows"
+    with pytest.raises(InvalidInput, match=says):
         check_scope(data, lambda output, label: output.sum(), Sums(WIDTH, 16), loss_scope="step")
     assert not caplog.messages
     check_scope(data, CROSS_ENTROPY, loss_scope="step")
@@ -582,16 +581,6 @@ def test_rounding_to_16_bits_is_no_comparison_of_rows(data: Data, loss: Any) -> 
         check_scope(data, loss, net, precision="bf16")
 
 
-def test_outputs_that_are_alike_do_not_hide_a_comparison(data: Data) -> None:
-    for loss, what in (
-        (compute_variance, "loss"),
-        (lambda model, features, labels: compute_variance(model(*features), *labels), "train_minibatch_fn"),
-    ):
-        for precision in (None, "bf16") if what == "loss" else (None,):
-            with pytest.raises(InvalidInput, match=f"^{what} compares the rows"):
-                check_scope(data, loss, Zeros(), precision=precision)
-
-
 def test_rows_of_all_classes_are_tried(tmp_path: Path) -> None:
     columns = {"x": pa.array(np.arange(90.0)), "y": pa.array(np.arange(90) == 47)}
     pq.write_table(pa.table(columns), tmp_path / "part.parquet")
@@ -604,68 +593,55 @@ def test_rows_of_all_classes_are_tried(tmp_path: Path) -> None:
 
 def test_a_loss_with_buffers_of_its_own_is_refused(data: Data) -> None:
     net = torch.nn.Linear(WIDTH, CLASSES)
-    with pytest.raises(
-        InvalidInput, match=r"^loss Centered writes to its buffer 'center', .*train_minibatch_fn"
-    ):
+    says = r"^loss Centered writes to its buffer 'center', .*train_minibatch_fn"
+    with pytest.raises(InvalidInput, match=says):
         check_scope(data, Centered(), net)
     check_scope(data, Centered(), net, max_workers=1)
     check_scope(data, Centered(), net, loss_scope="worker")
 
 
-def test_a_loss_that_counts_its_calls_is_not_compared(data: Data, caplog: pytest.LogCaptureFixture) -> None:
-    class Counts(torch.nn.Module):
-        calls = 0
+class CountsCalls(torch.nn.Module):
+    calls = 0
 
-        def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return self.calls * output.square().mean()
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.calls * output.square().mean()
 
-    check_scope(data, Counts())
-    (message,) = caplog.messages
-    assert "is another one when the same rows are given again" in message
+
+def weigh(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return SMALL.cross_entropy(output, label, weight=WEIGHTS.double())
+
+
+IS_NO_MEAN = "which is neither the mean of the rows' losses nor one for each"
+MIXES = "number of workers through 1 (it mixes the rows of a batch)"
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "mixes", "says"),
     [
-        lambda output, label: SMALL.cross_entropy(output, label, weight=WEIGHTS.double()),
-        lambda output, label: SMALL.cross_entropy(output, label, reduction="sum"),
-        lambda model, features, labels: SMALL.cross_entropy(
-            model(*features), *labels, weight=WEIGHTS.double()
-        ),
+        (CountsCalls(), False, "is another one when the same rows are given again"),
+        (weigh, False, IS_NO_MEAN),
+        (lambda output, label: SMALL.cross_entropy(output, label, reduction="sum"), False, IS_NO_MEAN),
+        (lambda model, features, labels: weigh(model(*features), *labels), False, IS_NO_MEAN),
+        (CROSS_ENTROPY, True, MIXES),
+        (lambda model, features, labels: CROSS_ENTROPY(model(*features), *labels), True, MIXES),
     ],
 )
-def test_a_mean_with_weights_of_its_own_is_warned_of(
-    data: Data, caplog: pytest.LogCaptureFixture, loss: Any
+def test_what_may_depend_on_the_world_and_is_no_comparison_is_warned_of(
+    data: Data, caplog: pytest.LogCaptureFixture, loss: Any, mixes: bool, says: str
 ) -> None:
-    check_scope(data, loss, torch.nn.Linear(WIDTH, CLASSES))
+    layers = torch.nn.Linear(WIDTH, 8), *([Centers()] * mixes), torch.nn.Linear(8, CLASSES)
+    check_scope(data, loss, torch.nn.Sequential(*layers))
     (message,) = caplog.messages
-    assert "which is neither the mean of the rows' losses nor one for each" in message
-
-
-def test_a_layer_that_mixes_rows_is_warned_of_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
-    layers = torch.nn.Linear(WIDTH, 8), Centers(), torch.nn.Linear(8, CLASSES)
-    check_scope(data, CROSS_ENTROPY, torch.nn.Sequential(*layers))
-    check_scope(
-        data,
-        lambda model, features, labels: CROSS_ENTROPY(model(*features), *labels),
-        torch.nn.Sequential(*layers),
-    )
-    assert len(caplog.messages) == 2
-    assert all(
-        "number of workers through 1 (it mixes the rows of a batch)" in each for each in caplog.messages
-    )
+    assert says in message
 
 
 # ---- nothing is changed
 
 
 def test_neither_the_model_nor_the_random_numbers_of_the_driver_change(data: Data) -> None:
-    model = (
-        torch.nn.Sequential(torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout(), torch.nn.Linear(WIDTH, CLASSES))
-        .double()
-        .eval()
-    )
+    layers = torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout(), torch.nn.Linear(WIDTH, CLASSES)
+    model = torch.nn.Sequential(*layers).double().eval()
     before, drawn = copy.deepcopy(model.state_dict()), get_generators()
 
     def draw(columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -713,7 +689,6 @@ def test_what_a_transformation_opens_on_the_driver_does_not_travel_to_the_worker
 
 def test_labels_of_two_classes_lie_between_0_and_1(data: Data) -> None:
     for loss in (torch.nn.BCEWithLogitsLoss(), SMALL.binary_cross_entropy_with_logits):
-        with pytest.raises(
-            InvalidInput, match=r"^column 'y' has .*, and a loss of two classes takes labels from 0 to 1"
-        ):
+        says = "^column 'y' has .*, and a loss of two classes takes labels from 0 to 1"
+        with pytest.raises(InvalidInput, match=says):
             check_scope(data, loss, torch.nn.Linear(WIDTH, 1))

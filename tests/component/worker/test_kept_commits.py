@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.reading import row_group_cache
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, SlotIdentity, SlotSpec
 from spark_elastic.runs import kept_commits
@@ -51,14 +52,9 @@ class Owner:
     """A training process, as far as its commits go."""
 
     def __init__(self, key: bytes, attempt: int, timeout: float) -> None:
-        arguments = [key.hex(), str(attempt), str(timeout)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", OWNER, key.hex(), str(attempt), str(timeout)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen(command, text=True, **pipes)
 
     def commit(self, step: int, size: int = 1000) -> None:
         assert self.process.stdin is not None
@@ -168,9 +164,8 @@ def test_r23_what_is_not_whole_is_not_read(
     buffer, weights = SnapshotBuffer(keeper), np.ones(1000)
     for step in (4, 5):
         weights[:] = step
-        buffer.begin(
-            Position(0, Phase.TRAIN, step), lambda b, step=step: {"w": b.add_array(weights), "step": step}
-        )
+        position = Position(0, Phase.TRAIN, step)
+        buffer.begin(position, lambda b, step=step: {"w": b.add_array(weights), "step": step})
     for segment in keeper._segments[-1:] if left else keeper._segments:
         byte = os.pread(segment.fd, 1, offset)
         os.pwrite(segment.fd, bytes([byte[0] ^ 1]), offset)
@@ -186,7 +181,7 @@ def test_r23_what_is_not_whole_is_not_read(
 def test_r23_a_commit_that_does_not_fit_is_not_kept_and_one_sentence_says_so(
     key: bytes, keeper: CommitKeeper, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept_commits, "read_free_memory", lambda: 4 << 20)
+    monkeypatch.setattr(row_group_cache, "measure_available_memory", lambda: (4 << 20, 8 << 20))
     buffer, weights = SnapshotBuffer(keeper), np.ones(1 << 18)
     for generation in (1, 2):
         keeper.begin_world(Fence(1, generation), keeps=True)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data import plan as plan_module
-from spark_elastic.data.plan import ALONE, DataPlan, Division, RankRows, draw_permutation
+from spark_elastic.data.plan import ALONE, DataPlan, Division, draw_permutation
 from spark_elastic.errors import InvalidInput
+from tests.planned_rows import list_row_ids
 
 
 @st.composite
@@ -28,11 +29,7 @@ def plans(draw: st.DrawFn) -> DataPlan:
 
 def ids(plan: DataPlan, epoch: int, step: int, size: int) -> list[int]:
     order = plan.permute_epoch(epoch)
-    return [
-        row
-        for rank in range(size)
-        for row in plan.compute_row_ids(order.assign_rows(step, rank, size)).tolist()
-    ]
+    return [row for rank in range(size) for row in list_row_ids(plan, order, step, rank, size).tolist()]
 
 
 @given(plans(), st.integers(0, 5), st.integers(1, 9))
@@ -53,21 +50,22 @@ def test_p2_a_step_is_the_same_in_every_world(
 ) -> None:
     step = data.draw(st.integers(0, plan.steps - 1))
     assert ids(plan, epoch, step, size) == ids(plan, epoch, step, 1)
-    shares = [plan.assign_rows(epoch, step, rank, size) for rank in range(size)]
-    lengths = [len(share) for share in shares]
+    order = plan.permute_epoch(epoch)
+    blocks = [order.assign_block(step, 1, rank, plan.divide(size)) for rank in range(size)]
+    lengths = [block.length for block in blocks]
     assert max(lengths) - min(lengths) <= 1
-    assert [share.start for share in shares] == [sum(lengths[:rank]) for rank in range(size)]
+    assert [block.start for block in blocks] == [sum(lengths[:rank]) for rank in range(size)]
 
 
-def test_thousands_of_plans_have_each_row_once() -> None:
+def test_a_thousand_plans_have_each_row_once() -> None:
     """Places alone, without shuffling: N, b and L over a wide range, every step of the epoch."""
     draw = random.Random(7)
-    for _ in range(3000):
+    for _ in range(1000):
         rows, batch = draw.randint(1, 700), draw.randint(1, 300)
         lanes = draw.randint(1, min(64, DataPlan((rows,), batch, 0, 1).base_rows))
         plan = DataPlan((rows,), batch, 0, lanes, shuffle=False)
         order = plan.permute_epoch(0)
-        steps = [order.assign_rows(step, 0, 1).rows for step in range(plan.steps)]
+        steps = [list_row_ids(plan, order, step) for step in range(plan.steps)]
         assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(rows))
         assert {len(taken) for taken in steps} <= {plan.base_rows, plan.base_rows + 1}
 
@@ -91,7 +89,7 @@ def test_a_ranks_share_of_a_step_touches_few_row_groups() -> None:
     plan = DataPlan((1000,) * 100, global_batch=256, seed=1, lanes=16)
     for step in range(0, plan.steps, 37):
         for rank in range(4):
-            assert len(np.unique(plan.assign_rows(0, step, rank, 4).groups)) <= 16 // 4 + 3
+            assert len(np.unique(list_row_ids(plan, 0, step, rank, 4) // 1000)) <= 16 // 4 + 3
 
 
 @given(plans(), st.integers(1, 9), st.data())
@@ -108,9 +106,7 @@ def test_steps_computed_in_a_block_equal_those_computed_alone(
         ids = np.concatenate([plan.group_offsets[group] + rows for group, rows in lane.runs])
         found[:, lane.offset : lane.offset + lane.width] = ids.reshape(count, lane.width)
     for number in range(count):
-        alone = order.assign_rows(first + number, rank, size)
-        assert (block.planned, block.start) == (alone.planned, alone.start)
-        assert np.array_equal(found[number], plan.compute_row_ids(alone))
+        assert np.array_equal(found[number], list_row_ids(plan, order, first + number, rank, size))
 
 
 @given(plans(), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.data())
@@ -202,7 +198,7 @@ def test_the_number_of_lanes_follows_from_batch_workers_and_memory(
 def test_a_plan_travels_without_its_caches() -> None:
     plan = DataPlan((100,) * 50, 32, 5, 8)
     bare = len(pickle.dumps(plan))
-    plan.assign_rows(0, 0, 0, 1)
+    assert len(plan.permute_epoch(0).assign_block(0, 1, 0, ALONE).groups)
     assert len(pickle.dumps(plan)) == bare
     assert pickle.loads(pickle.dumps(plan)) == plan
 
@@ -211,7 +207,7 @@ def test_permutations_of_past_row_groups_are_freed() -> None:
     plan = DataPlan((10,) * 500, 20, 5, 2)
     order = plan.permute_epoch(0)
     for step in range(plan.steps):
-        order.assign_rows(step, 0, 1)
+        order.assign_block(step, 1, 0, ALONE)
     assert len(order._permuted) <= 6
 
 
@@ -227,16 +223,12 @@ def test_wrong_plans_are_refused(groups: tuple[int, ...], batch: int, lanes: int
 def test_wrong_steps_and_ranks_are_refused() -> None:
     plan = DataPlan((10,), 4, 0, 1)
     with pytest.raises(InvalidInput, match="Step 3"):
-        plan.assign_rows(0, 3, 0, 1)
+        list_row_ids(plan, 0, 3)
     with pytest.raises(InvalidInput, match="Rank 2"):
-        plan.assign_rows(0, 0, 2, 2)
+        list_row_ids(plan, 0, 0, 2, 2)
 
 
 @pytest.mark.scenario("G10")
 def test_r08_ranks_beyond_the_rows_of_a_step_have_none() -> None:
     plan = DataPlan((3,), 3, 0, 1)
-    lengths = [len(plan.assign_rows(0, 0, rank, 5)) for rank in range(5)]
-    assert sorted(lengths) == [0, 0, 1, 1, 1]
-    empty: RankRows = plan.assign_rows(0, 0, lengths.index(0), 5)
-    assert len(empty.groups) == 0
-    assert plan.compute_row_ids(empty).dtype == np.int64
+    assert sorted(len(list_row_ids(plan, 0, 0, rank, 5)) for rank in range(5)) == [0, 0, 1, 1, 1]

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from spark_elastic.data import renewal
-from spark_elastic.data.renewal import Lease, RenewedCredentials
+from spark_elastic.data import object_store
+from spark_elastic.data.object_store import Lease, RenewedCredentials
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.testing import FakeClock
 
@@ -35,7 +35,7 @@ class Vendor:
 @pytest.fixture
 def vendor() -> Iterator[Vendor]:
     vendor = Vendor()
-    with patch.object(renewal, "_CLOCK", vendor.clock):
+    with patch.object(object_store, "_CLOCK", vendor.clock):
         yield vendor
 
 

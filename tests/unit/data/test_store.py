@@ -121,9 +121,8 @@ def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
         patch.setattr(os.path, "exists", fail)
-        with pytest.raises(
-            StoreError, match=r"Cannot look for 'a' in the store .* \(OSError: .*Input/output error"
-        ):
+        says = r"Cannot look for 'a' in the store .* \(OSError: .*Input/output error"
+        with pytest.raises(StoreError, match=says):
             store.exists("a")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.validation import FitRequest
-from spark_elastic.training.fit_config import FitConfig
+from tests.fit_configs import make_config
 
 
 def net() -> torch.nn.Module:
@@ -38,9 +37,9 @@ def values(**changes: Any) -> dict[str, Any]:
 
 def request(**values: Any) -> FitRequest[Any]:
     """A checked request. values: fields of the request or of its FitConfig."""
-    fields = {field.name for field in dataclasses.fields(FitConfig)}
-    given = {"feature_cols": ("x",), "label_cols": ("y",), "batch_size": 4, "num_workers": 2, "seed": 1}
-    config = {name: value for name, value in (given | values).items() if name in fields}
-    others = {name: value for name, value in values.items() if name not in fields}
+    names = {name for part in vars(make_config()).values() for name in vars(part)}
+    given = {"batch_size": 4, "num_workers": 2, "seed": 1} | values
+    config = make_config(**{name: value for name, value in given.items() if name in names})
+    others = {name: value for name, value in values.items() if name not in names}
     blank = {"objects": SimpleNamespace(transformation=None, identity=dict)}
-    return FitRequest(config=FitConfig(**config), **(blank | others))
+    return FitRequest(config=config, **(blank | others))

@@ -14,9 +14,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed
-from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.estimators.fit_rows import FileRows, materialize_rows
-from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.fit_rows import FileRows, RunRecord, materialize_rows
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.unit.estimators.requests import request
@@ -124,10 +122,6 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
     ("values", "says"),
     [
         ({"validation": 0.2}, "give validation_paths instead"),
-        ({"missing": MissingValues("drop")}, "missing leaves out rows while they are written"),
-        ({"missing": MissingValues(nans="drop")}, "missing leaves out rows while they are written"),
-        ({"row_order": "hash"}, "the order of their hash sorts the rows while"),
-        ({"terminate_on_nan": False}, "NaN is looked for while rows are written"),
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )
@@ -137,11 +131,6 @@ def test_options_that_need_a_dataframe_are_refused_for_files(
     rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
     with pytest.raises(InvalidInput, match=says):
         rows.check(request(**values))
-
-
-def test_nan_may_be_kept_in_files(tmp_path: Path) -> None:
-    rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
-    rows.check(request(terminate_on_nan=False, missing=MissingValues(nans="keep")))
 
 
 def test_files_need_a_session_and_a_path(tmp_path: Path) -> None:

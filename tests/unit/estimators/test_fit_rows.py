@@ -1,10 +1,11 @@
-"""Tables that cannot be trained on are told from what Spark says of them, before any job."""
+"""Tables that cannot be trained on are told from what Spark says of them, before any job; which must be written."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 pytest.importorskip("pyspark")
@@ -14,26 +15,23 @@ from pyspark.sql.types import DoubleType, StringType, StructType
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.dataframe_rows import DataFrameRows
-from spark_elastic.estimators.fit_rows import choose_group_bytes
-from spark_elastic.estimators.run_record import plan_rows
+from spark_elastic.estimators.dataframe_rows import DataFrameRows, refuse_conversions
+from spark_elastic.estimators.dataframes.file_scan import NoFileScan
+from spark_elastic.estimators.dataframes.scan import MissingValues
+from spark_elastic.estimators.fit_rows import choose_group_bytes, plan_rows
 from tests.unit.estimators.requests import request
 
 
-def test_a_stream_is_refused() -> None:
-    stream: Any = SimpleNamespace(isStreaming=True)
-    with pytest.raises(InvalidInput, match=r"is a stream, which has no end: read its source with spark.read"):
-        DataFrameRows(stream).check(request())
-
-
-def test_a_table_of_pandas_is_refused() -> None:
-    import pandas
-
-    frame: Any = pandas.DataFrame({"x": [1.0]})
-    with pytest.raises(
-        InvalidInput, match=r"got pandas\.DataFrame: make one of it with spark\.createDataFrame"
-    ):
-        DataFrameRows(frame).check(request())
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (SimpleNamespace(isStreaming=True), "is a stream, which has no end: read its source with spark.read"),
+        (pd.DataFrame({"x": [1.0]}), r"got pandas\.DataFrame: make one of it with spark\.createDataFrame"),
+    ],
+)
+def test_what_is_no_table_is_refused(table: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        DataFrameRows(table).check(request())
 
 
 @pytest.mark.parametrize(
@@ -80,3 +78,35 @@ def test_row_groups_of_as_many_lanes_as_asked_for_fit_into_memory(
     plan = plan_rows(asked, manifest, batch, shuffle=True)
     assert plan.lanes == planned
     assert (plan.lanes + 2) * size <= DEFAULT_CACHE_BYTES
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"materialize": "never"},
+        {"materialize": "never", "row_order": "table"},
+        {"row_order": "table"},
+        {"shuffle": False},
+        {"row_order": "table", "terminate_on_nan": False, "missing": MissingValues(nans="keep")},
+    ],
+)
+def test_rows_in_the_table_s_own_order_may_stay_where_they_are(asked: dict[str, Any]) -> None:
+    refuse_conversions(request(**asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({}, "the order of their hash sorts the rows"),
+        ({"row_order": "hash", "shuffle": False}, "the order of their hash sorts the rows"),
+        ({"row_order": "hash", "materialize": "never"}, "the order of their hash sorts the rows"),
+        ({"row_order": "table", "validation": 0.2}, "validation splits the rows"),
+        ({"row_order": "table", "validation": "seen"}, "validation splits the rows"),
+        ({"row_order": "table", "missing": MissingValues("drop")}, "missing leaves out rows"),
+        ({"row_order": "table", "missing": MissingValues(nans="drop")}, "missing leaves out rows"),
+        ({"row_order": "table", "terminate_on_nan": False}, "NaN is looked for while rows are written"),
+    ],
+)
+def test_rows_that_are_sorted_split_or_checked_are_written(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(NoFileScan, match=says):
+        refuse_conversions(request(**asked))

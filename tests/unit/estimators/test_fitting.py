@@ -23,6 +23,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
+from spark_elastic.estimators.fit_rows import RunResult
 from spark_elastic.estimators.fitting import (
     FitRun,
     _ledger_folder,
@@ -31,7 +32,6 @@ from spark_elastic.estimators.fitting import (
     make_fit_limits,
     shape_features,
 )
-from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Limits
@@ -44,21 +44,15 @@ from tests.unit.estimators.requests import request
 UNTRIED: Any = dataclasses.replace(TORCH, build_program=lambda spec, objects: "program")
 
 
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
-def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
-    with _open_store(request(), master) as store:
-        store.write_bytes("runs/x/model.pt", b"1")
-        assert os.path.isdir(store.root)
-    assert not os.path.exists(store.root)
-
-
-def test_on_other_machines_a_store_must_be_named() -> None:
+def test_without_a_store_a_fit_on_one_machine_has_a_folder_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    for master in ("local[2]", "local-cluster[3,1,1024]"):
+        with _open_store(request(), master) as store:
+            store.write_bytes("runs/x/model.pt", b"1")
+            assert os.path.isdir(store.root)
+        assert not os.path.exists(store.root)
     with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
         with _open_store(request(), "yarn"):
             pass
-
-
-def test_a_given_store_stays(tmp_path: Any) -> None:
     with _open_store(request(store=str(tmp_path)), "yarn") as store:
         assert store.root == str(tmp_path)
     assert tmp_path.exists()
@@ -81,12 +75,8 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
     for field in dataclasses.fields(Limits):
         if hasattr(config, field.name):
             assert getattr(limits, field.name) == getattr(config, field.name), field.name
-    assert (limits.num_workers, limits.min_workers, limits.max_workers, limits.max_global_batch) == (
-        3,
-        2,
-        4,
-        24,
-    )
+    workers = limits.num_workers, limits.min_workers, limits.max_workers
+    assert (*workers, limits.max_global_batch) == (3, 2, 4, 24)
 
 
 @pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
@@ -223,7 +213,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
 ) -> None:
     store = make_memory_store()
     ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
-    manifest = SimpleNamespace(content="digest")
+    manifest = SimpleNamespace(content="digest", column=lambda name: Column(name, "float32"))
     record = SimpleNamespace(check=lambda *given: None, load_manifest=lambda: manifest)
 
     class OtherDriverEndsIt:
@@ -249,12 +239,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         describe=lambda record: "version 3",
     )
     wanted = request(
-        run_id="r",
-        epochs=1,
-        num_workers=1,
-        feature_cols=(),
-        objects=SimpleNamespace(transformation=None),
-        verbose=2,
+        run_id="r", epochs=1, num_workers=1, objects=SimpleNamespace(transformation=None), verbose=2
     )
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     assert fitting.train_model(rows, wanted, framework).weights == b"w"
@@ -286,7 +271,7 @@ def test_a_parameter_that_cannot_be_pickled_is_named_before_the_preflight(
     objects = TorchUserObjects(module, None, **{"losses": (torch.nn.MSELoss(),), **changes})
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None)
     monkeypatch.setattr(fitting, "make_platform", lambda *given: SimpleNamespace(master="local"))
-    wanted = request(objects=objects, store=str(tmp_path), num_workers=1, feature_cols=(), storage_options={})
+    wanted = request(objects=objects, store=str(tmp_path), num_workers=1, storage_options={})
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     with pytest.raises(
         InvalidInput, match=rf"^the parameter {name} cannot be pickled \(.*lock.*: create such"

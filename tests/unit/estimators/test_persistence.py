@@ -6,14 +6,20 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.saving import check_class, pack
+from spark_elastic.estimators.torch_estimator import load_trained_module
 from spark_elastic.estimators.torch_model import ElasticTorchModel
+from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.transformer import FitSummary, ModelReader
+from spark_elastic.training.torch.state import TorchTrainingState
+from spark_elastic.training.torch.trainer import TorchTrainer
+from tests.unit.estimators.requests import values
 
 
 class HardToSaveNet(torch.nn.Module):
@@ -34,41 +40,72 @@ class HardToSaveNet(torch.nn.Module):
         return self.scale(self.norm(self.second(self.first(x))))
 
 
-def test_a_module_comes_back_whole() -> None:
+def test_a_module_comes_back_whole_and_stays_as_it_is() -> None:
     model = HardToSaveNet().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     back = pack(model).unpack()
     x = torch.randn(5, 3)
     assert torch.equal(back(x), model(x))
     assert list(back.state_dict()) == list(model.state_dict())
     assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in model.parameters()]
-
-
-def test_shared_weights_stay_shared() -> None:
-    back = pack(HardToSaveNet()).unpack()
     assert back.second.weight is back.first.weight
+    with torch.no_grad():
+        back.first.weight.zero_()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def test_the_weights_are_readable_by_name_without_running_code() -> None:
+def test_weights_are_apart_and_readable_by_name_without_running_code() -> None:
     model = HardToSaveNet()
-    weights = torch.load(io.BytesIO(pack(model).weights), weights_only=True)
+    packed = pack(model)
+    weights = torch.load(io.BytesIO(packed.weights), weights_only=True)
     assert torch.equal(weights["first.weight"], model.first.weight)
     assert torch.equal(weights["hidden"], model.hidden)
+    assert len(packed.weights) < 1000 * 4 + 8_000, "a view took its storage along"
+    assert len(pack(torch.nn.Linear(1000, 1000)).architecture) < 10_000
 
 
-def test_the_architecture_holds_no_weights_and_views_take_no_storage_along() -> None:
-    big = torch.nn.Linear(1000, 1000)
-    packed = pack(big)
-    assert len(packed.architecture) < 10_000
-    assert len(pack(HardToSaveNet()).weights) < 1000 * 4 + 8_000
+class NetWithMean(torch.nn.Module):
+    """Keeps beside its weights what is no tensor."""
+
+    def __init__(self, mean: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.mean = mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x - torch.from_numpy(self.mean))
+
+    def get_extra_state(self) -> Any:
+        return {"mean": self.mean}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.mean = state["mean"]
 
 
-def test_packing_leaves_the_module_as_it_is() -> None:
-    model = HardToSaveNet()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    unpacked = pack(model).unpack()
-    with torch.no_grad():
-        unpacked.first.weight.zero_()
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+def test_a_model_is_returned_as_training_left_it() -> None:
+    """With attributes that are no tensors, and with buffers that a forward pass has registered or grown."""
+    left = NetWithMean(np.array([1.0, 2.0], np.float32))
+    learner: Any = object.__new__(TorchTrainer)
+    learner.state = TorchTrainingState(left, torch.optim.SGD(left.parameters(), lr=0.1))
+    left.layer.register_buffer("positions", torch.arange(3.0))
+    left.register_buffer("cache", torch.ones(2, 2), persistent=False)
+    left.layer.requires_grad_(False)
+    left.temperature = 0.5  # type: ignore[assignment]
+    objects = check_torch_objects(values(model=NetWithMean(np.zeros(2, np.float32))))
+    found, x = load_trained_module(objects.model, learner.export_weights()), torch.rand(3, 2)
+    assert torch.equal(found(x), left(x))
+    assert {n: b.tolist() for n, b in found.named_buffers()} == {
+        n: b.tolist() for n, b in left.named_buffers()
+    }
+    assert found.state_dict().keys() == left.state_dict().keys()
+    assert (found.temperature, found.layer.weight.requires_grad, found.training) == (0.5, False, False)
+
+
+def test_a_state_dict_that_no_weights_file_can_hold_is_refused_before_any_spark_job() -> None:
+    with pytest.raises(
+        InvalidInput, match="cannot hold the Linear of the model, at '_extra_state', at 'mean'"
+    ):
+        check_torch_objects(values(model=NetWithMean(torch.nn.Linear(1, 1))))
 
 
 class Reader(ModelReader):
@@ -78,6 +115,8 @@ class Reader(ModelReader):
 
 
 METADATA = {
+    "format": saving.FORMAT,
+    "shapes": None,
     "class": "spark_elastic.estimators.torch_model.ElasticTorchModel",
     "uid": "one",
     "columns": [],

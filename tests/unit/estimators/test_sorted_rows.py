@@ -11,7 +11,6 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes import sorted_rows
-from spark_elastic.estimators.dataframes.row_hash import SEED, CopyHasher, make_hasher
 from spark_elastic.estimators.dataframes.sorted_rows import (
     SMALLEST,
     CopyTask,
@@ -19,6 +18,7 @@ from spark_elastic.estimators.dataframes.sorted_rows import (
     ReadTask,
     RowSums,
     SortTask,
+    hash_further,
 )
 
 HASHES = ("hash", "exact")
@@ -120,10 +120,9 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
     for odd in (False, True):
         keys = np.sort(rows["a.b"].to_numpy()[rows["odd"].to_numpy(zero_copy_only=False) == odd])
         copies = np.arange(len(keys)) - np.searchsorted(keys, keys)
-        written = [pa.array(keys), pa.array([f"row {key}" for key in keys])]
-        hashes, exact = (
-            CopyHasher(written, each).hash(copies, np.arange(len(keys))) for each in (False, True)
-        )
+        first = dict(zip(rows["a.b"].to_pylist(), rows["hash"].to_pylist(), strict=True))
+        before = (np.array([first[key] for key in keys.tolist()]), keys // 2)
+        hashes, exact = (hash_further(each.view(np.uint64), copies) for each in before)
         order = np.argsort(hashes.view(np.int64))
         found = pq.read_table(pa.BufferReader(store.read_bytes(files.write(int(odd)))))
         assert found["a.b"].to_pylist() == keys[order].tolist()
@@ -131,34 +130,10 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
         assert found["exact"].to_pylist() == exact[order].view(np.int64).tolist()
 
 
-def test_a_task_that_makes_all_copies_itself_writes_the_files_of_chunks(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sort, columns, files = SortTask(store, "copies", HASHES), ["a.b", "text"], {False: 3, True: 2}
-    names = spill(store, make_rows(copies=True), "odd")
-    copy = CopyTask(sort, names, columns, ranges=1, shares=1)
-    numbers = pa.RecordBatch.from_pydict({"id": [0, 1]})
-    made: dict[bool, list[str]] = {False: [], True: []}
-    for chunk in pa.Table.from_batches(copy([numbers])).to_pylist():
-        made[chunk["validates"]].append(chunk["name"])
-    by_chunks = MergeTask(sort, "files", made, files, columns, 100)
-    at_once = MergeTask(sort, "files", names, files, columns, 100, copy)
-    monkeypatch.setattr(sorted_rows, "CHUNK_BYTES", 9_000)  # it makes several parts
-    numbers = pa.RecordBatch.from_pydict({"id": list(range(5))})
-    written = [
-        [store.read_bytes(name) for batch in task([numbers]) for name in batch["name"].to_pylist()]
-        for task in (by_chunks, at_once)
-    ]
-    assert written[0] == written[1]
-    assert len(set(written[0])) == 5
-
-
 def test_values_are_hashed_as_spark_documents_its_function() -> None:
-    """`SELECT xxhash64('Spark', array(123), 2)` is 5602566077635097486."""
-    hashes = np.array([SEED])
-    for values in (pa.array(["Spark"]), pa.array([[123]], pa.list_(pa.int32())), pa.array([2], pa.int32())):
-        hashes = make_hasher(values)(hashes, np.array([0]))
-    assert hashes.tolist() == [5602566077635097486]
+    """`SELECT xxhash64('Spark', array(123), 2)` is 5602566077635097486; without the 2 it is this."""
+    before = np.array([10675773155209040921], np.uint64)
+    assert hash_further(before, np.array([2], np.int32)).tolist() == [5602566077635097486]
 
 
 @pytest.mark.parametrize("distinct", [7, 2000, 300_000])

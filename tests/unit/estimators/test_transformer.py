@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -118,23 +117,11 @@ def test_names_are_compared_as_the_session_compares_them() -> None:
     _check_new(table(["x"], sensitive="true"), ["p", "P"])
 
 
-def test_the_history_is_a_dict_of_lists_as_horovods() -> None:
-    epochs = ({"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 3.0})
-    summary: Any = SimpleNamespace(epochs=epochs)
-    fitted = ElasticModel(SimpleNamespace(columns=()), summary)  # type: ignore[arg-type]
-    assert fitted.getHistory() == {"epoch": [0, 1], "loss": [2.0, 1.0], "val_loss": [None, 3.0]}
-
-
 def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A callback's numbers need not be of one type.
     epochs = (
         {"epoch": 0, "loss": 2.0, "rows": 5, "gap": 0.5},
-        {
-            "epoch": 1,
-            "aux": 9.0,
-            "loss": 1.0,
-            "rows": 5,
-            "gap": 1,
-        },  # a callback's numbers need not be of one type
+        {"epoch": 1, "aux": 9.0, "loss": 1.0, "rows": 5, "gap": 1},
     )
     summary: Any = SimpleNamespace(epochs=epochs)
     fitted = ElasticModel(SimpleNamespace(columns=()), summary)  # type: ignore[arg-type]
@@ -142,6 +129,8 @@ def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.M
         createDataFrame=lambda rows, names: [dict(zip(names, r, strict=True)) for r in rows]
     )
     monkeypatch.setattr(transformer.SparkSession, "active", lambda: session)
+    assert fitted.getHistory()["gap"] == [0.5, 1]
+    assert fitted.getHistory()["aux"] == [None, 9.0]
     first, second = fitted.history_frame()
     assert first == {**epochs[0], "aux": None}
     assert second == epochs[1]
@@ -149,24 +138,16 @@ def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.M
 
 
 def test_a_summary_survives_json() -> None:
+    worlds = (WorldChange(1, 0.0, WorldChangeKind.START, 0, 2, 2, 0, "first", 0.5),)
+    epochs = ({"epoch": 0, "loss": 0.5, "rows": 10},)
     summary = FitSummary(
         run_id="r",
-        epochs=({"epoch": 0, "loss": 0.5, "rows": 10},),
+        epochs=epochs,
         worlds=(WorldRecord(0.0, 3, "start"), WorldRecord(4.5, 2, "lost 0")),
         seconds=9.0,
         data_rows=10,
         digest="ab",
+        report=JobReport(10.0, {"training": 9.0}, worlds).with_rows(list(epochs), 10),
     )
     assert FitSummary.from_json(summary.to_json()) == summary
     assert summary.rows_per_epoch == [10]
-
-
-def test_the_report_survives_json_and_older_summaries_have_none() -> None:
-    report = JobReport(
-        10.0, {"training": 9.0}, (WorldChange(1, 0.0, WorldChangeKind.START, 0, 2, 2, 0, "first", 0.5),)
-    )
-    summary = FitSummary("run", report=report.with_rows([{"epoch": 0, "rows": 5}], 5))
-    assert FitSummary.from_json(summary.to_json()) == summary
-    older = {key: value for key, value in json.loads(summary.to_json()).items() if key != "report"}
-    older["settings"] = {}
-    assert FitSummary.from_json(json.dumps(older)).report == JobReport()

@@ -225,13 +225,7 @@ def test_build_queries_answer_as_horovods() -> None:
     assert hvd.HorovodVersionMismatchError is PreflightError
     assert hvd.gloo_built()
     assert hvd.gloo_enabled()
-    no = (
-        hvd.mpi_built,
-        hvd.mpi_enabled,
-        hvd.mpi_threads_supported,
-        hvd.ddl_built,
-        hvd.ccl_built,
-    )
+    no = (hvd.mpi_built, hvd.mpi_enabled, hvd.mpi_threads_supported, hvd.ddl_built, hvd.ccl_built)
     assert not any(ask() for ask in (*no, hvd.cuda_built, hvd.rocm_built, hvd.sycl_built))
     assert (hvd.nccl_built() > 0) == torch.distributed.is_nccl_available()
     assert hvd.is_homogeneous()

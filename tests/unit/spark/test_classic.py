@@ -23,11 +23,9 @@ from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, ProbeJ
 from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
-from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.testing.fakes import FakeClock
-from tests.memory_store import make_memory_store
 
 # ---- executors
 
@@ -94,13 +92,6 @@ def test_where_py4j_is_refused_jobs_do_without_it(caplog: pytest.LogCaptureFixtu
 
     frame: Any = SimpleNamespace(_jdf=DeniedGateway())
     assert _describe_source(frame) != _describe_source(frame), "its plan is never the same"
-
-    user = SimpleNamespace(UserGroupInformation=DeniedGateway())
-    hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
-    session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
-    store = make_memory_store()
-    check_store_access(session, store)
-    assert store.list("probes") == []
 
 
 # ---- probes

@@ -18,7 +18,6 @@ from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState, State
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs import checkpoint
-from spark_elastic.runs import checkpoint as checkpoint_writer
 from spark_elastic.runs.checkpoint import (
     Checkpointer,
     CheckpointPolicy,
@@ -85,9 +84,7 @@ def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
     assert second.told[-1].position.step == 10
 
 
-def test_p7_a_checkpoint_read_for_a_broken_world_is_used_in_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_p7_a_checkpoint_read_for_a_broken_world_is_used_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_memory_store()
     written = tuple(reversed(SimulatedJob(store, size=1, until=7).told))
     reader = SnapshotReader(store, "run", PickleCodec())
@@ -155,14 +152,17 @@ class Sampler:
     def load_state_dict(self, given: dict[str, int]) -> None: ...
 
 
-class FlakyStore(CheckpointStore):
-    """Fails as often as told, then keeps the steps of the checkpoints that it was given."""
+class SlowStore:
+    """Answers when it is told to, fails as often as told, and keeps the steps of the checkpoints that it was given."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int = 0) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
         self.failures = failures
         self.written: list[int] = []
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        self.asked.set()
+        assert self.answers.wait(45)
         if self.failures:
             self.failures -= 1
             raise StoreError("no answer")
@@ -180,7 +180,8 @@ class FlakyStore(CheckpointStore):
 def test_p7_only_what_this_world_has_written_is_not_written_again(
     failures: int, offered: list[tuple[int, int]], written: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FlakyStore(failures)
+    store = SlowStore(failures)
+    store.answers.set()
     monkeypatch.setattr(checkpoint, "CheckpointStore", lambda *given: store)
     policy = CheckpointPolicy("run")
     checkpointer = Checkpointer(
@@ -197,22 +198,6 @@ def test_p7_only_what_this_world_has_written_is_not_written_again(
 FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)
 
 
-class SlowStore:
-    """Answers when it is told to, and fails as often as told."""
-
-    def __init__(self, failures: int = 0) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
-        self.failures = failures
-
-    def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
-        self.asked.set()
-        assert self.answers.wait(45)
-        if self.failures:
-            self.failures -= 1
-            raise StoreError("no answer")
-        return Checkpoint(fence, position, "name", "digest")
-
-
 def start_writer(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
     writer = CheckpointWriter(cast("CheckpointStore", store), told.append)
     writer.offer(FENCE, POSITION, dict)
@@ -222,7 +207,7 @@ def start_writer(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
 def test_p7_the_writer_waits_for_a_slow_store_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
+    monkeypatch.setattr(checkpoint, "WARN_INTERVAL", 0.02)
     store, told = SlowStore(), list[Checkpoint]()
     writer = start_writer(store, told)
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
@@ -240,8 +225,8 @@ def test_p7_the_writer_waits_for_a_slow_store_and_logs_it(
 def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
-    monkeypatch.setattr(checkpoint_writer, "FLUSH_TIMEOUT", 0.04)
+    monkeypatch.setattr(checkpoint, "WARN_INTERVAL", 0.02)
+    monkeypatch.setattr(checkpoint, "FLUSH_TIMEOUT", 0.04)
     store, told = SlowStore(), list[Checkpoint]()
     writer = start_writer(store, told)
     writer.flush()

@@ -23,7 +23,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.store import Store, list_entries
 from spark_elastic.driver.run_board import RunBoard, encode_request, requests_folder, status_name
 from spark_elastic.errors import ElasticError
-from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RunRecord, RunResult
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DrainRequested

@@ -119,18 +119,15 @@ def test_w3_a_rank_with_half_a_state_does_not_report_its_position() -> None:
 
 def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     crc = snapshot_module._compute_crc
-    monkeypatch.setattr(
-        snapshot_module, "_compute_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0)
-    )
+    monkeypatch.setattr(snapshot_module, "_compute_crc", lambda data: crc(data) + (data.nbytes > 400))
     damaged: list[int] = []
 
     def work(session: FakeSession) -> Any:
-        state: Any = WeightsState(
-            weights=Weights(64, fill=float(session.group.rank)), step=session.group.rank
-        )
+        rank = session.group.rank
+        state: Any = WeightsState(weights=Weights(64, fill=float(rank)), step=rank)
         state.attach(session)
-        monkeypatch.setattr(snapshot_module, "_compute_crc", crc) if session.group.rank == 0 else None
-        if session.group.rank == 0:
+        if rank == 0:
+            monkeypatch.setattr(snapshot_module, "_compute_crc", crc)
             state.sync()
             return None
         # Rank 1 sees other bytes than were sent.

@@ -13,7 +13,7 @@ import pytest
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError
-from spark_elastic.estimators.run_record import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RunRecord, RunResult
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun

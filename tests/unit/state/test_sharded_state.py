@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.elastic_loop import elastic
-from spark_elastic.handwritten.sharded_state import DividedHandler, ShardedState
-from spark_elastic.handwritten.shards import DividedTensor, get_shard_range
+from spark_elastic.handwritten.fsdp import DividedHandler, FSDPState
+from spark_elastic.handwritten.sharded_commits import DividedTensor, get_shard_range
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
@@ -42,7 +42,7 @@ class RowsHandler(DividedHandler):
             part[...] = self.pieces[number].view(np.float64)
 
 
-class RowsState(ShardedState):
+class RowsState(FSDPState):
     registry = ((Rows, RowsHandler),)
 
 

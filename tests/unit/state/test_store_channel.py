@@ -46,9 +46,8 @@ class Pair:
         self.a.poll()
 
     def open_side(self, own: str, other: str, key: bytes) -> StoreChannel:
-        return StoreChannel(
-            ChannelEnd(self.store, "channels/1", key, own, other), [Note], self.heard[own].append, self.clock
-        )
+        end = ChannelEnd(self.store, "channels/1", key, own, other)
+        return StoreChannel(end, [Note], self.heard[own].append, self.clock)
 
 
 def test_messages_sent_between_two_polls_are_one_object_and_arrive_in_order() -> None:
@@ -209,11 +208,9 @@ class ClockWithAction(FakeClock):
 def test_a_heartbeat_exists_while_its_block_runs() -> None:
     store = make_memory_store()
     written: list[str] = []
-    write = type(store).write_bytes
+    write = Store.write_bytes
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            type(store), "write_bytes", lambda *arguments: (written.append("x"), write(*arguments))
-        )
+        patched.setattr(Store, "write_bytes", lambda *given: (written.append("x"), write(*given)))
         with StoreHeartbeat(store, NAME):
             pass
     assert written == ["x"], "at once"

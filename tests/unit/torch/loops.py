@@ -55,3 +55,22 @@ class CurrentWorker(threading.local):
 
 def enter(here: CurrentWorker, group: Group | None) -> None:
     here.group, here.group_context, here.is_worker = group, GroupContext(), True
+
+
+class LoaderWorld:
+    """What the loaders of a test take for this worker's world."""
+
+    rank, size = 0, 1
+
+
+class Exchange:
+    """An optimizer's exchange of gradients, which a loader tells the virtual shares."""
+
+    def __init__(self) -> None:
+        self.shares: list[str] = []
+
+    def begin_share(self) -> None:
+        self.shares.append("begin")
+
+    def end_share(self) -> None:
+        self.shares.append("end")

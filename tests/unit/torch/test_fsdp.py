@@ -18,16 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
-from spark_elastic.handwritten.sharded_commits import ShardBuilder
-from spark_elastic.handwritten.shards import DividedTensor, get_shard_range, lay_out
+from spark_elastic.handwritten.sharded_commits import DividedTensor, ShardBuilder, get_shard_range, lay_out
 from spark_elastic.handwritten.torch_state import (
     ElasticSampler,
     ModelStateHandler,
     OptimizerStateHandler,
     TorchState,
 )
+from spark_elastic.integrations import torch_distributed as registration
 from spark_elastic.integrations.divided_models import DividedModel
-from spark_elastic.integrations.torch_distributed import registration
 from spark_elastic.runs.snapshot import SnapshotBuilder
 
 RANK, SIZE = 1, 4

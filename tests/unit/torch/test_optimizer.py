@@ -14,7 +14,7 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.applied_gradients import has_unapplied
+from spark_elastic.handwritten.torch_state import has_unapplied
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
 from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
 from tests.unit.torch.worlds import run_in_world

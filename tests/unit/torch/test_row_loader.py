@@ -20,23 +20,10 @@ from spark_elastic import Packing, Ragged, Rows
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
+from tests.unit.torch.loops import Exchange
+from tests.unit.torch.loops import LoaderWorld as World
 
 COUNT, BATCH = 1000, 64
-
-
-class World:
-    """What the loaders of these tests take for this worker's world."""
-
-    rank = 0
-    size = 1
-
-
-class Exchange:
-    """An optimizer's exchange of gradients."""
-
-    def begin_share(self) -> None: ...
-
-    def end_share(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -295,7 +282,7 @@ def save(rows: Rows, folder: Path) -> str:
 
 BAD: list[tuple[Callable[[Rows], Any], str]] = [
     (lambda rows: rows.select("idd"), "no column 'idd'"),
-    (lambda rows: rows.split("texts"), r"do not have: .* \(did you mean 'text'\?\)"),
+    (lambda rows: rows.split("texts"), r"has no column 'texts'; .* \(did you mean 'text'\?\)"),
     (lambda rows: rows.split("text"), "'text' has bytes or strings"),
     (lambda rows: rows.split(2.0), "a fraction between 0 and 1"),
     (lambda rows: rows.limit(5).split(1e-9), "leaves none of 5 rows to hold out"),

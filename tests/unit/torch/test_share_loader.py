@@ -14,28 +14,10 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import data_loader
 from spark_elastic.handwritten.torch_state import ElasticDataLoader, TorchState
 from spark_elastic.worker.session import ENTERED, STATE
+from tests.unit.torch.loops import Exchange
+from tests.unit.torch.loops import LoaderWorld as World
 
 SHARES, ROWS, BATCH = 5, 23, 8
-
-
-class World:
-    """What the loaders of these tests take for this worker's world."""
-
-    rank = 0
-    size = 1
-
-
-class RecordingExchange:
-    """An optimizer's exchange."""
-
-    def __init__(self) -> None:
-        self.shares: list[str] = []
-
-    def begin_share(self) -> None:
-        self.shares.append("begin")
-
-    def end_share(self) -> None:
-        self.shares.append("end")
 
 
 class NoisyRows:
@@ -56,7 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_loader, "use_deterministic_arithmetic", lambda: None)
 
 
-def make(told: RecordingExchange | None = None, dataset: Any = None, **options: Any) -> ElasticDataLoader:
+def make(told: Exchange | None = None, dataset: Any = None, **options: Any) -> ElasticDataLoader:
     options = {"virtual_shares": SHARES, **options}
     loader = ElasticDataLoader(dataset or NoisyRows(), BATCH, seed=3, determinism="bitwise", **options)
     if told is not None:
@@ -69,7 +51,7 @@ def list_shares(size: int) -> list[list[list[Any]]]:
     steps: list[list[list[Any]]] = []
     World.size = size
     for World.rank in range(size):
-        told = RecordingExchange()
+        told = Exchange()
         loader = make(told)
         for number, shares in enumerate(loader):
             if World.rank == 0:
@@ -95,7 +77,7 @@ def test_shares_do_not_depend_on_the_world() -> None:
 
 
 def test_a_position_continues_at_its_step() -> None:
-    told = RecordingExchange()
+    told = Exchange()
     loader, other = make(told), make(told)
     for _ in next(iter(loader)):
         pass
@@ -132,7 +114,7 @@ def ask_outside(loader: ElasticDataLoader) -> None:
     ],
 )
 def test_what_a_loop_must_not_do(loop: Callable[[ElasticDataLoader], None], sentence: str) -> None:
-    told = RecordingExchange()
+    told = Exchange()
     with pytest.raises(InvalidInput, match=sentence):
         loop(make(told))
 
@@ -150,7 +132,7 @@ def test_what_cannot_be_cut_or_trained_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_layers_with_statistics_of_a_worker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make(RecordingExchange())
+    loader = make(Exchange())
     state = TorchState(torch.nn.Sequential(torch.nn.BatchNorm1d(3)), loader=loader)
     session = SimpleNamespace(process_values={ENTERED: True, STATE: state})
     monkeypatch.setattr(data_loader, "get_session", lambda: session)

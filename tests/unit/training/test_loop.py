@@ -94,7 +94,7 @@ def test_a_world_of_more_ranks_than_a_step_has_parts_divides_them_equally(
 ) -> None:
     loop = training([])
     plan = DataPlan((100,), rows, seed=0, lanes=1, shares=shares)
-    loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(balance_rows=True))
+    loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(world=SimpleNamespace(balance_rows=True)))
     balancer = loop._make_balancer(SimpleNamespace(size=4))
     assert (balancer is not None) == balances
     for _ in range(20 * balances):

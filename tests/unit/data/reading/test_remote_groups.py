@@ -57,7 +57,7 @@ def test_a_footer_is_read_again_after_its_read_failed_without_a_waiter(
     groups.announce([(0, ["x"])])
     assert bucket.reading.wait(10.0)
     groups.cancel()
-    ended = client.begin(asyncio.wait(groups._footers.values()))
+    ended = client.begin(asyncio.wait(groups.footers.values()))
     bucket.loop.call_soon_threadsafe(bucket.broken.set)
     ended.result(10.0)
     assert groups.take(0, ["x"]).footer.num_rows == 3

@@ -17,7 +17,6 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import (
@@ -31,6 +30,7 @@ from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.trainer import StepCall, take_validation_step
 from tests.fake_group import FakeFabric
+from tests.fit_configs import make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # The change of BatchNorm's variance is larger than what float16 holds.
@@ -52,7 +52,7 @@ def take_step(model: Any, group: Group, compression: str | None) -> None:
     metrics = CompiledMetrics(model, losses.names, structure.outputs, eager=True)
     metrics.build(LARGE, model(LARGE))
     state = KerasTrainingState(model.weights, [], None, TrainingProgress())
-    config = FitConfig(feature_cols=("x",), label_cols=("y",), gradient_compression=compression)
+    config = make_config(gradient_compression=compression)
     step = TrainStep(config, model, state, losses, structure, metrics, Ledger())
     rows = np.arange(4) + 4 * group.rank
     batch = LocalBatch(len(LARGE), rows, (LARGE[rows],), (LARGE[rows],), None)
@@ -270,8 +270,7 @@ class Trainee:
         self.metrics.build(first, model(X[:1]))
         variables = [*model.weights, *model.optimizer.variables]
         self.state = KerasTrainingState(variables, [], None, TrainingProgress())
-        columns: Any = {"feature_cols": ("x",), "label_cols": ("a", "b", "c")}
-        config = FitConfig(**columns, batch_size=2, loss_scope="step", seed=7)
+        config = make_config(label_cols=("a", "b", "c"), batch_size=2, loss_scope="step", seed=7)
         self.step = StepLossStep(config, model, self.state, losses, structure, self.metrics, Ledger())
 
     def take(self, group: Group, validates: bool = False) -> StepDecision:

@@ -48,7 +48,7 @@ def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], si
 
 
 def test_supported_columns_are_accepted() -> None:
-    check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y", extra_cols=["y"])
+    check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y")
     assert find_column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
     assert find_column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
     assert find_column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from spark_elastic.data.plan import DataPlan, Division
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.torch.loss import MultiOutputLoss
 from spark_elastic.training.torch.metrics import Metrics
@@ -37,6 +35,7 @@ from spark_elastic.training.torch.spec import BatchBuilder
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step import GradientScaling
 from spark_elastic.training.trainer import StepCall, StepDisputed
+from tests.fit_configs import change, make_config
 from tests.unit.torch.worlds import run_in_world
 
 ROWS, SHARES, STEPS = 23, 5, 3
@@ -47,10 +46,10 @@ COLUMNS = {
     "b": RNG.integers(0, 3, ROWS),
     "w": RNG.uniform(0.5, 2.0, ROWS).astype(np.float32),
 }
-CONFIG = FitConfig(
-    feature_cols=("x",),
+CONFIG = make_config(
     label_cols=("a", "b"),
     sample_weight_col="w",
+    num_workers=2,
     batch_size=3,  # shares of 4 and 5 rows take two passes
     gradient_clip_norm=0.1,
     determinism="bitwise",
@@ -85,12 +84,12 @@ def center(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def take_steps(group: Group, scope: str | None) -> dict[str, Any]:
     model = copy.deepcopy(NET)
     state = TorchTrainingState(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    metrics = Metrics({"mean": mean_output}, CONFIG.label_cols, logs=True)
+    metrics = Metrics({"mean": mean_output}, CONFIG.data.label_cols, logs=True)
     first = nn.MSELoss() if scope is None else center
     loss = MultiOutputLoss({"a": (first, 0.3), "b": (nn.CrossEntropyLoss(), 0.7)}, weighted=True)
-    config = replace(CONFIG, loss_scope=scope)
+    config = change(CONFIG, loss_scope=scope)
     features = (Column("x", "float32", (4,)),)
-    builder = BatchBuilder(features, CONFIG.label_cols, "w", torch.float32, reshapes=False)
+    builder = BatchBuilder(features, CONFIG.data.label_cols, "w", torch.float32, reshapes=False)
     losses = []
     with closing(GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES))) as exchange:
         step = ShareStep(state, loss, exchange, config, Ledger(), metrics, GradientScaling())

@@ -16,13 +16,13 @@ from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.torch.loss import ModelLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.step import GradientScaling, TrainStep
 from spark_elastic.training.trainer import StepCall
+from tests.fit_configs import make_config
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -75,8 +75,7 @@ class TrainedModel:
         self.ledger = Order()
         is_whole = hasattr(loss, "begin")
         objective = loss if is_whole else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        config = FitConfig(
-            feature_cols=("x",),
+        config = make_config(
             label_cols=("y", "z")[:labels],
             batch_size=batch_size,
             gradient_clip_norm=1.0,
