@@ -63,7 +63,7 @@ def test_what_is_wrong_is_one_sentence_and_leaves_nothing_in_the_store(
 ) -> None:
     df = table(spark).withColumns({"s": F.lit("a"), "r": F.expr("array_repeat(1.0, if(id = 4, 3, 2))")})
     with pytest.raises(ElasticError, match=sentence) as caught:
-        estimator(tmp_path, **changes).fit(df)
+        estimator(tmp_path).setParams(**changes).fit(df)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(".")
     assert bool(spark.sparkContext.statusTracker().getJobIdsForGroup(job_group)) is runs
