@@ -405,12 +405,14 @@ def _settings() -> list[str]:
 
 
 def _operations() -> list[str]:
-    """A row for each field of `OperationConfig`, with the comment above it."""
+    """A row for each field of `OperationConfig`, with the comment above or behind it."""
     source, rows = inspect.getsource(OperationConfig), []
     for field in dataclasses.fields(OperationConfig):
-        found = re.search(rf"((?:    # .*\n)+)    {field.name}: ", source)
+        found = re.search(rf"((?:    # .*\n)*)    {field.name}: .*? = .*?(  # .*)?\n", source)
         assert found is not None, field.name
-        meaning = " ".join(line.strip("# ") for line in found[1].splitlines())
+        assert found[1] or found[2], field.name
+        meaning = " ".join(line.strip("# ") for line in (found[1] or found[2]).splitlines()).rstrip(".")
+        meaning = f"{meaning[0].upper()}{meaning[1:]}."
         rows.append(_row(_variable(field), _default(field.default), meaning))
     return rows
 

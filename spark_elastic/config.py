@@ -14,19 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from spark_elastic.checks import (
-    COUNT,
-    FLAG,
-    SECONDS,
-    TEXT,
-    WHOLE,
-    Check,
-    make_choice,
-    make_kind,
-    make_number,
-    make_range,
-    make_whole,
-)
+from spark_elastic import checks
 from spark_elastic.errors import InvalidInput, suggest_name
 
 log = logging.getLogger("spark_elastic")
@@ -53,32 +41,32 @@ _SIOCGIFADDR = 0x8915  # Linux: asks for the address of an interface
 
 # Annotation of a setting -> what its values must be.
 _KINDS = {
-    "bool": FLAG,
-    "bool | None": FLAG.or_none(),
-    "str | None": TEXT.or_none(),
-    "float": SECONDS,
-    "float | None": SECONDS.or_none(),
-    "int": WHOLE,
-    "int | None": COUNT.or_none(),
-    "object | None": make_kind("a JobHandle", object),
+    "bool": checks.FLAG,
+    "bool | None": checks.FLAG.or_none(),
+    "str | None": checks.TEXT.or_none(),
+    "float": checks.SECONDS,
+    "float | None": checks.SECONDS.or_none(),
+    "int": checks.WHOLE,
+    "int | None": checks.COUNT.or_none(),
+    "object | None": checks.make_kind("a JobHandle", object),
 }
-_PORT = make_whole(1, 65535)
+_ORDERED = "the first not above the last"
 # The same for settings of which the annotation does not say it.
 _CHECKS = {
-    "driver_port": make_whole(0, 65535, "a port number, or 0 for any"),
-    "worker_port_range": make_range("two ports, the first not above the last", _PORT).or_none(),
+    "driver_port": checks.make_whole(0, 65535, "a port number, or 0 for any"),
+    "worker_port_range": checks.make_range(f"two ports, {_ORDERED}", checks.make_whole(1, 65535)).or_none(),
     # What the engine can count.
-    "collective_timeout": make_number("seconds from 0.001 to 1e9", lambda number: 1e-3 <= number <= 1e9),
-    "spare_after": make_number("0 seconds or more", lambda seconds: 0 <= seconds < math.inf),
-    "cooldown_range": make_range("two numbers of seconds above 0, the first not above the last", SECONDS),
-    "host_discovery": Check(
+    "collective_timeout": checks.make_number("seconds from 0.001 to 1e9", lambda value: 1e-3 <= value <= 1e9),
+    "spare_after": checks.make_number("0 seconds or more", lambda seconds: 0 <= seconds < math.inf),
+    "cooldown_range": checks.make_range(f"two numbers of seconds above 0, {_ORDERED}", checks.SECONDS),
+    "host_discovery": checks.Check(
         "a function or the path of an executable",
-        lambda value: value if callable(value) else TEXT.convert(value),
+        lambda value: value if callable(value) else checks.TEXT.convert(value),
     ).or_none(),
-    "reset_limit": WHOLE.or_none(),
-    "checkpoints_kept": COUNT,
-    "slots_per_gpu": COUNT,
-    "device": make_choice(*DEVICES),
+    "reset_limit": checks.WHOLE.or_none(),
+    "checkpoints_kept": checks.COUNT,
+    "slots_per_gpu": checks.COUNT,
+    "device": checks.make_choice(*DEVICES),
 }
 _TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # Beginning of an annotation -> what the text of a variable of the environment must be.
@@ -206,7 +194,7 @@ def build_config(config: Any, settings: Mapping[str, Any]) -> ElasticConfig:
     check_setting_names(settings)
     if config is None:
         return from_env(**settings)
-    make_kind("an ElasticConfig", ElasticConfig)("config", config)
+    checks.make_kind("an ElasticConfig", ElasticConfig)("config", config)
     given: ElasticConfig = config
     return dataclasses.replace(given, **_list_changes(settings))
 

@@ -62,14 +62,13 @@ def complete() -> None:
     for name, target in read_project()["scripts"].items():
         module, function = target.split(":")
         script = Path(sysconfig.get_path("scripts"), name)
-        script.write_text(
-            f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-        )
+        program = f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+        script.write_text(f"#!{sys.executable}\n{program}")
         script.chmod(0o755)
-    packages = list(distributions())
-    broken = [
-        p.name for p in packages if p.files is None or not all(Path(f.locate()).exists() for f in p.files)
-    ]
+    broken = []
+    for package in distributions():
+        if package.files is None or not all(Path(file.locate()).exists() for file in package.files):
+            broken.append(package.name)
     sys.exit(f"not all files are there of {', '.join(broken)}" if broken else 0)
 
 

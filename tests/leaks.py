@@ -76,10 +76,8 @@ def leaked(before: Snapshot, owned: SessionOwned, settle: float = SETTLE_SECONDS
 def _difference(before: Snapshot, after: Snapshot) -> list[str]:
     lines = [f"thread {name}" for key, name in after.threads.items() if key not in before.threads]
     lines += [f"child process {name}" for key, name in after.processes.items() if key not in before.processes]
-    lines += [
-        f"descriptor {text}" for key, text in after.descriptors.items() if key not in before.descriptors
-    ]
-    return lines
+    new = after.descriptors.keys() - before.descriptors.keys()
+    return lines + [f"descriptor {after.descriptors[key]}" for key in sorted(new)]
 
 
 def _threads(owned: SessionOwned) -> dict[int, str]:
@@ -170,21 +168,14 @@ def find_marked(mark: str) -> list[psutil.Process]:
 
 
 def describe_process(process: psutil.Process) -> str:
-    """Its command, parent, age, threads with what the kernel has each wait for, and the test that started it."""
+    """Its command, parent and age, what the kernel has its threads wait for, and the test that started it."""
     try:
         with process.oneshot():
             words = f"{process.pid}: {' '.join(process.cmdline())[:200]}"
             age = f"{time.time() - process.create_time():.0f} s old, {process.status()}"
             test = process.environ().get("PYTEST_CURRENT_TEST", "?")
-            threads = [f"{each.id} {_read_wait(process.pid, each.id)}" for each in process.threads()]
-            return f"{words}, child of {process.ppid()}, {age}, threads {threads}, of {test}"
-    except psutil.NoSuchProcess:
+            threads = Path(f"/proc/{process.pid}/task").glob("*")
+            waits = [(place / "wchan").read_text() or "user code" for place in threads]
+            return f"{words}, child of {process.ppid()}, {age}, threads in {waits}, of {test}"
+    except (psutil.NoSuchProcess, OSError):
         return f"{process.pid}: has just ended"
-
-
-def _read_wait(pid: int, thread: int) -> str:
-    try:
-        folder = Path(f"/proc/{pid}/task/{thread}")
-        return f"{(folder / 'comm').read_text().strip()} in {(folder / 'wchan').read_text() or 'user code'}"
-    except OSError:
-        return "has ended"

@@ -21,18 +21,18 @@ X = torch.arange(6.0).reshape(2, 3)
 
 def test_operands_of_two_devices_are_refused() -> None:
     there = X.to("pretend")
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        there + X
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch._foreach_add_([there], [X])
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch.nn.Conv1d(2, 1, 1)(there)
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch.tensor(0.0).add_(there.sum())
+    for mix in (
+        lambda: there + X,
+        lambda: torch._foreach_add_([there], [X]),
+        lambda: torch.nn.Conv1d(2, 1, 1)(there),
+        lambda: torch.tensor(0.0).add_(there.sum()),
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mix()
     assert torch.equal((there + 1).cpu(), X + 1)
-    assert torch.equal((there * torch.tensor(2.0)).cpu(), X * 2), (
-        "as on a GPU, a single number may be the CPU's"
-    )
+    assert torch.equal(
+        (there * torch.tensor(2.0)).cpu(), X * 2
+    )  # as on a GPU, a single number may be the CPU's
 
 
 def test_the_host_gets_at_no_memory() -> None:
@@ -73,14 +73,9 @@ def test_views_share_memory_and_modules_keep_their_parameters() -> None:
 
 
 def test_an_address_cannot_be_read() -> None:
-    code = (
-        "import ctypes, torch, tests.pretend_device\n"
-        "there = torch.ones(4, device='pretend')\n"
-        "print(ctypes.c_float.from_address(there.data_ptr()).value)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    code = "import ctypes, torch, tests.pretend_device; there = torch.ones(4, device='pretend')"
+    command = [sys.executable, "-c", f"{code}; print(ctypes.c_float.from_address(there.data_ptr()).value)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGSEGV, done.stderr
     assert done.stdout == ""
 
@@ -160,10 +155,8 @@ def train(kind: str, make: Callable[..., torch.optim.Optimizer], autocasts: bool
         torch.nn.Linear(48, 3),
     ).to(kind)
     optimizer = make(model.parameters())
-    rows, labels = (
-        torch.arange(40).reshape(8, 5).remainder(10).to(kind),
-        torch.arange(8).remainder(3).to(kind),
-    )
+    rows = torch.arange(40).reshape(8, 5).remainder(10).to(kind)
+    labels = torch.arange(8).remainder(3).to(kind)
     for _ in range(4):
         optimizer.zero_grad()
         with torch.autocast(kind, torch.bfloat16, enabled=autocasts):

@@ -79,10 +79,8 @@ class SimulatedNccl:
         return self._launch(out, tensor, lambda all_ranks: all_ranks)
 
     def _reduce_scatter_base(self, out: torch.Tensor, tensor: torch.Tensor, options: Any) -> Work:
-        reduce = _get_reduction(options)
-        return self._launch(
-            out, tensor, lambda all_ranks: np.split(reduce(all_ranks), self._size)[self._rank]
-        )
+        reduce, size = _get_reduction(options), self._size
+        return self._launch(out, tensor, lambda all_ranks: np.split(reduce(all_ranks), size)[self._rank])
 
     def _launch(self, out: torch.Tensor, tensor: torch.Tensor, compute: Compute) -> Work:
         if self._aborted.is_set():

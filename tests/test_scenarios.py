@@ -99,9 +99,8 @@ def test_a_scenario_test_that_passes_without_its_fault_fails(
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", str(tmp_path), *options]
     config = ["--rootdir", str(tmp_path), "-c", str(TESTS.parent / "pyproject.toml")]
-    done = subprocess.run(
-        [*command, *config], check=False, cwd=TESTS.parent, capture_output=True, text=True, timeout=50
-    )
+    command, place = [*command, *config], TESTS.parent
+    done = subprocess.run(command, check=False, cwd=place, capture_output=True, text=True, timeout=50)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     bad = {line.split("::")[1].split()[0] for line in lines}
     assert bad == failed, done.stdout

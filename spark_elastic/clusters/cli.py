@@ -90,7 +90,7 @@ class CommandOutput(FileListener):
         self._print(text)
 
     def _print(self, text: str) -> None:
-        if not self._show_messages:
+        if not self.show_messages:
             click.echo(f"spark-elastic-run: {text}", err=True)
 
 

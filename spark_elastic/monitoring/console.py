@@ -70,68 +70,53 @@ class LineRateLimiter:
                 yield f"[{who}] {allowance.dropped} lines were dropped"
 
 
+@dataclass(eq=False)
 class OutputListener(JobListener):
-    """Writes what the workers of a function or script print to one stream, with their ranks as prefixes.
+    """Writes what the workers of a function or script print to one stream, with their ranks as prefixes."""
 
-    Args:
-        timestamps: prefix each line with the time of day.
-        show_messages: show messages and reported metrics.
-        show_output: show what workers print.
-        limiter: of workers' lines; None for no limit.
-        as_spark: messages and metrics have the form of Spark's log.
-    """
+    stream: IO[str]
+    clock: Clock
+    timestamps: bool  # prefix each line with the time of day
+    show_messages: bool  # show messages and reported metrics
+    show_output: bool  # show what workers print
+    limiter: LineRateLimiter | None = None  # of workers' lines; None for no limit
+    as_spark: bool = False  # messages and metrics have the form of Spark's log, unless lines have timestamps
 
-    def __init__(
-        self,
-        stream: IO[str],
-        clock: Clock,
-        timestamps: bool,
-        show_messages: bool,
-        show_output: bool,
-        limiter: LineRateLimiter | None = None,
-        as_spark: bool = False,
-    ) -> None:
-        self._stream = stream
-        self._as_spark = as_spark and not timestamps
-        self._clock = clock
-        self._timestamps = timestamps
-        self._show_messages = show_messages
-        self._show_output = show_output
-        self._limiter = limiter
+    def __post_init__(self) -> None:
         self._pending: Metrics | None = None  # the newest, not shown yet
         self._next_progress = 0.0  # when metrics may be shown again
         self._stream_closed = False  # the reader of a pipe has closed it, as `head` does
         self._lock = threading.RLock()
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        if not self._show_output:
+        if not self.show_output:
             return
         who = "-" if rank is None else str(rank)
         with self._lock:
-            lines = (line,) if self._limiter is None else self._limiter.limit(self._clock.now(), who, line)
+            lines = (line,) if self.limiter is None else self.limiter.limit(self.clock.now(), who, line)
             for shown in lines:
                 self._write(f"[{who}] {shown}")
 
     def on_message(self, text: str) -> None:
-        if self._show_messages:
+        if self.show_messages:
             with self._lock:
                 self._write_own(text)
 
     def on_progress(self, metrics: Metrics) -> None:
         """Shows what the program reports; mere commits are not shown."""
-        if not self._show_messages or not (metrics.keys() - COMMIT_METRICS):
+        if not self.show_messages or not (metrics.keys() - COMMIT_METRICS):
             return
         with self._lock:
             self._pending = metrics
-            if self._clock.now() >= self._next_progress:
-                self._next_progress = self._clock.now() + PROGRESS_INTERVAL
+            if self.clock.now() >= self._next_progress:
+                self._next_progress = self.clock.now() + PROGRESS_INTERVAL
                 self._show_pending()
 
     def close(self) -> None:
         with self._lock:
             self._show_pending()
-            if self._limiter is not None:
-                for note in self._limiter.final_notes():
+            if self.limiter is not None:
+                for note in self.limiter.final_notes():
                     self._write(note)
 
     def _show_pending(self) -> None:
@@ -142,19 +127,23 @@ class OutputListener(JobListener):
 
     def _write_own(self, text: str) -> None:
         """What no worker printed."""
-        self._write(format_as_spark(self._clock.wall(), logging.INFO, text) if self._as_spark else text)
+        self._write(
+            format_as_spark(self.clock.wall(), logging.INFO, text)
+            if self.as_spark and not self.timestamps
+            else text
+        )
 
     def _write(self, text: str) -> None:
         if self._stream_closed:
             return
-        if self._timestamps:
-            now = datetime.fromtimestamp(self._clock.wall()).astimezone()
+        if self.timestamps:
+            now = datetime.fromtimestamp(self.clock.wall()).astimezone()
             text = f"{now.isoformat(timespec='seconds')} {text}"
         try:
-            if encoding := getattr(self._stream, "encoding", None):  # escapes what it lacks
+            if encoding := getattr(self.stream, "encoding", None):  # escapes what it lacks
                 text = text.encode(encoding, "backslashreplace").decode(encoding)
-            self._stream.write(text + "\n")
-            self._stream.flush()
+            self.stream.write(text + "\n")
+            self.stream.flush()
         except BrokenPipeError:
             self._stream_closed = True
             log.warning("the stream that shows workers' output has been closed; the job continues")
@@ -240,10 +229,10 @@ class ProgressListener(OutputListener):
     def on_progress(self, metrics: Metrics) -> None:
         if self._callback is not None:
             self._callback(metrics)
-        if not self._show_messages or "step" not in metrics or "steps" not in metrics:
+        if not self.show_messages or "step" not in metrics or "steps" not in metrics:
             return
         with self._lock:
-            self._throughput.add(self._clock.now(), {"epochs": self._epochs, **metrics})
+            self._throughput.add(self.clock.now(), {"epochs": self._epochs, **metrics})
             if self._live:
                 self._redraw_live_line(metrics)
             else:
@@ -259,7 +248,7 @@ class ProgressListener(OutputListener):
 
     def _write(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.write(text, file=self.stream)
         else:
             super()._write(text)
 
@@ -281,7 +270,7 @@ class ProgressListener(OutputListener):
         kind, own = importlib.import_module("tqdm").tqdm, {"monitor_interval": 0}
         if not is_in_notebook():
             form = {"bar_format": BAR_FORMAT, "dynamic_ncols": True}
-            bar = type("Bar", (kind,), own)(total=total, file=self._stream, **form)
+            bar = type("Bar", (kind,), own)(total=total, file=self.stream, **form)
             if (bar.ncols or 0) < 1:  # a terminal that nobody told its size
                 bar.dynamic_ncols, bar.ncols, bar.nrows = False, BAR_COLUMNS, None
             return bar
@@ -289,7 +278,7 @@ class ProgressListener(OutputListener):
         return bar(total=total, bar_format=BAR_FORMAT, file=io.StringIO(), ncols=BAR_COLUMNS, ascii=False)
 
     def _write_plain_line(self, metrics: Metrics) -> None:
-        now, epoch = self._clock.now(), int(metrics.get("epoch", 0))
+        now, epoch = self.clock.now(), int(metrics.get("epoch", 0))
         epoch_finished = int(metrics["step"]) == int(metrics["steps"])
         at, last_epoch = self._last_line or (float("-inf"), -1)
         if not epoch_finished and last_epoch == epoch and now - at < PROGRESS_INTERVAL:

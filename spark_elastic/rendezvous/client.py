@@ -13,6 +13,7 @@ import socket
 import ssl
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
@@ -113,25 +114,19 @@ class Connection:
         received += part
 
 
+@dataclass(eq=False, repr=False)
 class RendezvousClient:
     """Sends requests to one driver, over connections that it keeps for later ones."""
 
-    def __init__(
-        self,
-        address: str,
-        key: bytes,
-        attempt: int,
-        clock: Clock,
-        timeout: float = 30.0,
-        certificate: str | None = None,
-    ) -> None:
-        """address: "host:port". certificate: the only one to accept, PEM; None: plain HTTP."""
-        self._address = address
-        self._key = key
-        self._attempt = attempt
-        self._clock = clock
-        self._timeout = timeout
-        self._context = auth.create_pinned_context(certificate) if certificate else None
+    address: str  # "host:port"
+    key: bytes
+    attempt: int
+    clock: Clock
+    timeout: float = 30.0
+    certificate: str | None = None  # the only one to accept, PEM; None: plain HTTP
+
+    def __post_init__(self) -> None:
+        self._context = auth.create_pinned_context(self.certificate) if self.certificate else None
         self._last_answered = float("-inf")
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the three below
@@ -164,11 +159,11 @@ class RendezvousClient:
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
-        hold = min(hold, MAX_POLL_SECONDS, self._timeout * POLL_SHARE)
-        deadline = self._clock.now() + (self._timeout + hold if within is None else within)
+        hold = min(hold, MAX_POLL_SECONDS, self.timeout * POLL_SHARE)
+        deadline = self.clock.now() + (self.timeout + hold if within is None else within)
         tries = 0  # those that failed so far
         while True:
-            sent = self._clock.now()
+            sent = self.clock.now()
             left = deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
             hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
@@ -210,7 +205,7 @@ class RendezvousClient:
         self.close()
 
     def now(self) -> float:
-        return self._clock.now()
+        return self.clock.now()
 
     def last_answered_at(self) -> float:
         """When the newest request was sent that the driver of this attempt has answered. The answer's time
@@ -218,7 +213,7 @@ class RendezvousClient:
         return self._last_answered
 
     def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:
-        envelope = {"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request}
+        envelope = {"v": VERSION, "attempt": self.attempt, "hold": hold, "message": request}
         body = codec.dumps({**envelope, "broken": sorted(broken)} if broken else envelope)
         if len(body) > MAX_BODY_BYTES:  # the driver would hang up while it is still being sent
             raise InvalidInput(f"The driver refuses a request of {len(body)} bytes as too large.")
@@ -227,9 +222,9 @@ class RendezvousClient:
     def _pause(self, tries: int, deadline: float, error: TransportError) -> None:
         """Before the next try; raises when there is no time for one."""
         pause = RETRY_DELAYS[min(tries, len(RETRY_DELAYS) - 1)]
-        if self._clock.now() + pause > deadline:
+        if self.clock.now() + pause > deadline:
             raise DriverUnreachable(
-                f"The driver's rendezvous server at {self._address} does not answer ({error}): let executors reach "
+                f"The driver's rendezvous server at {self.address} does not answer ({error}): let executors reach "
                 "that host and port, or set advertise_address and driver_port to what they reach."
             ) from error
         if self._closing.wait(pause):
@@ -239,24 +234,24 @@ class RendezvousClient:
 
     def _post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
         """The driver's answer; raises `TransportError` if there was none. seconds: how long it may be silent."""
-        deadline = self._clock.now() + seconds
+        deadline = self.clock.now() + seconds
         try:
             connection = self._take_idle() or self._dial(seconds)
             try:
-                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self._clock.now()))
+                answer = connection.post(path, body, max(MIN_TRY_SECONDS, deadline - self.clock.now()))
             except BaseException:
                 with self._lock:
                     self._broken |= {connection.session}
                 self._drop(connection.socket)
                 raise
         except ssl.SSLCertVerificationError:
-            message = f"Whatever answers at {self._address} does not show this job's certificate."
+            message = f"Whatever answers at {self.address} does not show this job's certificate."
             raise Unauthorized(message) from None
         except (OSError, TransportError) as error:
             if self._closing.is_set():
                 raise _closed() from None
             raise TransportError(str(error) or type(error).__name__) from error
-        connection.idle_since = self._clock.now()
+        connection.idle_since = self.clock.now()
         with self._lock:
             self._idle.append(connection)
         if self._closing.is_set():
@@ -271,12 +266,12 @@ class RendezvousClient:
                 if not self._idle:
                     return None
                 connection = self._idle.pop()
-            if self._clock.now() < connection.idle_since + KEEP_SECONDS and connection.is_usable():
+            if self.clock.now() < connection.idle_since + KEEP_SECONDS and connection.is_usable():
                 return connection
             self._drop(connection.socket)
 
     def _dial(self, seconds: float) -> Connection:
-        host, port = split_address(self._address)
+        host, port = split_address(self.address)
         sock = socket.create_connection((host, port), min(seconds, CONNECT_SECONDS))
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -288,7 +283,7 @@ class RendezvousClient:
                 self._sockets.add(sock)
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
-            connection = Connection(self._address, self._key, sock)
+            connection = Connection(self.address, self.key, sock)
             connection.send_hello(min(seconds, ANSWER_SECONDS))
         except BaseException:
             self._drop(sock)

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.auth import Certificate
@@ -84,23 +84,18 @@ CLOSE_TIMEOUT = 10.0
 GRACE = 1.0  # seconds for open requests to be answered, once the server closes
 
 
+@dataclass(eq=False, repr=False)
 class HttpServer:
     """Serves `app` on `listener` and, if given, on a `loopback` socket. It owns both."""
 
-    def __init__(
-        self,
-        app: App,
-        listener: socket.socket,
-        limits: ConnectionLimits | None = None,
-        tls: ssl.SSLContext | None = None,
-        loopback: socket.socket | None = None,
-    ) -> None:
-        self._app = app
-        self._tls = tls
-        self._limits = limits or ConnectionLimits()
-        self._listener = listener
-        self._loopback = loopback
-        self._address: tuple[str, int] = listener.getsockname()[:2]
+    app: App
+    listener: socket.socket
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    tls: ssl.SSLContext | None = None
+    loopback: socket.socket | None = None
+
+    def __post_init__(self) -> None:
+        self._address: tuple[str, int] = self.listener.getsockname()[:2]
         self._calls: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: Connections | None = None  # of that loop
@@ -126,9 +121,9 @@ class HttpServer:
         self._call_in_loop(self._finish)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT)
-        self._listener.close()
-        if self._loopback is not None:
-            self._loopback.close()
+        self.listener.close()
+        if self.loopback is not None:
+            self.loopback.close()
 
     def _call_in_loop(self, call: Callable[[], None]) -> None:
         loop = self._loop
@@ -159,12 +154,12 @@ class HttpServer:
                 log.warning("the rendezvous server starts again on the same port")
 
     def _run_loop(self) -> None:
-        if not _is_listening(self._listener):
-            self._listener.close()
-            self._listener = listen(Bind(*self._address))
-        if self._loopback is not None and not _is_listening(self._loopback):
-            self._loopback.close()
-            self._loopback = None
+        if not _is_listening(self.listener):
+            self.listener.close()
+            self.listener = listen(Bind(*self._address))
+        if self.loopback is not None and not _is_listening(self.loopback):
+            self.loopback.close()
+            self.loopback = None
         loop = self._loop = asyncio.SelectorEventLoop()
         try:
             loop.call_soon(self._begin)
@@ -179,7 +174,7 @@ class HttpServer:
                 loop.close()
 
     def _begin(self) -> None:
-        self._connections = Connections(self._app, self._limits, self._tls, self._on_empty)
+        self._connections = Connections(self.app, self.limits, self.tls, self._on_empty)
         for listener in self._listeners():
             self._watch(listener)
         self._drain()
@@ -189,7 +184,7 @@ class HttpServer:
             self._finish()
 
     def _listeners(self) -> list[socket.socket]:
-        return [self._listener] if self._loopback is None else [self._listener, self._loopback]
+        return [self.listener] if self.loopback is None else [self.listener, self.loopback]
 
     def _watch(self, listener: socket.socket) -> None:
         if self._loop is not None and not self._closing.is_set():

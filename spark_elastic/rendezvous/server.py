@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
@@ -89,40 +90,33 @@ def _count_characters(message: LogLines) -> int:
 MIN_KEY_BYTES = 16
 
 
+@dataclass(eq=False, repr=False)
 class RendezvousServer:
     """The driver's server. Its methods may be called from any thread and return at once."""
 
-    def __init__(
-        self,
-        key: bytes,
-        attempt: int,
-        callbacks: ServerCallbacks,
-        clock: Clock,
-        bind: Bind | None = None,
-        status_app: StatusApp | None = None,
-    ) -> None:
-        """
-        Args:
-            key: the job's secret.
-            attempt: of the run; requests of another attempt are answered as stale (R10, fence).
-            status_app: serves the status page, on localhost too; None: no page.
-        """
-        if len(key) < MIN_KEY_BYTES:
+    key: bytes  # the job's secret
+    attempt: int  # of the run; requests of another attempt are answered as stale (R10, fence)
+    callbacks: ServerCallbacks
+    clock: Clock
+    bind: Bind | None = None  # None: any port of localhost
+    status_app: StatusApp | None = None  # serves the status page, on localhost too; None: no page
+
+    def __post_init__(self) -> None:
+        if len(self.key) < MIN_KEY_BYTES:
             raise InvalidInput(
-                f"The job's key has {len(key)} bytes; it needs {MIN_KEY_BYTES} random ones at least."
+                f"The job's key has {len(self.key)} bytes; it needs {MIN_KEY_BYTES} random ones at least."
             )
-        self._bind = bind or Bind()
+        self._bind = self.bind or Bind()
         if self._bind.advertise is None and _is_wildcard(self._bind.host):
             raise InvalidInput(
                 f"The driver binds every interface ({self._bind.host}) and cannot tell which address executors "
                 "reach: set advertise_address or spark.driver.host."
             )
-        self._state = ServerState(attempt)
-        self._logs = LogForwarder(callbacks.on_logs)
+        self._state = ServerState(self.attempt)
+        self._logs = LogForwarder(self.callbacks.on_logs)
         # Workers' output leaves the event loop's thread through `_logs`.
-        routes = Routes(self._state, dataclasses.replace(callbacks, on_logs=self._logs.put), clock)
-        self._status_app = status_app
-        self._dispatcher = Dispatcher(key, attempt, routes.handlers())
+        routes = Routes(self._state, dataclasses.replace(self.callbacks, on_logs=self._logs.put), self.clock)
+        self._dispatcher = Dispatcher(self.key, self.attempt, routes.handlers())
         self._http_server: HttpServer | None = None
         self.address = ""  # what clients dial: "host:port", or "[host]:port" for IPv6
 
@@ -132,7 +126,7 @@ class RendezvousServer:
         self.address = format_address(self._bind, listener)
         certificate = self._bind.certificate
         tls = certificate.context if certificate else None
-        loopback = listen_on_loopback(listener) if self._status_app is not None else None
+        loopback = listen_on_loopback(listener) if self.status_app is not None else None
         self._http_server = HttpServer(self._answer, listener, tls=tls, loopback=loopback)
         self._http_server.start()
         self._logs.start()
@@ -183,8 +177,8 @@ class RendezvousServer:
         self._submit(lambda: self._state.end(reason))
 
     def _answer(self, request: HttpRequest) -> Response | AnswerBody:
-        if self._status_app is not None and self._status_app.handles(request):
-            return self._status_app.answer(request)
+        if self.status_app is not None and self.status_app.handles(request):
+            return self.status_app.answer(request)
         return self._dispatcher(request)
 
     def _submit(self, call: Callable[[], None]) -> None:

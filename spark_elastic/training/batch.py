@@ -177,10 +177,8 @@ def gather_columns(
     group: Group, chunks: Sequence[Chunk], pause: AbstractContextManager[None] | None = None
 ) -> tuple[list[Column], int, bool]:
     """Exchange the chunks of all ranks inside of `pause`. Collective: ranks without rows call it, too.
-
     Returns the columns, where the rows of this rank begin among those of the step, and whether it has the first of
-    them: such a rank alone reports the loss. Raises InvalidInput as `join_chunks`, on all ranks alike.
-    """
+    them: such a rank alone reports the loss. Raises InvalidInput as `join_chunks`, on all ranks alike."""
     packed = pack_arrays([chunk.rows for chunk in chunks], [c for chunk in chunks for c in chunk.columns])
     with pause or nullcontext():
         ranks = [_split(*unpack_arrays(blob)) for blob in group.allgather_bytes(packed)]

@@ -402,11 +402,9 @@ class TrainingLoop:
 
 
 class Validation:
-    """Validation after an epoch: every row counts once, whatever joins, leaves or dies meanwhile.
-
-    Its steps have positions and step summaries as those of training do (R6, step summary), so a drain does not wait for
-    the epoch's end, and a broken step is taken again.
-    """
+    """Validation after an epoch: every row counts once, whatever joins, leaves or dies meanwhile. Its steps have
+    positions and step summaries as those of training do (R6, step summary), so a drain does not wait for the epoch's
+    end, and a broken step is taken again."""
 
     def __init__(
         self,

@@ -124,12 +124,10 @@ class RowBalancer:
 
 
 def _weigh(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of a step by rank: the mean, but nearer to the world's own the more the steps wait for that rank alone.
-
-    A step takes as long as its slowest rank. A processor quota stops a rank for long in one step out of several: its
-    mean may be the smallest, although that rank alone decides how many steps there are in a second. So the rank with
-    all of the time by which slowest ranks exceed their own means is taken to need a whole step of the world.
-    """
+    """Seconds of a step by rank: the mean, but nearer to the world's own the more the steps wait for that rank alone. A
+    step takes as long as its slowest rank. A processor quota stops a rank for long in one step out of several: its mean
+    may be the smallest, although that rank alone decides how many steps there are in a second. So the rank with all of
+    the time by which slowest ranks exceed their own means is taken to need a whole step of the world."""
     means = [sum(column) / len(steps) for column in zip(*steps, strict=True)]
     above = [0.0] * len(means)
     for seconds in steps:

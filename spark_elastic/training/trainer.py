@@ -153,10 +153,8 @@ class CallbackList(ABC):
 
 
 class ModelTrainer(ABC):
-    """A model in training. Made by the user's process, prepared in a worker; main thread only.
-
-    A step of training or validation either is applied, or leaves everything as it was and raises.
-    """
+    """A model in training. Made by the user's process, prepared in a worker; main thread only. A step of training or
+    validation either is applied, or leaves everything as it was and raises."""
 
     state: TrainingState
     callbacks: CallbackList
@@ -230,11 +228,8 @@ class _DeferredInterrupts:
 
 
 class ModelStep(ABC, Generic[R]):
-    """Takes training steps on one state. Main thread only.
-
-    A step is applied once `exchange_summaries` returns; it is finalized once any later collective of the group
-    completes (R1, finalized steps).
-    """
+    """Takes training steps on one state. Main thread only. A step is applied once `exchange_summaries` returns; it is
+    finalized once any later collective of the group completes (R1, finalized steps)."""
 
     _state: TrainingState
     _metrics: StepMetrics
@@ -274,6 +269,12 @@ class ModelStep(ABC, Generic[R]):
             self._state.position = call.record_step(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What random numbers of the step are drawn by, with the number of a rank or a virtual share."""
+        position = self._state.position
+        return self._config.data.seed, position.epoch, position.phase, position.step
 
     @abstractmethod
     def _begin(self, rank: int) -> None:

@@ -168,11 +168,9 @@ class BatchTransformation:
     shapes_nothing: bool = False
 
     def apply(self, batch: RowBatch) -> dict[str, Any]:
-        """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises.
-
-        The function may stack what it makes of each row, so it gets no rows only where their shape is needed. Else the
-        columns of no rows are empty arrays.
-        """
+        """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises. The
+        function may stack what it makes of each row, so it gets no rows only where their shape is needed. Else the
+        columns of no rows are empty arrays."""
         if not len(batch.row_ids) and not (self.shapes_nothing and batch.augments):
             return {name: np.zeros(0, np.float32) for name in self.wanted}
         if not batch.cuts:
@@ -269,9 +267,7 @@ def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
     """Raise InvalidInput for a column of which a transformation has not made numbers.
-
-    name: of the column.
-    """
+    name: of the column."""
     if array.dtype.kind in "OSUMm":
         first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
         raise InvalidInput(

@@ -52,9 +52,7 @@ class TransformationProcess:
     @classmethod
     def spawn(cls, transformation: bytes) -> TransformationProcess:
         """Start a process from the main thread, with which it ends (PR_SET_PDEATHSIG).
-
-        transformation: a `BatchTransformation`, by cloudpickle.
-        """
+        transformation: a `BatchTransformation`, by cloudpickle."""
         channel, theirs = socket.socketpair()
         files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import IO
@@ -45,32 +44,29 @@ FAILED_TO_LOAD = "spark_elastic cannot load: "  # what the process prints before
 _FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 
+@dataclass(eq=False, repr=False)
 class Child:
     """A running training process. Daemon threads write its input, read its output and its status pipe, and wait for its
     end; the last of these also waits for a fork server, if there is one."""
 
-    def __init__(
-        self,
-        process: ForkedProcess | subprocess.Popen[bytes],
-        reader: StackReader,
-        status: int,
-        on_line: Callable[[Child, str], None],
-        on_warm: Callable[[Child], None],
-        on_exit: Callable[[Child, int], None],
-    ) -> None:
-        """status: the reading end of the process's status pipe."""
+    process: ForkedProcess | subprocess.Popen[bytes]
+    reader: StackReader
+    status: int  # the reading end of the process's status pipe
+    on_line: Callable[[Child, str], None]
+    on_warm: Callable[[Child], None]
+    on_exit: Callable[[Child, int], None]
+
+    def __post_init__(self) -> None:
         self.worker: WorkerId | None = None  # None: a spare
         self.warm = False  # set by the slot's main thread
-        self._process = process
-        self._reader = reader
         self._exited = threading.Event()
         self._crash = CrashLocation()
         self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         targets: dict[str, Callable[[], None]] = {
             "input": self._write_input,
-            "status": partial(self._read_status, status, on_warm),
-            "lines": partial(self._read_lines, on_line),
-            "exit": partial(self._await_exit, on_exit),
+            "status": self._read_status,
+            "lines": self._read_lines,
+            "exit": self._await_exit,
         }
         name = "spark-elastic-child-"
         self._threads = [Thread(target=call, name=name + part, daemon=True) for part, call in targets.items()]
@@ -107,8 +103,8 @@ class Child:
     @property
     def pid(self) -> int:
         """Only of a warm child."""
-        assert self._process.pid is not None
-        return self._process.pid
+        assert self.process.pid is not None
+        return self.process.pid
 
     def activate(self, activation: Activation) -> None:
         """Make the process a worker. It starts to work when its imports are complete."""
@@ -118,33 +114,33 @@ class Child:
     def read_successor(self) -> Activation | None:
         """Of a process that ended since its program has to begin again in a new one: what makes that one this worker.
         Before `close`."""
-        line = self._reader.read_activation()
+        line = self.reader.read_activation()
         return codec.from_line(Activation, line) if line else None
 
     def state(self) -> str:
         """The kernel's letter for the process's state (R, S, D, T, Z ...); "" while there is no process."""
         try:
-            with open(f"/proc/{self._process.pid}/stat", encoding="ascii", errors="replace") as file:
+            with open(f"/proc/{self.process.pid}/stat", encoding="ascii", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError, IndexError):
             return ""
 
     def read_sample(self, now: float, stopped: bool) -> StackSample:
         """What its main thread does. now: of this machine's monotonic clock. stopped: by a signal."""
-        sample = self._reader.read(now, stopped)
+        sample = self.reader.read(now, stopped)
         if sample.wants_dump:
-            self._process.send_signal(DUMP_SIGNAL)  # the next sample contains the stack that it then writes
+            self.process.send_signal(DUMP_SIGNAL)  # the next sample contains the stack that it then writes
         return sample
 
     def read_wait(self, now: float) -> float:
         """Seconds for which it has waited for others; 0.0: it works. now: of this machine's monotonic clock."""
-        return self._reader.read_wait(now)
+        return self.reader.read_wait(now)
 
     def record_driver_seen(self, at: float) -> None:
-        self._reader.record_driver_seen(at)
+        self.reader.record_driver_seen(at)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.process.kill()
 
     def find_crash_location(self, code: int) -> str:
         """The Python frames above the native code in which it crashed; "" if it did not crash. code: its exit code."""
@@ -155,16 +151,16 @@ class Child:
 
     def close(self) -> None:
         """Kill the process, remove what it left behind, and pass on its last lines before this returns."""
-        self._process.kill()
+        self.process.kill()
         self._input.put(None)
         for thread in self._threads:
             thread.join(CLOSE_WAIT)
-        self._reader.close()
+        self.reader.close()
         remove_stale_folders()
 
     def _write_input(self) -> None:
         """In a thread, since a large program takes long through a pipe and the slot's main thread must not wait."""
-        pipe = self._process.stdin
+        pipe = self.process.stdin
         assert pipe is not None
         with suppress(OSError):  # the process died; `on_exit` reports it
             while (data := self._input.get()) is not None:
@@ -173,22 +169,22 @@ class Child:
         with suppress(OSError):  # likewise, and buffered bytes cannot be written
             pipe.close()
 
-    def _read_status(self, descriptor: int, on_warm: Callable[[Child], None]) -> None:
-        with os.fdopen(descriptor, "rb") as pipe:
+    def _read_status(self) -> None:
+        with os.fdopen(self.status, "rb") as pipe:
             if pipe.readline() == b"warm\n":
-                on_warm(self)
+                self.on_warm(self)
 
-    def _await_exit(self, on_exit: Callable[[Child, int], None]) -> None:
-        code = self._process.wait()
+    def _await_exit(self) -> None:
+        code = self.process.wait()
         self._exited.set()
-        on_exit(self, code)
+        self.on_exit(self, code)
 
-    def _read_lines(self, on_line: Callable[[Child, str], None]) -> None:
-        pipe = self._process.stdout
+    def _read_lines(self) -> None:
+        pipe = self.process.stdout
         assert pipe is not None
         for line in read_lines(pipe, SystemClock()):
             self._crash.read_line(line)
-            on_line(self, line)
+            self.on_line(self, line)
         self._crash.close()
 
 

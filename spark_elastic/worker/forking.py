@@ -54,14 +54,12 @@ class InheritedSettings:
         return cls(imports, environment, others)
 
 
+@dataclass(eq=False, repr=False)
 class ForkServer:
-    def __init__(
-        self, settings: InheritedSettings, process: subprocess.Popen[bytes], requests: socket.socket
-    ) -> None:
-        self.settings = settings
-        self.failed = False  # a request failed: no more are sent
-        self._process = process
-        self._requests = requests
+    settings: InheritedSettings
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
+    failed: bool = False  # a request failed: no more are sent
 
     @classmethod
     def start(cls, settings: InheritedSettings) -> ForkServer:
@@ -87,16 +85,16 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process.poll() is None else None
+        return self.process.pid if self.process.poll() is None else None
 
     def request(self, descriptors: tuple[int, ...]) -> None:
         """Request a process, with its standard input and output, its `ChildFds`, and the server's end of a socket."""
-        socket.send_fds(self._requests, [FORK], descriptors)
+        socket.send_fds(self.requests, [FORK], descriptors)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._requests.close()
+        self.process.kill()
+        self.process.wait()
+        self.requests.close()
 
 
 class ForkServerCache:

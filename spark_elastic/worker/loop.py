@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -119,30 +119,24 @@ class GroupConnector:
         return connect(self._endpoint, 0, 1, fence, lambda blob: [blob], timeout=self._timeout)
 
 
+@dataclass(eq=False, repr=False)
 class WorkerLoop:
     """Runs one program in world after world until the driver ends the worker."""
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        program: Program,
-        driver: DriverClient,
-        clock: Clock,
-        watch: DriverWatch,
-        reporter: MetricsReporter,
-        groups: GroupConnector,
-    ) -> None:
-        self._identity = identity
-        self._program = program
-        self._driver = driver
-        self._clock = clock
-        self._reporter = reporter
-        self._groups = groups
+    identity: WorkerIdentity
+    program: Program
+    driver: DriverClient
+    clock: Clock
+    watch: DriverWatch
+    reporter: MetricsReporter
+    groups: GroupConnector
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
         # The newest position: the machine does nothing about it, so it learns of it with the next event.
         self._applied: on.Applied | None = None
-        state, _ = worker_machine.initial(identity.worker)
-        self._state = replace(state, fence=identity.left, position=identity.position)
+        state, _ = worker_machine.initial(self.identity.worker)
+        self._state = replace(state, fence=self.identity.left, position=self.identity.position)
         self._group: Group | None = None
         self._world: WorldView | None = None
         self._addresses: tuple[str, ...] = ()  # of the members of the newest world, if the driver gave them
@@ -154,9 +148,9 @@ class WorkerLoop:
         # context to return to; None: it is in the world of the machine.
         self._alone: tuple[WorkerContext, WorkerContext | None] | None = None
         self._handle = WorkerHandle(
-            lambda: watch.version,
+            lambda: self.watch.version,
             self._report_position,
-            reporter.report,
+            self.reporter.report,
             self._next_world,
             report_straggler=self._report_straggler,
             report_checkpoint=self._report_checkpoint,
@@ -164,13 +158,13 @@ class WorkerLoop:
             join_others=self._join_others,
         )
         self._context_between_worlds = WorkerContext(
-            identity.worker,
+            self.identity.worker,
             handle=self._handle,
-            address=identity.address,
-            ports=identity.ports,
-            resources=identity.resources,
-            wait_recorder=groups.wait_recorder,
-            driver=driver,
+            address=self.identity.address,
+            ports=self.identity.ports,
+            resources=self.identity.resources,
+            wait_recorder=self.groups.wait_recorder,
+            driver=self.driver,
         )
 
     def run(self) -> int:
@@ -184,23 +178,23 @@ class WorkerLoop:
             return end.code
         finally:
             self._close_group()
-            self._program.close()
+            self.program.close()
 
     def _begin(self) -> do.Sync | do.Run | do.Exit:
         """Ask for the first world; where others are inside of their loop, once the program has come to its own."""
         runs_ahead = False
-        if self._identity.left is None and getattr(self._program, "may_have_loop", False):
+        if self.identity.left is None and getattr(self.program, "may_have_loop", False):
             with suppress(DriverUnreachable):
-                runs_ahead = has_loop_begun(self._driver)
+                runs_ahead = has_loop_begun(self.driver)
         if not runs_ahead:
-            return self._advance(on.Warm(self._clock.now()))
+            return self._advance(on.Warm(self.clock.now()))
         world, _ = self._go_alone()
         return self._advance(self._run_program(do.Run(world.reason, world, None)))
 
     def _go_alone(self) -> tuple[WorldView, Group]:
         """For a program outside of its loop: be in a world of one until `_join_others`: R21 (outside of the loop)."""
-        world = make_world_alone(self._identity)
-        group = self._groups.connect_alone(world)
+        world = make_world_alone(self.identity)
+        group = self.groups.connect_alone(world)
         alone = replace(self._context_between_worlds, world=world, group=group, group_context=GroupContext())
         self._alone = alone, get_context() if self._world is not None else None
         set_context(alone)
@@ -214,7 +208,7 @@ class WorkerLoop:
         _, context = self._alone
         self._end_alone()
         if context is None:
-            return self._await_run(self._advance(on.Warm(self._clock.now())))
+            return self._await_run(self._advance(on.Warm(self.clock.now())))
         set_context(context)
         assert self._world is not None
         assert context.group is not None
@@ -227,15 +221,15 @@ class WorkerLoop:
             alone.group_context.close()
 
     def _report_straggler(self, reason: str) -> None:
-        self._driver.ask(messages.WorkerStraggles(self._identity.worker, self._fence(), reason))
+        self.driver.ask(messages.WorkerStraggles(self.identity.worker, self._fence(), reason))
 
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
-        worker = self._identity.worker
+        worker = self.identity.worker
         if written is not None:
-            self._driver.ask(messages.CheckpointWritten(worker, written))
+            self.driver.ask(messages.CheckpointWritten(worker, written))
             return
         self._unwritten_checkpoints += 1
-        self._driver.ask(messages.CheckpointStoreFull(worker, self._unwritten_checkpoints))
+        self.driver.ask(messages.CheckpointStoreFull(worker, self._unwritten_checkpoints))
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
         """Post the event and execute the commands that follow, up to one for the program or the process's exit."""
@@ -244,22 +238,22 @@ class WorkerLoop:
             command = commands.popleft()
             if isinstance(command, do.Sync | do.Run | do.Exit):
                 return command
-            began = self._clock.now()
+            began = self.clock.now()
             try:
                 answer = self._execute(command)
             except DriverUnreachable as error:  # no crash; this thread may notice before `DriverWatch`
-                sys.stderr.write(f"worker {self._identity.worker} ends: {error}\n")
-                now = self._clock.now()
+                sys.stderr.write(f"worker {self.identity.worker} ends: {error}\n")
+                now = self.clock.now()
                 answer = on.DriverSilent(now, now - began)
             if answer is not None:
                 commands.extend(self._post(answer))
-        raise ElasticError(f"the machine of worker {self._identity.worker} gave no command")
+        raise ElasticError(f"the machine of worker {self.identity.worker} gave no command")
 
     def _next_world(self, error: CollectiveError | None) -> tuple[WorldView, Group]:
         """For a program inside `run`: leave this world and return with the next."""
         assert self._world is not None
         if error is None:
-            command = self._advance(on.Boundary(self._clock.now(), self._world.fence, CHANGE))
+            command = self._advance(on.Boundary(self.clock.now(), self._world.fence, CHANGE))
         else:
             command = self._advance(self._group_broke(self._world.fence, error))
         return self._await_run(command)
@@ -297,7 +291,7 @@ class WorkerLoop:
                 return self._ask(message)
             case do.Report(_, message):
                 sys.stderr.write(message.traceback)  # the driver may tolerate the failure and not show it
-                self._driver.ask(message)
+                self.driver.ask(message)
             case do.Form():
                 return self._form(command.world)
             case do.AbortGroup():
@@ -313,13 +307,13 @@ class WorkerLoop:
         if isinstance(message, messages.RequestNextWorld):
             set_context(self._context_between_worlds)
         else:
-            self._reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
-        message = replace(message, address="" if self._has_to_begin_again else self._groups.address)
-        with self._groups.wait_recorder.record_wait():
-            answer = self._driver.ask(message, MAX_POLL_SECONDS)
+            self.reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
+        message = replace(message, address="" if self._has_to_begin_again else self.groups.address)
+        with self.groups.wait_recorder.record_wait():
+            answer = self.driver.ask(message, MAX_POLL_SECONDS)
             while answer.is_undecided:
-                answer = self._driver.ask(message, MAX_POLL_SECONDS)
-        now = self._clock.now()
+                answer = self.driver.ask(message, MAX_POLL_SECONDS)
+        now = self.clock.now()
         if answer.world is not None:
             if self._has_to_begin_again:
                 raise BeginAgain(self._state.fence, self._state.position)
@@ -328,22 +322,22 @@ class WorkerLoop:
         return on.StopReceived(now, answer.stop or "")
 
     def _form(self, world: WorldView) -> on.WorkerEvent:
-        group = self._groups.connect(world, self._addresses, self._driver)
+        group = self.groups.connect(world, self._addresses, self.driver)
         with self._lock:
             self._group, self._world = group, world
             aborted = self._aborted_fence is not None and self._aborted_fence >= world.fence
         if aborted:
             group.abort("the driver ended this generation while it was formed")
         try:
-            self._driver.ask(messages.WorldFormed(self._identity.worker, world.fence))
+            self.driver.ask(messages.WorldFormed(self.identity.worker, world.fence))
         except StaleGeneration as error:
             return self._group_broke(world.fence, error)
         self._group_context = GroupContext()
         context = self._group_context
-        context.position = self._program.position()
+        context.position = self.program.position()
         between = self._context_between_worlds
         set_context(replace(between, world=world, group=group, group_context=context))
-        return on.GroupFormed(self._clock.now(), world.fence)
+        return on.GroupFormed(self.clock.now(), world.fence)
 
     def _run_program(self, command: do.Sync | do.Run) -> on.WorkerEvent:
         group = self._group if self._alone is None else self._alone[0].group
@@ -352,29 +346,29 @@ class WorkerLoop:
             with exit_forks():
                 if isinstance(command, do.Run):
                     return self._train(command.world, group)
-                position = self._program.sync(command.world, group)
-            return on.Synced(self._clock.now(), command.world.fence, position)
+                position = self.program.sync(command.world, group)
+            return on.Synced(self.clock.now(), command.world.fence, position)
         except WorkerExit:
             raise
         except BaseException as error:
             if isinstance(error, CollectiveError) and self._alone is None:
                 return self._group_broke(self._fence(), error)
             # Reported to the driver whatever its class; the driver decides: R13 (deterministic failures).
-            return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
+            return on.UserRaised(self.clock.now(), compute_fingerprint(error), format_traceback(error))
         finally:
             self._end_alone()
             if isinstance(command, do.Run):
-                self._has_to_begin_again = getattr(self._program, "needs_new_process", False)
+                self._has_to_begin_again = getattr(self.program, "needs_new_process", False)
 
     def _train(self, world: WorldView, group: Group) -> on.WorkerEvent:
-        outcome = self._program.run(world, group, self._handle)
+        outcome = self.program.run(world, group, self._handle)
         if self._alone is not None:
             raise InvalidInput(
                 "the function returned before its elastic loop, in which the other workers train: let each worker call "
                 "the loop."
             )
         # `world` is not used from here on: the program may have gone on to a later one.
-        now = self._clock.now()
+        now = self.clock.now()
         if isinstance(outcome, Completed):
             check_result_size(outcome.result)
             return on.Finished(now, self._fence(), outcome.result)
@@ -384,7 +378,7 @@ class WorkerLoop:
         worker = get_context()
         assert worker is not None
         worker.group_context.position = position
-        self._applied = on.Applied(self._clock.now(), self._fence(), position)
+        self._applied = on.Applied(self.clock.now(), self._fence(), position)
 
     def _fence(self) -> Fence:
         assert self._world is not None
@@ -394,7 +388,7 @@ class WorkerLoop:
         # Ranks that request something else, or nothing, have no broken connection.
         by_program = isinstance(error, MismatchError | RequestTimeout)
         suspects = error.ranks if isinstance(error, CollectiveError) and not by_program else ()
-        return on.GroupBroken(self._clock.now(), fence, tuple(suspects), str(error))
+        return on.GroupBroken(self.clock.now(), fence, tuple(suspects), str(error))
 
     def _abort_group(self, command: do.AbortGroup) -> None:
         with self._lock:
@@ -412,24 +406,18 @@ class WorkerLoop:
             self._group_context.close()
 
 
+@dataclass(eq=False, repr=False)
 class DriverWatch:
     """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop.
     It never touches the program. R12 (driver silence): it ends the worker after `driver_timeout`."""
 
-    def __init__(
-        self,
-        worker: WorkerId,
-        driver: DriverClient,
-        clock: Clock,
-        driver_timeout: float,
-        slot_answered_at: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """slot_answered_at: when the driver last answered the worker's slot."""
-        self._worker = worker
-        self._driver = driver
-        self._clock = clock
-        self._driver_timeout = driver_timeout
-        self._slot_answered_at = slot_answered_at
+    worker: WorkerId
+    driver: DriverClient
+    clock: Clock
+    driver_timeout: float
+    slot_answered_at: Callable[[], float] = lambda: 0.0  # when the driver last answered the worker's slot
+
+    def __post_init__(self) -> None:
         self._version = INITIAL_VERSION
         self._closing = threading.Event()
 
@@ -447,26 +435,26 @@ class DriverWatch:
         self._closing.set()
 
     def _watch(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
-        began = self._clock.now()
+        began = self.clock.now()
         ended_fence: Fence | None = None  # of the newest world that the driver has ended
         while not self._closing.is_set():
-            last_seen = max(began, self._driver.last_answered_at(), self._slot_answered_at())
-            left = last_seen + self._driver_timeout - self._clock.now()
+            last_seen = max(began, self.driver.last_answered_at(), self.slot_answered_at())
+            left = last_seen + self.driver_timeout - self.clock.now()
             if left <= 0.0:
-                silent = on.DriverSilent(self._clock.now(), self._driver_timeout - left)
+                silent = on.DriverSilent(self.clock.now(), self.driver_timeout - left)
                 self._exit(handle_event(silent), "the driver is silent")
             try:
                 # Asks by what it received last, not by the world that the worker is in. So it does not miss the end of
                 # a world that begins while the request is open.
-                request = WatchWorker(self._worker, ended_fence, self._version)
-                watched = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
+                request = WatchWorker(self.worker, ended_fence, self._version)
+                watched = self.driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except Exception:  # also a lack of descriptors or memory, which may pass
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
-            now = self._clock.now()
+            now = self.clock.now()
             if watched.version > self._version:
                 self._version = watched.version
-                notification_manager.handle_hosts_updated(self._clock.wall(), watched.version.update)
+                notification_manager.handle_hosts_updated(self.clock.wall(), watched.version.update)
             if watched.ended_fence is not None and watched.ended_fence != ended_fence:
                 ended_fence = watched.ended_fence
                 handle_event(on.AbortReceived(now, ended_fence, watched.end_reason))
@@ -479,7 +467,7 @@ class DriverWatch:
         if code is None or self._closing.wait(EXIT_GRACE):
             return
         with suppress(Exception):  # user code may have put a closed file there, or one on a full disk
-            sys.stderr.write(f"worker {self._worker} ends: {reason}\n")
+            sys.stderr.write(f"worker {self.worker} ends: {reason}\n")
             sys.stderr.flush()
         os._exit(code)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from threading import Thread
 from typing import Any, TypeVar
@@ -65,37 +65,24 @@ HEARTBEAT_PATIENCE = 1.0
 R = TypeVar("R")
 
 
+@dataclass(eq=False, repr=False)
 class SlotAgent:
     """One slot, from registration to release."""
 
-    def __init__(
-        self,
-        spec: SlotSpec,
-        identity: SlotIdentity,
-        payload: bytes,
-        client: RendezvousClient,
-        clock: Clock,
-        facts: Mapping[str, Any] | None = None,
-        find_shortage: Callable[[int, int | None, int | None], str | None] = lambda *pids: None,
-    ) -> None:
-        """
-        Args:
-            payload: the pickled program.
-            facts: the host's name and the versions of its packages; the driver decides from them about admission.
-            find_shortage: called with the process ids of worker, spare and fork server; returns what these show about
-                the memory that the executor will lack, or None.
-        """
-        self._spec = spec
+    spec: SlotSpec
+    identity: SlotIdentity
+    payload: bytes  # the pickled program
+    client: RendezvousClient
+    clock: Clock
+    facts: dict[str, Any] = field(default_factory=dict)  # by which the driver decides about admission
+    # Given the process ids of worker, spare and fork server: what they show of a shortage of memory, or None.
+    find_shortage: Callable[[int, int | None, int | None], str | None] = lambda *pids: None
+
+    def __post_init__(self) -> None:
         self._gpu_claims = GpuClaims()
-        self._identity = identity
-        self._payload = payload
         # What this host keeps of the run; None: the job has no run, or keeps nothing.
-        self._kept = None if spec.commit_key is None else KeptCommits(spec.commit_key)
+        self._kept = None if self.spec.commit_key is None else KeptCommits(self.spec.commit_key)
         self._released = ""  # why the driver has told the slot to end; "": it has not
-        self._facts = dict(facts or {})
-        self._find_shortage = find_shortage
-        self._client = client
-        self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
         self._later: list[tuple[float, Callable[[], str | None]]] = []  # when, and what; main thread only
         self._lines: queue.SimpleQueue[tuple[WorkerId | None, str]] = queue.SimpleQueue()
@@ -106,7 +93,7 @@ class SlotAgent:
         self._oom_kills = OomKillCounter()
         self._heartbeat_every = 1.0
         self._told_wait = False  # whether the newest heartbeat said that the worker has waited for others
-        self._registered_at = clock.now()
+        self._registered_at = self.clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
         targets = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
@@ -122,18 +109,18 @@ class SlotAgent:
             DriverUnreachable: the driver did not answer the registration.
             InvalidInput: this host lacks the job's network interface.
         """
-        if self._spec.network_interface:
-            address = find_interface_address(self._spec.network_interface)
-            self._identity = replace(self._identity, address=address)
-        me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
-        found = str(self._facts.get("host", "")), me.device_problem, self._facts, self._find_kept()
+        if self.spec.network_interface:
+            address = find_interface_address(self.spec.network_interface)
+            self.identity = replace(self.identity, address=address)
+        me = self.identity = self._gpu_claims.assign(self.spec, self.identity, os.environ)
+        found = str(self.facts.get("host", "")), me.device_problem, self.facts, self._find_kept()
         try:
-            answer = self._client.ask(messages.RegisterSlot(me.slot, me.host, me.slot.launch, *found))
+            answer = self.client.ask(messages.RegisterSlot(me.slot, me.host, me.slot.launch, *found))
         except BaseException:
             self._gpu_claims.close()  # Spark uses this process again, for another slot
             raise
         self._heartbeat_every = answer.heartbeat_interval
-        self._registered_at = self._clock.now()
+        self._registered_at = self.clock.now()
         for thread in self._threads.values():
             thread.start()
         try:
@@ -156,9 +143,9 @@ class SlotAgent:
 
     def _start_child(self) -> Child:
         return Child.start(
-            self._spec,
-            self._identity,
-            self._payload,
+            self.spec,
+            self.identity,
+            self.payload,
             self._on_line,
             lambda child: self._events.put(lambda: self._handle_warm(child)),
             lambda child, code: self._events.put(lambda: self._handle_exit(child, code)),
@@ -167,12 +154,12 @@ class SlotAgent:
     def _promote(self, activation: Activation | None = None) -> None:
         """Make the spare the slot's worker, or start a worker if there is no spare. None: a worker of a new name."""
         self._started += 1
-        activation = activation or Activation(WorkerId.build(self._identity.slot, self._started))
+        activation = activation or Activation(WorkerId.build(self.identity.slot, self._started))
         child = self._spare if self._spare is not None else self._start_child()
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
         child.worker = activation.worker
-        self._ask(messages.WorkerStarted(self._identity.slot, child.worker, self._find_kept()))
+        self._ask(messages.WorkerStarted(self.identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
@@ -189,7 +176,7 @@ class SlotAgent:
                 successor = child.read_successor()
                 if successor is None:
                     end = code, reason, killed, crashed_at
-                    self._ask(messages.WorkerExited(self._identity.slot, child.worker, *end))
+                    self._ask(messages.WorkerExited(self.identity.slot, child.worker, *end))
                 self._promote(successor)
             finally:
                 child.close()
@@ -208,7 +195,7 @@ class SlotAgent:
             return self._prepare_spare(child)
         if child is self._active:
             self._check_memory(child)
-            self._call_later(self._spec.spare_after, lambda: self._prepare_spare(child))
+            self._call_later(self.spec.spare_after, lambda: self._prepare_spare(child))
         return None
 
     def _check_memory(self, child: Child) -> str | None:
@@ -216,7 +203,7 @@ class SlotAgent:
         if child is not self._active:
             return None
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
-        if shortage := self._find_shortage(child.pid, spare, fork_server_cache.pid):
+        if shortage := self.find_shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{SLOT_LINE_PREFIX}{shortage}")
         else:
             self._call_later(MEMORY_CHECK_EVERY, lambda: self._check_memory(child))
@@ -247,7 +234,7 @@ class SlotAgent:
         return commands.release
 
     def _call_later(self, seconds: float, call: Callable[[], str | None]) -> None:
-        self._later.append((self._clock.now() + seconds, call))
+        self._later.append((self.clock.now() + seconds, call))
 
     def _next_event(self) -> Callable[[], str | None]:
         """What comes next: an event of another thread, or a call whose time has come."""
@@ -255,7 +242,7 @@ class SlotAgent:
             return self._events.get()
         due = min(self._later, key=itemgetter(0))
         try:
-            return self._events.get(timeout=max(0.0, due[0] - self._clock.now()))
+            return self._events.get(timeout=max(0.0, due[0] - self.clock.now()))
         except queue.Empty:
             self._later.remove(due)
             return due[1]
@@ -271,11 +258,11 @@ class SlotAgent:
         others = messages.TAKEN_OVER, messages.SPARK_STOPPED
         is_done = why.startswith(messages.JOB_OVER) and not any(other in why for other in others)
         if self._kept is not None and is_done:
-            self._kept.drop(self._spec.attempt)
+            self._kept.drop(self.spec.attempt)
         self._gpu_claims.close()
         self._lines_complete.set()
         self._threads["logs"].join(LAST_LINES_WAIT)
-        self._client.close()
+        self.client.close()
         for thread in self._threads.values():
             thread.join(THREAD_END_WAIT)
 
@@ -283,13 +270,13 @@ class SlotAgent:
 
     def _ask(self, request: messages.DriverRequest[R], hold: float = 0.0) -> R:
         """Ask until the slot ends since the driver is silent."""
-        return self._client.ask(request, hold, max(0.0, self._seconds_left()))
+        return self.client.ask(request, hold, max(0.0, self._seconds_left()))
 
     def _seconds_left(self) -> float:
         """R12 (driver silence): until the slot ends. Answers to heartbeats count, since other requests may be held or
         tried for long."""
-        last_seen = max(self._registered_at, self._client.last_answered_at())
-        return last_seen + self._spec.driver_timeout - self._clock.now()
+        last_seen = max(self._registered_at, self.client.last_answered_at())
+        return last_seen + self.spec.driver_timeout - self.clock.now()
 
     # ---- other threads
 
@@ -301,7 +288,7 @@ class SlotAgent:
         seen = 0
         while not self._closing.is_set():
             try:
-                commands = self._ask(WatchSlot(self._identity.slot, seen), MAX_POLL_SECONDS)
+                commands = self._ask(WatchSlot(self.identity.slot, seen), MAX_POLL_SECONDS)
             except Exception as error:
                 if self._closing.is_set():
                     return
@@ -325,9 +312,9 @@ class SlotAgent:
                 child = self._active
                 heartbeat = self._create_heartbeat(child)
                 patience = HEARTBEAT_PATIENCE * self._heartbeat_every
-                self._heartbeat_every = self._client.ask(heartbeat, patience=patience).heartbeat_interval
+                self._heartbeat_every = self.client.ask(heartbeat, patience=patience).heartbeat_interval
                 if child is not None:
-                    child.record_driver_seen(self._client.last_answered_at())
+                    child.record_driver_seen(self.client.last_answered_at())
                 failed = ""
             except ElasticError:
                 continue  # the watch thread handles a silent driver
@@ -352,15 +339,15 @@ class SlotAgent:
     def _has_news(self, child: Child) -> bool:
         if child.state() == STOPPED:
             return True
-        return not self._told_wait and child.read_wait(self._clock.now()) >= TELL_WAIT
+        return not self._told_wait and child.read_wait(self.clock.now()) >= TELL_WAIT
 
     def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
-        slot = self._identity.slot
+        slot = self.identity.slot
         if child is None:
             return messages.Heartbeat(slot)
         state = child.state()
         stopped = state in NOT_RUNNING
-        sample = child.read_sample(self._clock.now(), stopped)
+        sample = child.read_sample(self.clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
         self._told_wait = sample.is_waiting and sample.seconds >= TELL_WAIT
@@ -375,7 +362,7 @@ class SlotAgent:
         while batch := self._take_lines():
             for worker, lines in batch.items():
                 with suppress(Exception):  # losing lines, which are for people, must not hurt training
-                    self._ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
+                    self._ask(LogLines(self.identity.slot, worker, None, tuple(lines)))
 
     def _take_lines(self) -> dict[WorkerId | None, list[str]]:
         batch: dict[WorkerId | None, list[str]] = {}

@@ -128,9 +128,8 @@ def assert_exact(results: list[dict[str, Any]], killer: Killer, train: Callable[
 def assert_resumed(folder: Path, killer: Killer) -> None:
     """All kills were made, worlds resumed from the checkpoint, and the weights are those of one process."""
     assert killer.count_kills() == KILLS
-    starts = sorted(
-        int(line.split()[1]) for lines in killer.read_histories().values() for line in lines if " " in line
-    )
+    lines = [line for lines in killer.read_histories().values() for line in lines]
+    starts = sorted(int(line.split()[1]) for line in lines if " " in line)
     assert starts[-1] >= STEPS - 8, "the last worlds did not resume from the checkpoint"
     assert len(set(starts)) > KILLS // 2
     saved = torch.load(folder / "checkpoint.pt")

@@ -34,9 +34,7 @@ def write_stand_ins(folder: Path) -> list[str]:
         defined |= its_own
     others = {name for name, version in wanted if not version and name not in defined}
     for name in missing:
-        groups = {
-            version: {symbol for symbol, asked in wanted if asked == version} for version in versioned[name]
-        }
+        groups = {of: {symbol for symbol, asked in wanted if asked == of} for of in versioned[name]}
         _compile(folder / name, groups, others)
     return missing
 
@@ -102,10 +100,8 @@ def _find_symbols(library: Path) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def _readelf(what: str, library: Path) -> str:
-    done = subprocess.run(
-        ["readelf", "--wide", what, str(library)], check=True, capture_output=True, text=True
-    )
-    return done.stdout
+    command = ["readelf", "--wide", what, str(library)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ class Case:
     program: str  # the program's file, without ".py", and its arguments
     shown: tuple[str, ...]  # distributions whose versions the page shows
     packages: tuple[str, ...] = ()  # arguments of pip, a call each
-    options: str | None = (
-        "-np 2"  # of spark-elastic-run; None: the program starts its workers on Spark by itself
-    )
+    options: str | None = "-np 2"  # of spark-elastic-run; None: the program starts workers on Spark
     kill_at: int = KILL_AT  # step of any rank after which rank 1 is killed
     remark: str = ""  # what the page says of the case, where something is another's fault
 
@@ -130,9 +128,8 @@ class Environment:
             return
         run(sys.executable, "-m", "venv", "--clear", "--without-pip", self.folder)
         (packages,) = self.folder.glob("lib/python3*/site-packages")
-        (packages / "borrowed.pth").write_text(
-            f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-        )
+        line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (packages / "borrowed.pth").write_text(line)
         for group in self._packages:
             options = ("-qq", "--disable-pip-version-check", "--no-compile")
             run(self.python, "-m", "pip", "install", *options, *group.split())
@@ -192,9 +189,7 @@ class Run:
                 self.code = process.returncode
             finally:
                 if process.poll() is None:
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # of a job that is stuck, whose workers end with it
+                    os.killpg(process.pid, signal.SIGKILL)  # of a stuck job, whose workers end with it
                     process.wait()
         self.seconds = time.monotonic() - began
 

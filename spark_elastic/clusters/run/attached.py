@@ -13,18 +13,9 @@ from typing import Any
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.clusters.run.call import Results
 from spark_elastic.data.store import Store, parse_document
+from spark_elastic.driver import run_board
 from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.driver.job import unpack_results
-from spark_elastic.driver.run_board import (
-    BEAT,
-    END,
-    EVERY,
-    REPORT,
-    STATUS,
-    encode_request,
-    read_board,
-    requests_folder,
-)
 from spark_elastic.errors import InvalidInput, JobFailed
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.commands import End, JobOutcome
@@ -32,7 +23,7 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.runs.owned_run import check_name, describe_owner
 from spark_elastic.worker.program import decode_result
 
-SILENT_AFTER = 6 * EVERY  # seconds without news of its driver after which a job counts as lost
+SILENT_AFTER = 6 * run_board.EVERY  # seconds without news of its driver after which a job counts as lost
 LOOK_EVERY = 0.5  # seconds between two looks while `result` waits
 
 
@@ -68,18 +59,18 @@ class AttachedJob(JobHandle):
     @property
     def has_ended(self) -> bool:
         """Whether the job's driver says that it has ended."""
-        return bool(self._read()[1].get(END))
+        return bool(self._read()[1].get(run_board.END))
 
     def status(self) -> dict[str, Any]:
         """What the status page shows, some seconds old: stage, size, slots, metrics, events and so on."""
         shown = self._read()[1]
-        status: dict[str, Any] = {**shown.get(STATUS, {}), "stage": self._get_stage(shown)}
+        status: dict[str, Any] = {**shown.get(run_board.STATUS, {}), "stage": self._get_stage(shown)}
         return status
 
     @property
     def report(self) -> JobReport:
         """Where the time of the job went so far."""
-        return self._read()[1].get(REPORT) or JobReport()
+        return self._read()[1].get(run_board.REPORT) or JobReport()
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the job's end, and return what it returned: what `run` returns, or of a fit a dict with its
@@ -94,9 +85,9 @@ class AttachedJob(JobHandle):
         """
         began = seen = self._clock.now()
         beat: object = None
-        while not (attempt_shown := self._read())[1].get(END):
+        while not (attempt_shown := self._read())[1].get(run_board.END):
             attempt, shown = attempt_shown
-            now, newest = self._clock.now(), (attempt, shown.get(BEAT))
+            now, newest = self._clock.now(), (attempt, shown.get(run_board.BEAT))
             beat, seen = newest, seen if newest == beat else now
             if now - seen > SILENT_AFTER:
                 raise JobFailed(
@@ -106,7 +97,7 @@ class AttachedJob(JobHandle):
             if timeout is not None and now - began > timeout:
                 raise TimeoutError(f"{self._describe(attempt)} still runs after {timeout:g} s")
             self._clock.sleep(LOOK_EVERY)
-        results = unpack_results(attempt_shown[1][END])
+        results = unpack_results(attempt_shown[1][run_board.END])
         first = parse_document(results[0], "The run's result", lambda value: value)
         if isinstance(first, dict):
             return first
@@ -114,17 +105,17 @@ class AttachedJob(JobHandle):
 
     def _send(self, event: DriverEvent) -> None:
         attempt, shown = self._read()
-        if shown.get(END):
-            ended: End = shown[END]
+        if shown.get(run_board.END):
+            ended: End = shown[run_board.END]
             how = "succeeded" if ended.outcome is JobOutcome.SUCCESS else ended.outcome.value
             raise InvalidInput(
                 f"{self._describe(attempt)} has ended ({how}): nothing is left to drain or cancel."
             )
-        name = f"{requests_folder(self._run_id)}/{attempt:06d}-{uuid.uuid4().hex}"
-        self._store.write_bytes(name, encode_request(event))
+        name = f"{run_board.requests_folder(self._run_id)}/{attempt:06d}-{uuid.uuid4().hex}"
+        self._store.write_bytes(name, run_board.encode_request(event))
 
     def _read(self) -> tuple[int, dict[str, Any]]:
-        attempt, shown = read_board(self._store, self._run_id)
+        attempt, shown = run_board.read_board(self._store, self._run_id)
         if attempt == 0:
             raise InvalidInput(
                 f"there is no run {self._run_id!r} in the store {self._store.url}: give run_id and store as to the fit "
@@ -133,7 +124,11 @@ class AttachedJob(JobHandle):
         return attempt, shown
 
     def _get_stage(self, shown: dict[str, Any]) -> str:
-        return "ended" if shown.get(END) else str(shown.get(STATUS, {}).get("stage", "starting"))
+        return (
+            "ended"
+            if shown.get(run_board.END)
+            else str(shown.get(run_board.STATUS, {}).get("stage", "starting"))
+        )
 
     def _describe(self, attempt: int) -> str:
         return f"run {self._run_id!r} ({describe_owner(self._store, self._run_id, attempt)})"

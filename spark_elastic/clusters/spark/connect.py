@@ -29,14 +29,8 @@ from spark_elastic.clusters.spark.probe import Probe, await_probes, check_report
 from spark_elastic.clusters.spark.settings import (
     CLASSIC_PYTHON,
     CONNECT_PYTHON,
-    ENCRYPTION,
-    EXECUTOR_GPUS,
-    IDLE_KILL,
-    IDLE_TIMEOUT,
-    TASK_GPUS,
-    VALIDITY,
-    YARN_DEFAULT,
-    YARN_OLD,
+    DRIVER_HOST,
+    LOOKED_AT,
     is_ssl_enabled,
 )
 from spark_elastic.clusters.spark.slot_task import classify_error
@@ -61,24 +55,6 @@ log = logging.getLogger("spark_elastic.spark")
 Body: TypeAlias = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 RETRIED = "Spark ran the coordinator's task again"
-DRIVER_HOST = "spark.driver.host"
-SETTINGS = (
-    "spark.app.name",
-    "spark.master",
-    DRIVER_HOST,
-    "spark.task.cpus",
-    EXECUTOR_GPUS,
-    TASK_GPUS,
-    "spark.executor.cores",
-    "spark.executor.memory",
-    "spark.executor.memoryOverhead",
-    "spark.executor.memoryOverheadFactor",
-    "spark.kubernetes.memoryOverheadFactor",
-    "spark.executor.pyspark.memory",
-    "spark.ssl.enabled",
-    *(YARN_DEFAULT, YARN_OLD, *VALIDITY, *ENCRYPTION),
-    *(prefix + name for prefix in (CONNECT_PYTHON, CLASSIC_PYTHON) for name in (IDLE_KILL, IDLE_TIMEOUT)),
-)
 
 
 class ConnectPlatform(SparkPlatform):
@@ -181,7 +157,7 @@ class ConnectPlatform(SparkPlatform):
 def read_settings(spark: SparkSession) -> dict[str, str]:
     """The server's settings that a job looks at."""
     settings = {}
-    for name in SETTINGS:
+    for name in LOOKED_AT:
         try:
             value = spark.conf.get(name, None)
         except Exception as error:  # of gRPC or py4j: some servers refuse

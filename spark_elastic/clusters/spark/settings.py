@@ -20,6 +20,10 @@ from spark_elastic.rendezvous.addresses import is_loopback
 
 log = logging.getLogger("spark_elastic.spark")
 
+DRIVER_HOST = "spark.driver.host"
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
 # ---- settings by which Spark itself would end or harm a job
 
 FEW_FAILURES = 100  # lost executors; an elastic job may well survive more
@@ -35,6 +39,14 @@ ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
     "spark.ssl.rpc.enabled",
+)
+# All settings that a job looks at.
+LOOKED_AT = (
+    *("spark.app.name", "spark.master", DRIVER_HOST, "spark.ssl.enabled", "spark.task.cpus"),
+    *(EXECUTOR_GPUS, TASK_GPUS, "spark.executor.cores", "spark.executor.memory", ADDRESS_SPACE),
+    *("spark.executor.memoryOverhead", "spark.executor.memoryOverheadFactor"),
+    *("spark.kubernetes.memoryOverheadFactor", YARN_DEFAULT, YARN_OLD, *VALIDITY, *ENCRYPTION),
+    *(prefix + name for prefix in (CONNECT_PYTHON, CLASSIC_PYTHON) for name in (IDLE_KILL, IDLE_TIMEOUT)),
 )
 
 
@@ -70,7 +82,7 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
     """Settings that end the whole application, expose the job's key or limit workers unnoticed; a sentence each. plain:
     host of a Spark Connect server to which the session speaks without TLS."""
     master = settings.get("spark.master", "local")
-    is_local = master.startswith("local") or is_loopback(settings.get("spark.driver.host", ""))
+    is_local = master.startswith("local") or is_loopback(settings.get(DRIVER_HOST, ""))
     is_encrypted = any(settings.get(name, "false").lower() == "true" for name in ENCRYPTION)
     limit = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
     is_high = limit is not None and limit.isdigit() and int(limit) >= FEW_FAILURES
@@ -165,10 +177,6 @@ def explain_shortage(
         f"the {memory.slots} workers of an executor and their spares take {_mib(need)} by now, and there are "
         f"{_mib(max(0, beside))} beside its JVM: set spark.executor.memoryOverhead to {_mib(need * 3 // 2)} or more."
     )
-
-
-EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
-TASK_GPUS = "spark.task.resource.gpu.amount"
 
 
 def read_executor_memory(

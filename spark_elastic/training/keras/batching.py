@@ -72,9 +72,7 @@ class Inputs:
     @classmethod
     def of(cls, model: Any, features: Sequence[Column], free: bool = False) -> Inputs:
         """By the keys or names of the model's inputs where all columns have such names, else in the columns' order.
-
-        free: shapes are what the user's transformation makes of the columns.
-        """
+        free: shapes are what the user's transformation makes of the columns."""
         tensors = list(getattr(model, "inputs", None) or ())
         by_name = {column.name: column for column in features}
         columns = tuple(by_name[name] for name in order_features(model, list(by_name)))

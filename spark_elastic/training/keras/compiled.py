@@ -297,10 +297,8 @@ class LayerMetrics:
 
 
 class CompiledMetrics(StepMetrics):
-    """Metrics of training or validation, one after the other; the accumulators are Keras's own.
-
-    Rows travel once a step, in rank order. `sums` has each loss and each number of layers' metrics: part of the state.
-    """
+    """Metrics of training or validation, one after the other; the accumulators are Keras's own. Rows travel once a
+    step, in rank order. `sums` has each loss and each number of layers' metrics: part of the state."""
 
     def __init__(
         self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool

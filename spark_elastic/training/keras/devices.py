@@ -20,11 +20,8 @@ class _OneGpu(list[Any]):
 
 
 class SlotGpuSelection:
-    """Wraps TensorFlow's list of GPUs: any number selects the GPU of a worker that sees one.
-
-    Horovod's scripts begin with `tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")`. Created once in a
-    process.
-    """
+    """Wraps TensorFlow's list of GPUs: any number selects the GPU of a worker that sees one. Horovod's scripts begin
+    with `tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")`. Created once in a process."""
 
     def __init__(self) -> None:
         list_devices = tf.config.list_physical_devices

@@ -37,12 +37,10 @@ from spark_elastic.training.trainer import ModelStep, WorkClock, describe_depend
 
 
 class RunningStats:
-    """Variables that a forward pass writes, such as BatchNorm's statistics (R3, aborted forward).
-
-    Each pass of a step begins with the values from before the step. A step that is applied adds to them the mean of
-    what the passes changed, weighted by rows; of whole numbers and truth values, such as a layer's counter of steps, it
-    takes the largest. Seeds of random layers follow from a key alone, so they need not be kept.
-    """
+    """Variables that a forward pass writes, such as BatchNorm's statistics (R3, aborted forward). Each pass of a step
+    begins with the values from before the step. A step that is applied adds to them the mean of what the passes
+    changed, weighted by rows; of whole numbers and truth values, such as a layer's counter of steps, it takes the
+    largest. Seeds of random layers follow from a key alone, so they need not be kept."""
 
     def __init__(self, model: Any) -> None:
         layers = model._flatten_layers()
@@ -215,22 +213,6 @@ def make_dense(gradients: Sequence[Any]) -> list[Any]:
     return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
-class OptimizerStep:
-    """The optimizer's step on means over the whole step's rows."""
-
-    def __init__(self, model: Any, eager: bool) -> None:
-        self._optimizer, self._variables = model.optimizer, list(model.trainable_variables)
-        self._run = self._apply if eager else tf.function(self._apply)
-
-    def __call__(self, means: Sequence[Array], present: Array) -> None:
-        triples = zip(means, present, self._variables, strict=True)
-        # None: no rank had it (R8, weighting)
-        self._run([tf.constant(mean, v.dtype) if exists else None for mean, exists, v in triples])
-
-    def _apply(self, gradients: list[Any]) -> None:
-        self._optimizer.apply(gradients, self._variables)
-
-
 class TrainStep(ModelStep[Array]):
     """Takes steps on one state."""
 
@@ -251,7 +233,8 @@ class TrainStep(ModelStep[Array]):
         eager = bool(model.run_eagerly)
         self._state, self._losses, self._metrics = state, losses, metrics
         self._gradients = self._make_gradients(model, losses, structure, eager)
-        self._optimizer_step = OptimizerStep(model, eager)
+        self._optimizer, self._variables = model.optimizer, list(model.trainable_variables)
+        self._run_optimizer = self._apply_gradients if eager else tf.function(self._apply_gradients)
         self._running_stats = RunningStats(model)
         self._count = len(model.trainable_variables)
         weights, stats = model.trainable_variables, self._running_stats.variables
@@ -264,12 +247,7 @@ class TrainStep(ModelStep[Array]):
         self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
 
     def _begin(self, rank: int) -> None:
-        self._running_stats.begin(*self._key, rank)
-
-    @property
-    def _key(self) -> tuple[int, ...]:
-        position = self._state.position
-        return self._config.data.seed, position.epoch, position.phase, position.step
+        self._running_stats.begin(*self.key, rank)
 
     def _restore(self) -> None:
         self._running_stats.restore()
@@ -296,7 +274,12 @@ class TrainStep(ModelStep[Array]):
         sums, self._sums = self._sums, []
         # First: the optimizer's step begins at the weights of which the gradients were computed.
         self._running_stats.apply(sums[count:], present[count:])
-        self._optimizer_step(sums[:count], present[:count])
+        means = zip(sums[:count], present[:count], self._variables, strict=True)
+        # None: no rank had it (R8, weighting)
+        self._run_optimizer([tf.constant(mean, v.dtype) if exists else None for mean, exists, v in means])
+
+    def _apply_gradients(self, gradients: list[Any]) -> None:
+        self._optimizer.apply(gradients, self._variables)
 
     def compute_loss(self, group: Group, batch: Batch) -> tuple[float, float]:
         """Loss and denominator of rows of validation, which it adds to the metrics."""
@@ -411,7 +394,7 @@ class StepLossStep(TrainStep):
         parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
         for number, part in parts:
-            self._running_stats.seed(*self._key, group.rank, number)
+            self._running_stats.seed(*self.key, group.rank, number)
             with tf.GradientTape() if number == len(parts) - 1 else nullcontext() as tape:
                 added, outputs = self._gradients.run(part, training=True)
             self._running_stats.end_pass(len(part) / part.planned)
@@ -422,7 +405,7 @@ class StepLossStep(TrainStep):
         past = first + len(batch)
         for number, part in reversed(parts):
             if number < len(parts) - 1:
-                self._running_stats.seed(*self._key, group.rank, number)
+                self._running_stats.seed(*self.key, group.rank, number)
                 with tf.GradientTape() as tape:
                     added, outputs = self._gradients.run(part, training=True)
                 self._running_stats.restore()

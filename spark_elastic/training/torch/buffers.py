@@ -389,11 +389,9 @@ class BufferMerge:
 def try_merges(
     model: torch.nn.Module, names: Sequence[str], before: BufferSnapshot, batch: Batch, forward: Forward
 ) -> dict[str, list[str]]:
-    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer.
-
-    Without them the mean is still one where the rows' order does not matter, nor their number: APPROXIMATE. What none
-    fits may still be EQUAL, if the ranks have exchanged it: its values depend on the rows' contents.
-    """
+    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer. Without
+    them the mean is still one where the rows' order does not matter, nor their number: APPROXIMATE. What none fits may
+    still be EQUAL, if the ranks have exchanged it: its values depend on the rows' contents."""
     half = len(batch) // 2
     first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
     both = np.concatenate([first, second])

@@ -55,11 +55,9 @@ class Training:
 class Callback:
     """Override the hooks that you need. `on_step_end` is called for steps that are part of the history of all workers
     (R1, finalized steps): once for each, before the next one is applied. Hooks must come to the same results on all
-    workers; if they do not (clocks, files), rank 0's decision at the end of an epoch counts.
-
-    The state is what `state_dict` returns: by default the attributes without a leading underscore, which must be plain
-    values and tensors.
-    """
+    workers; if they do not (clocks, files), rank 0's decision at the end of an epoch counts. The state is what
+    `state_dict` returns: by default the attributes without a leading underscore, which must be plain values and
+    tensors."""
 
     def on_fit_begin(self, training: Training) -> None:
         """Once in each worker, before its first step. Afterwards newcomers and resumed runs take over the state: rates,

@@ -25,10 +25,8 @@ from spark_elastic.errors import InvalidInput
 
 
 class RowDropout(torch.nn.Module):
-    """As torch.nn.Dropout over inputs of shape (rows, ...), drawn from the numbers of the rows (R9, scope of P2).
-
-    The estimators call `draw_rows` before each forward pass; a hand-written loop must call it itself.
-    """
+    """As torch.nn.Dropout over inputs of shape (rows, ...), drawn from the numbers of the rows (R9, scope of P2). The
+    estimators call `draw_rows` before each forward pass; a hand-written loop must call it itself."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()

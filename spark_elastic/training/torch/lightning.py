@@ -150,11 +150,9 @@ register_pytree_node(Batch, lambda batch: (list(batch), None), lambda parts, _: 
 
 
 class LightningLoss(LossFn):
-    """Calls a LightningModule's `training_step`, or its `validation_step`, if it has one, in evaluation mode.
-
-    batch_idx is the step of the epoch, from 0. Logged numbers are averaged over rows. The whole step runs under
-    autocast, as in Lightning.
-    """
+    """Calls a LightningModule's `training_step`, or its `validation_step`, if it has one, in evaluation mode. batch_idx
+    is the step of the epoch, from 0. Logged numbers are averaged over rows. The whole step runs under autocast, as in
+    Lightning."""
 
     logs = True
 

@@ -144,12 +144,10 @@ class _BroadcastGuard(TorchFunctionMode):
 
 
 class LabelConverter:
-    """Converts labels to what a loss of torch takes, given as a module or function; any other gets them unchanged.
-
-    A loss that compares number by number also takes labels (n,) for an output (n, 1), as Horovod's estimator and Keras
+    """Converts labels to what a loss of torch takes, given as a module or function; any other gets them unchanged. A
+    loss that compares number by number also takes labels (n,) for an output (n, 1), as Horovod's estimator and Keras
     do, and labels of any type. A loss of classes also takes their numbers as floats, as Spark's StringIndexer returns
-    them, and those of a sequence's tokens, (n, t), for an output (n, C, t).
-    """
+    them, and those of a sequence's tokens, (n, t), for an output (n, C, t)."""
 
     def __init__(self, loss: Any, label: str = "label", ahead: bool = False) -> None:
         """label: name of the first label's column, for errors.
@@ -416,11 +414,9 @@ class ModelLoss(LossFn):
 
 
 class MultiOutputLoss(LossFn):
-    """A model of several outputs with a loss and a weight for each: the sum over k of weight_k · mean of loss_k.
-
-    Each mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the
-    backward pass adds the gradients up: one small exchange a step. `loss_LABEL` of each is logged.
-    """
+    """A model of several outputs with a loss and a weight for each: the sum over k of weight_k · mean of loss_k. Each
+    mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the backward
+    pass adds the gradients up: one small exchange a step. `loss_LABEL` of each is logged."""
 
     logs = True
 

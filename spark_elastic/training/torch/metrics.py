@@ -46,7 +46,7 @@ class Metrics(StepMetrics):
         self._labels = labels
         # By name as given, and label, as those after it.
         pairs = [(name, label, metric) for name, metric in metrics.items() for label in labels]
-        self._converters = {(name, label): _MetricLabels(metric, label) for name, label, metric in pairs}
+        self._converters = {(name, label): LabelConverter(metric, label) for name, label, metric in pairs}
         self._losses = {(name, label): _find_class_loss(metric, label) for name, label, metric in pairs}
         self._logs, self._prefix = logs, prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
@@ -144,7 +144,7 @@ class Metrics(StepMetrics):
                     summed = class_loss(output, others, None)
                     self._count(name, float(summed.total), summed.denominator)
                     continue
-                arguments = output, *self._converters[given, column].convert(output, others)
+                arguments = output, *_convert_labels(metric, self._converters[given, column], output, others)
                 is_object = is_accumulator(metric)
                 if is_object and name not in self._objects:
                     self._objects[name] = (given, copy.deepcopy(metric))
@@ -183,21 +183,16 @@ def _average_rows(name: str, value: Any, rows: int) -> float:
     return float(numbers.mean())
 
 
-class _MetricLabels:
-    """Converts labels to what a metric takes: a loss of torch as in training, while torchmetrics get labels (n,) as
-    (n, 1) for an output (n, 1). The user's own metrics receive the labels unchanged."""
-
-    def __init__(self, metric: Any, label: str) -> None:
-        """label: name of the first label's column, for errors."""
-        self._converter = LabelConverter(metric, label)
-        self._is_torchmetrics = type(metric).__module__.startswith("torchmetrics.")
-
-    def convert(self, output: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        if self._is_torchmetrics:
-            label, *others = labels
-            columns = label.ndim == 1 and output.shape == (len(label), 1)
-            return (label.unsqueeze(1), *others) if columns else labels
-        return self._converter.match_output(output, self._converter.convert_classes(labels, output))
+def _convert_labels(
+    metric: Any, converter: LabelConverter, output: torch.Tensor, labels: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """A loss of torch gets labels as in training, torchmetrics get labels (n,) as (n, 1) for an output (n, 1), and the
+    user's own metrics get them unchanged."""
+    if not type(metric).__module__.startswith("torchmetrics."):
+        return converter.match_output(output, converter.convert_classes(labels, output))
+    label, *others = labels
+    is_column = label.ndim == 1 and output.shape == (len(label), 1)
+    return (label.unsqueeze(1), *others) if is_column else labels
 
 
 def name_metrics(metrics: Any) -> dict[str, Any]:

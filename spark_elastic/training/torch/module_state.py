@@ -31,11 +31,9 @@ _SAMPLES = 16  # elements of a frozen parameter that are compared before each co
 
 
 class FrozenCopies:
-    """The copies, until their parameters change.
-
-    A possible change is seen by the parameter's version and memory, and, since writing through `.data` leaves no such
-    trace, by some of its elements. A parameter that has changed once, as that of a moving average, is copied each time.
-    """
+    """The copies, until their parameters change. A possible change is seen by the parameter's version and memory, and,
+    since writing through `.data` leaves no such trace, by some of its elements. A parameter that has changed once, as
+    that of a moving average, is copied each time."""
 
     def __init__(self) -> None:
         # By the parameter's id: itself, its memory and version, elements of it, and the copy.

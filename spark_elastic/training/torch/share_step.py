@@ -198,12 +198,12 @@ class ShareStep(TrainStep):
         for number, share in enumerate(batch.shares, batch.first_share):
             self._run_parts(list(share.micro_batches(self._config.data.batch_size)), number, step_loss.add)
             before.restore()
-        return step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
+        return step_loss.compute(group, batch, self.key, self._metrics, self._scaling.backward, self.work)
 
     def _backward_share(self, parts: Sequence[Batch], number: int, planned: int) -> tuple[HostSum, float]:
         """`_backward` of a share. planned: rows of the step."""
         if self._step_loss is None:
-            with seeded_rng(*self._key, number):
+            with seeded_rng(*self.key, number):
                 return self._backward(parts)
         self._step_loss.seek(compute_share_bounds(planned, self._config.exchange.shares, number)[0])
         self._run_parts(parts, number, self._step_loss.backward)

@@ -291,7 +291,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
         # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
         if self._step_loss is None:
-            with seeded_rng(*self._key, group.rank):
+            with seeded_rng(*self.key, group.rank):
                 loss, denominator = self._backward(parts)
         else:
             loss, denominator = self._backward_from_all(self._step_loss, group, batch, parts, before)
@@ -299,11 +299,6 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._worked = self.work.take()
         self._exchange.finish()
         return loss.compute(), denominator
-
-    @property
-    def _key(self) -> tuple[int, ...]:
-        position = self._state.position
-        return self._config.data.seed, position.epoch, position.phase, position.step
 
     # ---- a loss of all rows of the step
 
@@ -314,7 +309,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         so all but the newest part take a second forward pass."""
         step_loss.begin()
         output = self._run_parts(parts, group.rank, step_loss.add)
-        loss = step_loss.compute(group, batch, self._key, self._metrics, self._scaling.backward, self.work)
+        loss = step_loss.compute(group, batch, self.key, self._metrics, self._scaling.backward, self.work)
         if parts:
             step_loss.seek(step_loss.first + len(batch) - len(parts[-1]))
             step_loss.backward(output, parts[-1])
@@ -332,7 +327,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         output = None
         with borrow_rng() as seed:
             for index, part in enumerate(parts):
-                seed(*self._key, number, index)
+                seed(*self.key, number, index)
                 self._draw_rows(part)
                 output = None  # frees the graph of the part before
                 with autocast(self._config.optimizer.precision):
@@ -359,9 +354,9 @@ class TrainStep(ModelStep[torch.Tensor]):
         return True
 
     def _try(self, model: torch.nn.Module, part: Batch) -> None:
-        with seeded_rng(*self._key, 0):
+        with seeded_rng(*self.key, 0):
             if self._has_row_dropout:
-                draw_rows(model, part.row_ids, *self._key)
+                draw_rows(model, part.row_ids, *self.key)
             if self._step_loss is None:
                 self._loss_fn(model, part)
             else:  # which may fail on so few rows
@@ -391,7 +386,7 @@ class TrainStep(ModelStep[torch.Tensor]):
 
     def _draw_rows(self, part: Batch) -> None:
         if self._has_row_dropout:
-            draw_rows(self._state.model, part.row_ids, *self._key)
+            draw_rows(self._state.model, part.row_ids, *self.key)
 
     def _apply(self, decision: StepDecision, planned: int) -> None:
         if self._has_exchanged_buffers:

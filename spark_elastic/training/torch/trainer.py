@@ -187,7 +187,7 @@ class TorchTrainer(ModelTrainer):
             self._build_ahead(call)
             sums = [(total.compute(), denominator) for total, denominator in losses]
             if step_loss is not None:
-                key = (config.data.seed, position.epoch, position.phase, position.step)
+                key = self._train_step.key
                 with torch.no_grad():
                     of_all, denominator = step_loss.compute(group, batch, key, self._metrics[1])
                 return of_all.compute(), denominator
@@ -228,9 +228,8 @@ class TorchTrainer(ModelTrainer):
     def _validate(self, batch: Batch, part_number: int, step_loss: StepLoss | None) -> tuple[HostSum, float]:
         """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
         part_number: their rank or virtual share."""
-        config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
-        key = (config.data.seed, position.epoch, position.phase, position.step, part_number)
-        with torch.no_grad(), seeded_rng(*key):
+        config, loss, denominator = self._spec.config, HostSum(), 0.0
+        with torch.no_grad(), seeded_rng(*self._train_step.key, part_number):
             for part in batch.micro_batches(config.data.validation_batch):
                 if step_loss is not None:
                     with autocast(config.optimizer.precision):

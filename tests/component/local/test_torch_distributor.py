@@ -73,9 +73,8 @@ def test_p3_a_function_begins_again_in_new_processes_and_returns_what_rank_0_doe
 
 def test_horovods_names_are_not_given_after_horovod_itself() -> None:
     program = "import sys, types; sys.modules['horovod'] = types.ModuleType('horovod'); import spark_elastic.as_horovod"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.rstrip().splitlines()[-1] == (
         "spark_elastic.errors.InvalidInput: horovod itself is imported already: write `import "
         "spark_elastic.as_horovod` before what imports horovod."

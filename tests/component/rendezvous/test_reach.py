@@ -138,7 +138,7 @@ def test_a_driver_that_stops_answering_is_named_and_reached_again_when_it_contin
     client = driver.client(timeout=3.0)  # the answer has a second after the hold
     # An idle poll ends in time, though asked to be held for long.
     assert client.ask(WatchSlot("1-0", 0), hold=20.0).release is None
-    client._timeout = 0.6
+    client.timeout = 0.6
     driver.server._submit(lambda: wake.wait(PATIENCE) and None)
     try:
         with pytest.raises(DriverUnreachable, match=f"{driver.server.address} does not answer"):

@@ -65,14 +65,14 @@ def _break_socket(driver: Driver) -> None:
     """The listening socket is of no more use, as after a broken network stack."""
     serving = driver.server._http_server
     assert serving is not None
-    serving._listener.shutdown(socket.SHUT_RDWR)
+    serving.listener.shutdown(socket.SHUT_RDWR)
 
 
 def _close_socket(driver: Driver) -> None:
     """Somebody closed descriptors that were not his, and then the loop dies, too."""
     serving = driver.server._http_server
     assert serving is not None
-    serving._listener.close()
+    serving.listener.close()
     _kill_loop(driver)
 
 

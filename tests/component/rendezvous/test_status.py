@@ -124,9 +124,9 @@ def test_a_failure_of_the_page_on_localhost_does_not_disturb_the_rendezvous(
 ) -> None:
     with serve_pages(bind=Bind(ELSEWHERE)) as (server, status_app):
         assert server._http_server is not None
-        http_server, beside = server._http_server, server._http_server._loopback
+        http_server, beside = server._http_server, server._http_server.loopback
         assert beside is not None
         beside.shutdown(socket.SHUT_RDWR)
-        until(lambda: http_server._loopback is None)
+        until(lambda: http_server.loopback is None)
         assert get(status_app.url(server.url)).status == 200
     assert "starts again on the same port" in caplog.text

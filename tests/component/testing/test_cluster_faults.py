@@ -17,7 +17,7 @@ FAULTS = [
     InjectedFault("cut", 5, rank=1),
     InjectedFault("kill worker", 10, rank=0),
     InjectedFault("stop", 15, rank=1, seconds=0.5),
-    InjectedFault("slow", 20),
+    InjectedFault("slow", 20, pause=0.02),
 ]
 SCRIPT = f"""
 import sys

@@ -88,11 +88,7 @@ class Follower(JobListener):
 
 
 def make_data(folder: Path, weight: float = 1.0) -> tuple[Store, Manifest]:
-    """A table of ROWS rows: id, features, class, weight; in row groups of 50.
-
-    Args:
-        weight: by which the weights are multiplied.
-    """
+    """A table of ROWS rows: id, features, class, weight; in row groups of 50. weight: a factor of the weights."""
     rng = np.random.default_rng(7)
     features = rng.normal(size=(ROWS, WIDTH))
     table = pa.table(
@@ -107,12 +103,8 @@ def make_data(folder: Path, weight: float = 1.0) -> tuple[Store, Manifest]:
     pq.write_table(table, folder / "rows" / "part.parquet", row_group_size=50)
     store = Store.open(str(folder))
     files, groups = read_footers(store, ["rows/part.parquet"])
-    columns = (
-        Column("id", "int64"),
-        Column("x", "float64", (WIDTH,)),
-        Column("y", "int64"),
-        Column("w", "float64"),
-    )
+    kinds = {"id": "int64", "x": "float64", "y": "int64", "w": "float64"}
+    columns = tuple(Column(name, kind, (WIDTH,) if name == "x" else ()) for name, kind in kinds.items())
     manifest = Manifest(columns, files, groups, "made for a test", "made for a test")
     manifest.save(store, "manifest.json")
     return store, manifest
@@ -226,11 +218,8 @@ class DeviceLauncher(ProcessLauncher):
 def launcher(
     task: TorchTrainProgram, room: int, spares: bool = False, device: str = "cpu", *modules: str
 ) -> ProcessLauncher:
-    """
-    Args:
-        spares: whether slots start warm spares, at once. Tests that kill whole slots need none.
-        modules: that workers import, beside torch.
-    """
+    """spares: whether slots start warm spares, at once. Tests that kill whole slots need none.
+    modules: that workers import, beside torch."""
     preload = ("torch", *modules, *["tests.pretend_device"] * (device == "pretend"))
     return DeviceLauncher(device, task, preload=preload, room=room, spare_after=0.0 if spares else 3600.0)
 

@@ -31,9 +31,8 @@ def alone() -> dict[str, Any]:
 
 
 def play(folder: Path, blows: Blows, size: int, epochs: int = EPOCHS, **given: Any) -> tuple[Run, list[Any]]:
-    run = Run(
-        train, (str(folder), blows, size, epochs), room=size, num_workers=size, max_workers=size, **given
-    )
+    sizes = {"room": size, "num_workers": size, "max_workers": size}
+    run = Run(train, (str(folder), blows, size, epochs), **sizes, **given)
     results = run.results()
     struck = {path.name for path in folder.iterdir() if re.fullmatch(r"\d+-\d+", path.name)}
     assert struck == {f"{number}-{rank}" for number, (_, _, ranks) in enumerate(blows) for rank in ranks}

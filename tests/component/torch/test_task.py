@@ -56,12 +56,7 @@ class TwoHeads(torch.nn.Module):
 
 
 def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[str, Any]:
-    """The first epoch of two ranks, with a loss for each of two outputs.
-
-    Args:
-        weight: by which the rows' weights are multiplied.
-        validation_batch: rows of a step of validation.
-    """
+    """The first epoch of two ranks, with a loss for each of two outputs. weight: a factor of the rows' weights."""
     folder.mkdir()
     (store, manifest), job = make_data(folder, weight), JOBS["row weights"]
     plan = replace(job.plan(manifest), shuffle=False, global_batch=validation_batch, lanes=2)
@@ -162,12 +157,9 @@ def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, tmp
         assert {entry["val_rows"] for entry in history} == {ROWS}
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # inside of an epoch; in epochs of one step
     ("batch_size", "last", "here"),
-    [
-        pytest.param(8, 4, Position(0, Phase.TRAIN, 4), id="inside an epoch"),
-        pytest.param(ROWS // 3, 1, Position(1, Phase.TRAIN, 0), id="epochs of one step"),
-    ],
+    [(8, 4, Position(0, Phase.TRAIN, 4)), (ROWS // 3, 1, Position(1, Phase.TRAIN, 0))],
 )
 def test_r18_the_last_step_before_the_time_limit_is_durable(
     tmp_path: Path, batch_size: int, last: int, here: Position

@@ -26,7 +26,6 @@ from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import decode_result
-from spark_elastic.worker.session import get_group
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
 from tests.patience import until
@@ -34,33 +33,10 @@ from tests.patience import until
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
 
-class RecordingListener(JobListener):
-    """A listener that keeps the lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[int | None, str]] = []
-
-    def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        self.lines.append((rank, line))
-
-
-def run(
-    launcher: ProcessLauncher,
-    workers: int,
-    watcher: RecordingListener,
-    config: ElasticConfig = ElasticConfig(),  # noqa: B008 - it does not change
-) -> LaunchResult:
-    bounds = Limits(workers, 1, workers, gather_timeout=60.0)
-    return supervise(launcher, CombinedDiscovery(), DriverOptions(), bounds, config, "test", watcher)
-
-
-def launcher(program: CountingProgram, room: int = 3) -> ProcessLauncher:
-    return ProcessLauncher(program, SystemClock(), room=room)
-
-
-def make_held_job(**named: Any) -> Job:
-    """It ends in its second world or a later one."""
-    return Job(HeldProgram(20, 0.02), until=lambda now: len(now.sizes) >= 2, **named)
+def run(program: Any, workers: int, listener: JobListener | None = None, **named: Any) -> LaunchResult:
+    cluster = ProcessLauncher(program, SystemClock(), room=workers, **named)
+    limits, config = Limits(workers, 1, workers, gather_timeout=60.0), ElasticConfig()
+    return supervise(cluster, CombinedDiscovery(), DriverOptions(), limits, config, "test", listener)
 
 
 def fork() -> int | None:
@@ -75,7 +51,7 @@ def fork() -> int | None:
 
 
 def test_a_function_forks_processes() -> None:
-    result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, RecordingListener())
+    result = run(FunctionProgram(fork), 1)
     assert [decode_result(text, 0) for text in result.results] == [0]
 
 
@@ -84,9 +60,8 @@ def set_up_once() -> tuple[WorkerId, str, bool]:
     if hasattr(sys, "set_up"):
         raise RuntimeError("a library was set up twice in one process")
     sys.set_up = True  # type: ignore[attr-defined]
-    worker, group = get_context(), get_group()
-    assert worker is not None
-    assert group is not None
+    worker: Any = get_context()
+    group = worker.group
     if group.fence[1] == 1 and group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if group.fence[1] == 1 and group.rank == 0:
@@ -96,8 +71,7 @@ def set_up_once() -> tuple[WorkerId, str, bool]:
 
 
 def test_a_function_without_a_loop_begins_again_in_new_processes_of_the_same_workers() -> None:
-    cluster = ProcessLauncher(FunctionProgram(set_up_once), SystemClock(), room=3, spare_after=100.0)
-    result = run(cluster, 3, RecordingListener())
+    result = run(FunctionProgram(set_up_once), 3, spare_after=100.0)
     assert len(result.worlds) == 2
     workers, places, ports = zip(*(decode_result(text, 0) for text in result.results), strict=True)
     assert [worker.number for worker in workers].count(1) == 2
@@ -123,7 +97,7 @@ def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
 
 
 def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
-    job = make_held_job(size=2)
+    job = Job(HeldProgram(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2)
 
     def inject_fault() -> None:
         for worker in job.workers():
@@ -133,7 +107,7 @@ def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
     assert len(job.run().worlds) >= 2
 
 
-class RaisingListener(RecordingListener):
+class RaisingListener(JobListener):
     """A listener that fails at everything."""
 
     def on_progress(self, metrics: Mapping[str, Any]) -> None:
@@ -149,7 +123,7 @@ def test_a_job_survives_a_failing_listener_and_a_dead_proxy_in_the_environment(
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     program = CountingProgram(20, 0.03)
-    result = run(launcher(program), 3, RaisingListener())
+    result = run(program, 3, RaisingListener())
     assert [json.loads(text)["rank"] for text in result.results] == [0, 1, 2]
     assert {json.loads(text)["sum"] for text in result.results} == {program.expected_sum()}
     assert "the job listener failed" in caplog.text

@@ -87,7 +87,7 @@ class ForkedChild:
 
     def await_warm(self) -> psutil.Process:
         self._warm.get(timeout=60.0)
-        made = self.child._process
+        made = self.child.process
         until(lambda: self.child.pid is not None)  # a process may be warm before its slot has adopted it
         assert (isinstance(made, ForkedProcess) and isinstance(made._process, AdoptedProcess)) is self._forked
         return psutil.Process(self.child.pid)

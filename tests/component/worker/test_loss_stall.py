@@ -20,9 +20,7 @@ cloudpickle.register_pickle_by_value(stuck)
 
 
 def find_stall_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage() for record in caplog.records if "has kept others waiting" in record.getMessage()
-    ]
+    return [text for text in caplog.messages if "has kept others waiting" in text]
 
 
 def entry(job: Job, text: str) -> str:

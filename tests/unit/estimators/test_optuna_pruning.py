@@ -7,6 +7,7 @@ from typing import Any
 import optuna
 import pytest
 
+from spark_elastic.driver.discovery import HandleDiscovery
 from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.integrations.optuna_pruning import TrialPruning
 
@@ -14,14 +15,15 @@ from spark_elastic.integrations.optuna_pruning import TrialPruning
 def _play_fit(pruning: TrialPruning, losses: list[float]) -> None:
     """The progress of a fit, which ends by its handle: several reports in each epoch."""
     orders: list[Any] = []
-    pruning.handle.begin("job", orders.append)
+    discovery = HandleDiscovery(pruning.handle)
+    discovery.start(orders.append)
     pruning.report({"epoch": 0, "closed": 0, "step": 1, "loss": 9.0})
     for closed, loss in enumerate(losses, 1):
         for step in (9, 1):
             pruning.report({"epoch": closed, "closed": closed, "step": step, "val_loss": loss, "loss": 9.0})
         if orders:
             raise JobCancelled(orders[0].reason)
-    pruning.handle.end("job")
+    discovery.close()
 
 
 def test_a_trial_that_is_worse_than_the_others_is_pruned() -> None:

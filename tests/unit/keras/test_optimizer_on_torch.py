@@ -49,10 +49,7 @@ sys.exit("spark_elastic.tensorflow" in sys.modules)
 
 @pytest.mark.timeout(150)
 def test_keras_on_torch_uses_the_torch_half() -> None:
-    environment = os.environ | {
-        "PYTHONPATH": PYTHONPATH,
-        "KERAS_BACKEND": "torch",
-    }
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "KERAS_BACKEND": "torch"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=140, env=environment)
     assert done.returncode == 0, done.stderr

@@ -120,12 +120,13 @@ class DetectorUnderTest:
         self.state.current.break_reason = "it broke"
 
     def pass_seconds(self, seconds: int) -> None:
-        """Rank 0 waits for rank 1 all the while."""
+        """Ranks 0 and 2 wait for rank 1 all the while."""
         for second in range(1, seconds + 1):
             self.clock.advance(1.0)
             self.send_heartbeat(1, False, float(second))
             self.clock.advance(0.3)
-            self.send_heartbeat(0, True, float(second))
+            for rank in (0, 2):
+                self.send_heartbeat(rank, True, float(second))
 
     def list_stalls(self) -> list[WorkerStalled]:
         return [event for event in self.posted if isinstance(event, WorkerStalled)]

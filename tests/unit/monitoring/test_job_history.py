@@ -120,7 +120,7 @@ def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
     job.now = 5.0
     assert job.world is not None
     member = job.world.members[0]
-    job.on(WorkerDone(member.worker, job.world.fence, Position(1, Phase.TRAIN, 0), "null"))
+    job.on(WorkerDone(member.worker, job.world.fence, Position(0, Phase.TRAIN, 40), "null"))
     job.now = 8.0
     job.lose_host(2, step=40, regroup=0.5)
     job.form()

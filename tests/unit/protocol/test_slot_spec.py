@@ -15,14 +15,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 
-SETTINGS: dict[str, Any] = {
-    "collective_timeout": 7.0,
-    "driver_timeout": 8.0,
-    "spare_after": 9.0,
-    "fork_workers": False,
-    "worker_port_range": (7000, 7010),
-    "cpus_per_worker": 3,
-}
+SETTINGS: dict[str, Any] = {"collective_timeout": 7.0, "driver_timeout": 8.0, "spare_after": 9.0}
+SETTINGS |= {"fork_workers": False, "worker_port_range": (7000, 7010), "cpus_per_worker": 3}
 
 
 def test_settings_of_the_config_reach_the_slot_under_their_names() -> None:

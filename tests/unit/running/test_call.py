@@ -1,17 +1,26 @@
-"""A checked call: what it asks the driver for."""
+"""A checked call: what it asks the driver for, and what it refuses since that lives on Spark's driver."""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import pytest
 
 from spark_elastic.clusters.run import call as running
+from spark_elastic.clusters.run import captures
 from spark_elastic.clusters.run.call import decode_results, prepare
 from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import InvalidInput
@@ -72,3 +81,129 @@ def test_a_global_that_answers_to_any_name_is_no_module() -> None:
         return torch, REMOTE
 
     assert "torch" in prepare(train, (), {}).program.imports
+
+
+def make_object(kind: str, module: str = "pyspark.sql.session") -> Any:
+    """An object of a class of that name, as pyspark has them: pickling the real ones needs a JVM to refuse."""
+    return type(kind, (), {"__module__": module})()
+
+
+def capture_in_closure(thing: Any) -> Callable[[], Any]:
+    session = thing
+    return lambda: session
+
+
+def capture_in_default(thing: Any) -> Callable[[], Any]:
+    def fn(session: Any = thing) -> Any:
+        return session
+
+    return fn
+
+
+def capture_deep(thing: Any) -> Callable[[], Any]:
+    session = thing
+
+    def inner() -> Any:
+        return session
+
+    def outer() -> Any:
+        return [inner() for _ in range(2)]
+
+    return outer
+
+
+class SessionHolder:
+    def __init__(self, thing: Any) -> None:
+        self.session = thing
+
+    def method(self) -> Any:
+        return self.session
+
+
+def capture_in_object(thing: Any) -> Callable[[], Any]:
+    return SessionHolder(thing).method
+
+
+def capture_in_partial(thing: Any) -> Callable[[], Any]:
+    return partial(lambda session: session, session=thing)
+
+
+PLACES = [capture_in_closure, capture_deep, capture_in_object, capture_in_partial]
+
+
+def prepare_global(thing: Any) -> None:
+    module = types.ModuleType("__main__")
+    exec("def fn():\n    return session.range(3)", module.__dict__)
+    module.session = thing  # type: ignore[attr-defined]
+    prepare(module.fn, (), {})
+
+
+CALLS: list[Callable[[Any], Any]] = [
+    *(lambda thing, place=place: prepare(place(thing), (), {}) for place in PLACES),
+    lambda thing: prepare(dict, ((), {"session": thing}), {}),
+    prepare_global,
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_captured_object_of_the_driver_is_named(call: Callable[[Any], Any]) -> None:
+    """tests/spark/test_run.py has objects of other kinds."""
+    with pytest.raises(InvalidInput, match=r"'session', a SparkSession, which lives on Spark's driver"):
+        call(make_object("SparkSession"))
+
+
+def test_captured_objects_are_found_in_defaults_and_arguments() -> None:
+    for fn, args in ((capture_in_default(make_object("RDD")), ()), (print, ((1, make_object("RDD")),))):
+        with pytest.raises(InvalidInput, match="RDD"):
+            prepare(fn, args, {})
+
+
+def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
+    with pytest.raises(InvalidInput, match="Java object"):
+        captures.dumps(make_object("JavaObject", "py4j.java_gateway"))
+    row = make_object("Row", "pyspark.sql.types")
+    assert captures._find_driver_only_kind(row) is None
+
+
+def test_functions_are_pickled_as_by_cloudpickle() -> None:
+    numbers = [1, 2]
+    fn, args, kwargs = cloudpickle.loads(captures.dumps((lambda x: (x, numbers), (3,), {})))
+    assert fn(*args, **kwargs) == (3, [1, 2])
+
+
+def test_positional_arguments_are_horovods() -> None:
+    call = prepare(print, ((1,), {"sep": ""}, 3), {})
+    assert call.options.num_workers == 3
+    for given, named in [
+        (((1,), {}, 3, 4), {}),
+        (((1,),), {"args": (2,)}),
+        (((), {}, 3), {"num_workers": 3}),
+        (("text",), {}),
+        (((), [1]), {}),
+    ]:
+        with pytest.raises(InvalidInput):
+            prepare(print, given, named)
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [(3, "function"), ("/nowhere/train.py", "script"), (partial(print, LOCK), "cannot be pickled")],
+)
+def test_something_that_is_neither_function_nor_script_is_refused(fn: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        prepare(fn, (), {})
+
+
+def test_a_call_on_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["spark_elastic.clusters.run.call"], "get_context", object)
+    with pytest.raises(InvalidInput, match="on a worker"):
+        prepare(print, (), {})
+
+
+def test_pickling_tells_which_modules_loading_will_import() -> None:
+    modules: dict[str, None] = {}
+    captures.dumps([partial(json.dumps), np.float32, SessionHolder(None)], modules=modules)
+    assert {"json", "numpy", __name__} <= {*modules}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
@@ -21,7 +23,7 @@ from spark_elastic.clusters.spark.payload import InlinePayload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
 from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
-from spark_elastic.errors import DriverUnreachable
+from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.protocol.types import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 
@@ -190,3 +192,16 @@ def test_slots_that_cannot_be_started_since_the_jvm_is_gone_end_the_job() -> Non
     ThreadPerSlotLauncher.launch(launcher, 4)
     (end,) = posted
     assert (end.launch, SlotOutcome(end.reason, end.cancelled, end.executor_lost)) == (4, STOPPED)
+
+
+def test_host_facts_are_those_of_this_process() -> None:
+    facts = session.collect_host_facts()
+    own = {"python": platform.python_version(), "spark_elastic": spark_elastic.__version__}
+    assert own.items() <= facts.items()
+    assert facts["host"]
+
+
+@pytest.mark.parametrize("given", ["local", ""])
+def test_a_master_is_no_session(given: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"spark must be a SparkSession; got '{given}'"):
+        session.get_session(given)

@@ -27,11 +27,9 @@ assert sum(type(finder).__name__ == "_FollowingFinder" for finder in sys.meta_pa
 @pytest.mark.parametrize("first", ["", "import framework"])
 def test_the_following_module_is_imported_after_its_framework(tmp_path: Path, first: str) -> None:
     (tmp_path / "framework.py").write_text(FRAMEWORK)
-    (tmp_path / "follower.py").write_text(
-        "import framework\nframework.loaded_before\nseen = framework.__name__\n"
-    )
+    follower = "import framework\nframework.loaded_before\nseen = framework.__name__\n"
+    (tmp_path / "follower.py").write_text(follower)
     program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + PROGRAM.format(first=first)
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def test_r21_a_newcomer_that_returns_before_the_loop_is_refused(monkeypatch: pyt
     with Endpoint(b"key") as endpoint:
         program = SimpleNamespace(run=run, close=lambda: None, may_have_loop=True)
         loop = build_loop(program, SimpleNamespace(ask=ask))
-        loop._groups = GroupConnector(endpoint, 5.0, WaitRecorder())
+        loop.groups = GroupConnector(endpoint, 5.0, WaitRecorder())
         assert loop.run() == 1
     assert [type(request) for request in asked] == [GetValues, WorkerRaised]
     assert (
@@ -156,7 +156,7 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
 
     driver: Any = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0)
     loop = build_loop(driver=driver)
-    reporter = loop._reporter
+    reporter = loop.reporter
     reporter.start()
     loop._handle.report_metrics({"val_loss": 0.5})
     loop._execute(do.Ask("", WorkerDone("1-0.1", Fence(1, 1), START, "result")))

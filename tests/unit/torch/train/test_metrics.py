@@ -115,12 +115,9 @@ def test_p4_a_newcomer_and_a_resumed_run_continue_metrics() -> None:
 
     done = run_in_world(2, work)
     far, curve = (2 + 4 + 3) / 6, [[1.0, 1.0], [0.0, 0.0, 0.0]]
+    expected = {"meandistance": far, "wrappingmetric_mean": far, "wrappingmetric_curve": curve}
     for whole, resumed, after in done:
-        assert (
-            whole
-            == resumed
-            == {"meandistance": far, "wrappingmetric_mean": far, "wrappingmetric_curve": curve}
-        )
+        assert whole == resumed == expected
         assert (after["meandistance"], after["wrappingmetric_mean"]) == (4.0, 4.0)
     assert done[0] == done[1]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,15 @@ WEIGHTS = torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manu
 
 def divide_rows(group: Group) -> range:
     return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
+
+
+def take_steps(group: Group, model: nn.Module, loss: Any, steps: int = 1) -> tuple[TrainedModel, Any]:
+    """With the newest decision."""
+    trainee = TrainedModel(model, loss=loss, loss_scope="step")
+    with closing(trainee.exchange):
+        for _ in range(steps):
+            decision = trainee.take(group, divide_rows(group))
+    return trainee, decision
 
 
 class TwoTowers(nn.Module):
@@ -68,19 +79,12 @@ TOWERS = TwoTowers()
 def test_r08_r09_the_loss_of_a_step_is_that_of_one_process_in_any_world(model: nn.Module, loss: Any) -> None:
     """In parts of up to 3 rows; 12 ranks for 10 rows: two have none."""
 
-    def work(group: Group) -> tuple[nn.Module, str, Any]:
-        trainee = TrainedModel(model, loss=loss, loss_scope="step")
-        trainee.take(group, divide_rows(group))
-        decision = trainee.take(group, divide_rows(group))
-        trainee.exchange.close()
-        return trainee.model, trainee.state.digest(), decision
-
     once, twice = train_plain(model, 1, loss), train_plain(model, 2, loss)
     for size in (1, 3, 8, 12):
-        done = run_in_world(size, work)
-        assert len({digest for _, digest, _ in done}) == 1
-        assert have_equal_values(done[0][0], twice)
-        decision = done[0][2]
+        done = run_in_world(size, partial(take_steps, model=model, loss=loss, steps=2))
+        assert len({trainee.state.digest() for trainee, _ in done}) == 1
+        trainee, decision = done[0]
+        assert have_equal_values(trainee.model, twice)
         assert (decision.rows, decision.denominator) == (ROWS, ROWS)
         assert decision.loss / ROWS == pytest.approx(loss(once(X), Y).item(), rel=1e-12)
 
@@ -153,14 +157,7 @@ class Layers(nn.Module):
 @pytest.mark.native
 def test_parts_that_run_twice_draw_the_same_numbers_and_write_buffers_once() -> None:
     model = Layers().double()
-
-    def work(group: Group) -> TrainedModel:
-        trainee = TrainedModel(model, loss=correlate, loss_scope="step")
-        trainee.take(group, range(ROWS))
-        trainee.exchange.close()
-        return trainee
-
-    (trainee,) = run_in_world(1, work)
+    ((trainee, _),) = run_in_world(1, partial(take_steps, model=model, loss=correlate))
     plain = copy.deepcopy(model)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01, weight_decay=0.1)
     with borrow_rng() as seed:
@@ -211,13 +208,8 @@ def test_r03_a_step_that_ends_in_the_middle_leaves_nothing_behind(place: str) ->
         trainee.exchange.close()
         return trainee
 
-    def take_undisturbed(group: Group) -> TrainedModel:
-        trainee = TrainedModel(model, loss=correlate, loss_scope="step")
-        trainee.take(group, range(ROWS))
-        trainee.exchange.close()
-        return trainee
-
-    (disturbed,), (alone,) = run_in_world(1, work), run_in_world(1, take_undisturbed)
+    (disturbed,) = run_in_world(1, work)
+    ((alone, _),) = run_in_world(1, partial(take_steps, model=model, loss=correlate))
     assert disturbed.state.digest() == alone.state.digest()
 
 
@@ -232,13 +224,7 @@ def test_outputs_that_do_not_make_one_of_all_rows_are_refused() -> None:
             return self.layer(x).sum(0)
 
     def work(group: Group) -> None:
-        trainee = TrainedModel(Sums(), loss=lambda output, label: output.sum(), loss_scope="step")
-        try:
-            with pytest.raises(
-                InvalidInput, match=r"^loss_scope='step' joins .* has shape \(4,\) for 2 rows"
-            ):
-                trainee.take(group, divide_rows(group))
-        finally:
-            trainee.exchange.close()
+        with pytest.raises(InvalidInput, match=r"^loss_scope='step' joins .* has shape \(4,\) for 2 rows"):
+            take_steps(group, Sums(), lambda output, label: output.sum())
 
     run_in_world(2, work)

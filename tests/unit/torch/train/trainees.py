@@ -56,13 +56,8 @@ class TrainedModel:
         one_bucket: bool = False,
         **settings: Any,
     ) -> None:
-        """
-        Args:
-            loss: one of (output, label), or as `TrainStep` takes it.
-            labels: how often the labels are given.
-            one_bucket: a step has one exchange: see `OneBucketMode`.
-            settings: of the `FitConfig`.
-        """
+        """loss: one of (output, label), or as `TrainStep` takes it. labels: how often they are given.
+        one_bucket: a step has one exchange: see `OneBucketMode`. settings: of the `FitConfig`."""
         self.labels = (Y,) * labels
         self.model = copy.deepcopy(model)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, weight_decay=0.1)
