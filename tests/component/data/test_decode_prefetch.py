@@ -10,13 +10,12 @@ import pytest
 
 from spark_elastic.data.loader import DecodePrefetcher
 from spark_elastic.data.reading.decoding import ColumnArrays
-from spark_elastic.errors import StoreError
 from tests.full_process import refuse_next_thread
 from tests.patience import until
 
 
 class Reader:
-    """Counts. What is decoded ahead is held up by a closed `gate`, fails if it is `broken`, and takes one of `room`."""
+    """Counts. What is decoded ahead is held up by a closed `gate`, and takes one of `room`."""
 
     def __init__(self) -> None:
         self.answers = 0
@@ -24,15 +23,12 @@ class Reader:
         self.gate = threading.Event()
         self.gate.set()
         self.tried: list[int] = []
-        self.broken = False
         self.room = 100
 
     def count_answer(self) -> None:
         self.answers += 1
 
     def fetch(self, group: int) -> ColumnArrays:
-        if self.broken:
-            raise StoreError("the disk is gone")
         return {"x": np.array([group])}
 
     def prefetch(self, group: int) -> bool:
@@ -119,43 +115,6 @@ def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodePrefetcher,
     ahead._releases = 1  # as `release` does, behind the look for room
     reader.gate.set()
     until(lambda: len(reader.tried) == 2)
-
-
-def test_a_row_group_fetched_while_decoding_waits_for_room_is_not_decoded_again(
-    ahead: DecodePrefetcher, reader: Reader
-) -> None:
-    reader.room = 0
-    reader.gate.clear()
-    ahead.ask([0, 1])
-    until(lambda: reader.tried)
-    ahead.fetch(0)
-    reader.gate.set()
-    until(lambda: ahead._full)
-    assert reader.tried == [0, 1]
-
-
-def test_an_error_of_the_reader_is_raised_where_rows_are_fetched(
-    ahead: DecodePrefetcher, reader: Reader
-) -> None:
-    reader.broken = True
-    ahead.ask([0, 1])
-    until(lambda: not ahead._thread.is_alive())
-    with pytest.raises(StoreError, match="the disk is gone"):
-        ahead.fetch(0)
-    reader.broken = False
-    assert ahead.fetch(1)["x"][0] == 1
-    assert reader.tried == [0]
-    assert reader.answers == 1
-
-
-def test_no_decoding_begins_after_a_stop(ahead: DecodePrefetcher, reader: Reader) -> None:
-    reader.gate.clear()
-    ahead.ask([0, 1])
-    until(lambda: reader.tried)
-    ahead.stop()
-    reader.gate.set()
-    until(lambda: not ahead._thread.is_alive())
-    assert reader.ahead == [0]
 
 
 @pytest.mark.parametrize("most", [0, 3], ids=["small row groups", "no thread can be started"])

@@ -171,12 +171,6 @@ def test_splitmix64_is_the_published_one() -> None:
     ]  # fmt: skip
 
 
-def test_permutations_look_random() -> None:
-    """Mean of where each of 50 rows lands over 400 epochs: 24.5 ± 5 standard errors of a uniform one."""
-    places = np.array([np.argsort(draw_permutation(50, 9, epoch)) for epoch in range(400)])
-    assert np.abs(places.mean(axis=0) - 24.5).max() < 5 * np.sqrt((50**2 - 1) / 12 / 400)
-
-
 @pytest.mark.parametrize(
     ("batch", "workers", "group_bytes", "budget", "lanes"),
     [
