@@ -15,6 +15,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.fsdp import DividedHandler, FSDPState
 from spark_elastic.handwritten.sharded_commits import DividedTensor, get_shard_range
+from spark_elastic.handwritten.torch_state import ElasticSampler
 from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
@@ -172,6 +173,7 @@ def build(state: Any) -> dict[str, Any]:
         (lambda: RowsState(lambda state: {"size": 1}).begin_alone(), "which has no state dict"),
         (lambda: RowsState(build).sync(), "synchronizes this state at the beginning of each world"),
         (lambda: RowsState(build, rows=Rows.__new__(Rows)), "'rows' belongs to a world: make it in build"),
+        (lambda: FSDPState(build, sampler=ElasticSampler(range(3))), "takes no ElasticSampler"),
     ],
 )
 def test_wrong_use_gets_a_sentence(make: Callable[[], object], sentence: str) -> None:

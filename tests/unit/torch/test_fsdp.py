@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
+from spark_elastic.handwritten.fsdp import DividedModelHandler, DividedOptimizerHandler
 from spark_elastic.handwritten.sharded_commits import DividedTensor, ShardBuilder, get_shard_range, lay_out
 from spark_elastic.handwritten.torch_state import (
-    ElasticSampler,
     ModelStateHandler,
     OptimizerStateHandler,
     TorchState,
@@ -193,17 +192,6 @@ def test_another_model_is_refused() -> None:
     del values["divided"]["last.bias"]
     with pytest.raises(InvalidInput, match=r"made another model than in the world before.*last\.bias"):
         handler.load(values, np.empty(0, np.uint8))
-
-
-def build(state: Any) -> dict[str, Any]:
-    return {}
-
-
-def test_values_that_do_not_fit_get_a_sentence() -> None:
-    with pytest.raises(InvalidInput, match="'model' belongs to a world: make it in build"):
-        FSDPState(build, model=torch.nn.Linear(1, 1))
-    with pytest.raises(InvalidInput, match="takes no ElasticSampler"):
-        FSDPState(build, sampler=ElasticSampler(range(3)))
 
 
 OLDER = """
