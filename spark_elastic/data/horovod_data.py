@@ -9,10 +9,10 @@ records rows of its own. An iteration belongs to one consumer thread; `_iterate`
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 from spark_elastic.data.plan import draw_permutation
@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
-_END = object()  # what follows the last batch
+END_WAIT = 10.0  # seconds for the thread to finish its batch
 
 
 class BaseDataLoader(ABC):
@@ -48,7 +48,7 @@ class AsyncDataLoaderMixin:
         """async_loader_queue_size: batches that may be ready in advance; 0: no thread. debug_data_loader: log each
         batch (INFO). args, kwargs: for the other base class."""
         self.async_loader_queue_size, self.debug_data_loader = async_loader_queue_size, debug_data_loader
-        self._open: list[ThreadPoolExecutor] = []  # of the running iterations
+        self._open: list[_BackgroundBatches] = []
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,32 +56,80 @@ class AsyncDataLoaderMixin:
         if self.async_loader_queue_size <= 0:
             yield from map(loader._process_batch, loader._iterate())
             return
-        level = logging.INFO if self.debug_data_loader else logging.DEBUG
-        thread = ThreadPoolExecutor(1, "batches-ahead")
-        self._open.append(thread)
+        batches = _BackgroundBatches(loader._iterate, self.async_loader_queue_size, self.debug_data_loader)
+        self._open.append(batches)
+        batches.start()
         try:
-            batches = thread.submit(lambda: iter(loader._iterate())).result()
-            # Without a deadline: the user's code may take as long as it would without a thread.
-            ahead = deque(thread.submit(next, batches, _END) for _ in range(self.async_loader_queue_size))
-            while thread in self._open and (batch := ahead.popleft().result()) is not _END:
-                ahead.append(thread.submit(next, batches, _END))
-                log.log(level, "a batch is taken, and %d more are asked for", len(ahead))
-                yield loader._process_batch(batch)
-        except (CancelledError, RuntimeError):
-            if thread in self._open:  # else `close_async_loader` has ended it
-                raise
+            yield from map(loader._process_batch, batches)
         finally:
-            self._close(thread)
+            self._open.remove(batches)
+            batches.close()
 
     def close_async_loader(self) -> None:
         """End all running iterations and their threads."""
-        for thread in list(self._open):
-            self._close(thread)
+        for batches in list(self._open):
+            batches.close()
 
-    def _close(self, thread: ThreadPoolExecutor) -> None:
-        if thread in self._open:
-            self._open.remove(thread)
-        thread.shutdown(cancel_futures=True)
+
+class _BackgroundBatches:
+    """The batches of one iteration; a thread makes up to `room` of them in advance."""
+
+    def __init__(self, batches: Callable[[], Iterable[Any]], room: int, verbose: bool) -> None:
+        self._batches = batches
+        self._room = room
+        self._level = logging.INFO if verbose else logging.DEBUG
+        self._changed = threading.Condition()
+        self._ready: deque[Any] = deque()
+        self._ended = False
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._make, name="batches-ahead", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._ready.clear()
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join(END_WAIT)
+        if self._thread.is_alive():
+            log.warning("a data loader is still at its batch %g s after it was closed.", END_WAIT)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            with self._changed:
+                # Without a deadline: the user's code may take as long as it would without a thread.
+                self._changed.wait_for(lambda: self._ready or self._ended)
+                if not self._ready:
+                    break
+                batch = self._ready.popleft()
+                self._changed.notify_all()
+            yield batch
+        if self._failed is not None:
+            raise self._failed
+
+    def _make(self) -> None:
+        try:
+            for number, batch in enumerate(self._batches()):
+                if not self._put(batch):
+                    return
+                log.log(self._level, "batch %d is ready", number)
+        except BaseException as error:  # the consumer's thread raises it
+            self._failed = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, batch: Any) -> bool:
+        """Add a batch once there is room. False if the iteration was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or len(self._ready) < self._room)
+            if not self._ended:
+                self._ready.append(batch)
+                self._changed.notify_all()
+            return not self._ended
 
 
 class ElasticSampler:
