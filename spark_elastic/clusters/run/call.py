@@ -182,6 +182,7 @@ def prepare(
     chosen = options.parse(named, config)
     if not callable(fn):
         raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
+    _check_arguments(fn, name, args, kwargs)
     imports = () if chosen.preload == () else _find_early_imports(fn)
     store, conf = chosen.open_store(), chosen.config
     checkpoints = None
@@ -226,3 +227,19 @@ def _place_positional(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
     return args, kwargs or {}, named
+
+
+def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidInput if the function's own signature does not take these arguments. What it wraps is not asked: a
+    decorator may add arguments."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # a built-in function may have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        named = ", ".join(map(str, kwargs)) or "nothing"
+        raise InvalidInput(
+            f"{name}{signature} was given {len(args)} in args and {named} in kwargs: {error}."
+        ) from None
