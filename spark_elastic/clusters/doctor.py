@@ -17,7 +17,7 @@ from spark_elastic.config import ElasticConfig, from_env
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.worker.entry import find_tls_problem
-from spark_elastic.worker.program import pickle_for_workers
+from spark_elastic.worker.pickling import pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

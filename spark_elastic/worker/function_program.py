@@ -31,6 +31,7 @@ from spark_elastic.runs.checkpoint import (
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER
 from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.worker.context import get_context, get_process_context, start_call
+from spark_elastic.worker.pickling import pickle_for_workers
 from spark_elastic.worker.program import (
     RESULT_AT_MOST,
     Completed,
@@ -39,7 +40,6 @@ from spark_elastic.worker.program import (
     accept_exit_zero,
     encode_result,
     exit_forks,
-    pickle_for_workers,
 )
 from spark_elastic.worker.script import DIST_ENV, destroy_process_group, exchange_dist_env
 from spark_elastic.worker.session import ENTERED, STATE

@@ -1,4 +1,4 @@
-"""What a worker runs: a program that can be interrupted and continued in another world; its pickles, results and
+"""What a worker runs: a program that can be interrupted and continued in another world; its results and
 errors, and how its process ends.
 
 A process that user code forks (`os.fork`) has its parent's sockets, shared memory and identity, but is no worker: it
@@ -11,7 +11,6 @@ import atexit
 import base64
 import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -22,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import cloudpickle
@@ -44,7 +43,6 @@ CALLERS = (
 # Bytes of a pickled result, which travels in one message as text that is a third longer.
 RESULT_AT_MOST = 5 << 20
 ENVELOPE = 4096  # bytes that the rest of that message needs at most
-UNNAMED_FILE = "<dynamic-code>"  # of cloudpickle
 AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 
 
@@ -136,31 +134,6 @@ class Program(Protocol):
     def close(self) -> None:
         """Free readers and threads."""
         ...
-
-
-# ---- pickles
-
-
-def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    build, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return build, tuple(code.co_filename if arg == UNNAMED_FILE else arg for arg in args)
-
-
-class WorkerPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """A `pickle.Pickler` for what workers load, in which code keeps the name of its file.
-
-    cloudpickle 3.1.3 replaces that name by "<dynamic-code>". Tracebacks of a user's function, the stack of a stalled
-    worker and the place of a crash would then show line numbers without a file.
-    """
-
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _reduce_code})
-
-
-def pickle_for_workers(value: object) -> bytes:
-    """What `cloudpickle.loads` takes on a worker."""
-    buffer = io.BytesIO()
-    WorkerPickler(buffer).dump(value)
-    return buffer.getvalue()
 
 
 # ---- errors

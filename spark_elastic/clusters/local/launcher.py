@@ -22,7 +22,8 @@ from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import is_own_address
 from spark_elastic.worker.imports import list_early_imports
-from spark_elastic.worker.program import describe_exit, pickle_for_workers
+from spark_elastic.worker.pickling import pickle_for_workers
+from spark_elastic.worker.program import describe_exit
 
 
 class HostSlots:

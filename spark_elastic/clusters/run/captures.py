@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.program import WorkerPickler
+from spark_elastic.worker.pickling import WorkerPickler
 
 DRIVER_ONLY = {
     "Accumulator", "Broadcast", "Column", "DataFrame", "HiveContext", "RDD", "SQLContext", "SparkContext",

@@ -47,7 +47,7 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.events import DrainRequested, HostAppeared, HostLost
 from spark_elastic.protocol.types import SlotSpec
-from spark_elastic.worker.program import pickle_for_workers
+from spark_elastic.worker.pickling import pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

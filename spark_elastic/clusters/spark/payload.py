@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.program import WorkerPickler, pickle_for_workers
+from spark_elastic.worker.pickling import WorkerPickler, pickle_for_workers
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext

@@ -23,6 +23,7 @@ from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
+from spark_elastic.training import fit_config
 from tests.leaks import SessionOwned
 from tests.planned_rows import read_columns
 from tests.unit.estimators.requests import request
@@ -407,7 +408,9 @@ def test_a_selection_is_known_by_all_of_its_values_in_any_process() -> None:
     assert digest(many) != digest(np.where(many == 1500, -1, many))
 
 
-def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) -> None:
+def test_a_run_keeps_to_its_version_its_columns_and_its_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, store = str(tmp_path / "table"), Store.open(str(tmp_path / "store"))
     table = make_table()
     write_deltalake(folder, table)
@@ -433,6 +436,7 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
         open_rows({"feature": "maybee"}, None)
     with pytest.raises(InvalidInput, match="columns must be a dict"):
         Selection.parse(["id"], None)
+    monkeypatch.setattr(fit_config, "check_reader", lambda name: None)  # as where petastorm is installed
     with pytest.raises(InvalidInput, match="fit_on_table needs reader='arrow'"):
         open_rows(columns, None).check(request(reader="petastorm"))
 

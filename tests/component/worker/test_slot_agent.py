@@ -31,7 +31,7 @@ from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import child, slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT, Child
 from spark_elastic.worker.forking import fork_server_cache
-from spark_elastic.worker.program import pickle_for_workers
+from spark_elastic.worker.pickling import pickle_for_workers
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 
