@@ -69,6 +69,7 @@ from spark_elastic.estimators.dataframes.sorted_rows import (
     SortTask,
 )
 from spark_elastic.estimators.dataframes.store_access import (
+    check_store_access,
     escape_pattern,
     to_spark_url,
     translate_write_errors,
@@ -329,6 +330,7 @@ def materialize(
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
+        check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
         manifests = list(_write_and_publish(df, types, target, split, published))
     assert manifests[0] is not None

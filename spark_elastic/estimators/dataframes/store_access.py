@@ -1,22 +1,36 @@
 """One store, used by two clients: Spark's JVMs write the rows, Python processes read them.
 
-Translates the urls of stores for Spark, and its errors. Runs in the caller's thread.
+Translates the urls of stores for Spark, and its errors, and checks that both clients reach the same place. Runs in the
+caller's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store, StoreFull, lacks_room
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 
 log = logging.getLogger("spark_elastic")
 
 # fsspec's scheme -> Spark's.
 _SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs", "az": "abfss", "adl": "abfss", "abfs": "abfss"}
+# Spark's settings of credentials, by scheme, for error messages.
+_SETTINGS = {
+    "s3a": "spark.hadoop.fs.s3a.access.key, .secret.key and .endpoint, with hadoop-aws in spark.jars.packages",
+    "gs": "spark.hadoop.fs.gs.auth.*, with the gcs-connector in spark.jars",
+    "abfss": "spark.hadoop.fs.azure.account.*, with hadoop-azure in spark.jars.packages",
+    "": "spark.hadoop.fs.defaultFS",
+    "hdfs": "HADOOP_CONF_DIR and the Hadoop user",
+}
 
 
 def to_spark_url(store: Store, name: str) -> str:
@@ -42,6 +56,70 @@ def to_spark_url(store: Store, name: str) -> str:
 def escape_pattern(path: str) -> str:
     """A path for Spark's readers, which take it for a pattern."""
     return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
+
+
+def check_store_access(spark: SparkSession, store: Store) -> None:
+    """Write an object in Python and look for it in the JVM.
+
+    Raises:
+        StoreError: names the side that fails, its user, and the settings that it uses.
+    """
+    name, token = f"probes/{uuid.uuid4().hex}", uuid.uuid4().hex
+    try:
+        store.write_bytes(name, token.encode())
+    except StoreError as error:
+        raise StoreError(
+            f"{error} This was the Python side of the driver, as {_describe_python_client(store)}."
+        ) from error
+    try:
+        _read_in_jvm(spark, store, name, token)
+    finally:
+        try:
+            store.delete(name)
+            store.remove_empty_folder("probes")
+        except StoreError as error:  # what the block raised says more
+            log.warning("%s Remove it by hand.", error)
+
+
+def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:
+    gateway: Any = vars(spark).get("_jvm")
+    if gateway is None:  # Spark Connect: the first write will show it
+        return
+    from py4j.protocol import Py4JError  # clients of Spark Connect have no py4j
+
+    try:
+        identity = str(gateway.org.apache.hadoop.security.UserGroupInformation.getCurrentUser().getUserName())
+        configuration = spark._jsparkSession.sessionState().newHadoopConf()
+    except Py4JError:  # the cluster denies access to the JVM: the first write will show it
+        return
+    url = to_spark_url(store, name)
+    scheme = urlsplit(url).scheme
+    settings = _SETTINGS.get(scheme, f"spark.hadoop.fs.{scheme}.*")
+    try:
+        path = gateway.org.apache.hadoop.fs.Path(url)
+        filesystem = path.getFileSystem(configuration)
+        there = filesystem.exists(path)
+        seen = int(filesystem.getFileStatus(path).getLen()) if there else -1
+    except Exception as error:  # of py4j, around any exception of the JVM
+        raise StoreError(
+            f"Spark's side cannot use the store {store.url} as {url.partition('/probes/')[0]}, as user {identity} "
+            f"({describe_cause(error)}): look at {settings}."
+        ) from error
+    if seen != len(token):
+        raise StoreError(
+            f"Spark's side, as user {identity}, does not see at {url} what Python wrote to the store {store.url}: the "
+            f"two look at different places; Spark goes by {settings}, Python by storage_options."
+        )
+
+
+def _describe_python_client(store: Store) -> str:
+    """The type of client and, if known, its user or the beginning of its key; never a secret."""
+    filesystem = store.filesystem
+    who = getattr(filesystem, "key", None) or getattr(filesystem, "user", None)
+    client = type(filesystem).__name__
+    if not who:
+        return f"{client} with its default credentials"
+    return f"{client} with the key or user {str(who)[:4]}..."
 
 
 @contextmanager

@@ -23,9 +23,11 @@ from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, ProbeJ
 from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
+from spark_elastic.estimators.dataframes.store_access import check_store_access
 from spark_elastic.protocol.events import DriverEvent, HostAppeared, HostLost
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 # ---- executors
 
@@ -333,3 +335,12 @@ def test_the_error_of_a_block_in_which_the_session_stops_comes_through() -> None
 
     with pytest.raises(ValueError, match="the write ended"):
         write()
+
+
+def test_the_store_check_passes_if_the_jvm_denies_access() -> None:
+    user = SimpleNamespace(UserGroupInformation=DeniedGateway())
+    hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
+    session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
+    store = make_memory_store()
+    check_store_access(session, store)
+    assert store.list("probes") == []
