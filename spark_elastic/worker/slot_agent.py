@@ -52,8 +52,8 @@ SEND_LINES_EVERY = 0.2  # seconds between two messages of log lines
 LINES_AT_ONCE = 500  # in one message
 CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message can hold twice as many, whatever their encoding
 # In a job whose slots send heartbeats as often as any: what others wait for is told at once, R24 (suspicion).
-LOOK_EVERY = 0.1  # seconds between two looks at the worker
-TELL_WAIT = 0.25  # seconds that the worker has waited for others
+CHECK_EVERY = 0.1  # seconds between two looks at the worker
+REPORT_WAIT = 0.25  # seconds that the worker has waited for others
 STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
@@ -92,7 +92,7 @@ class SlotAgent:
         self._started = 0
         self._oom_kills = OomKillCounter()
         self._heartbeat_every = 1.0
-        self._told_wait = False  # whether the newest heartbeat said that the worker has waited for others
+        self._reported_wait = False  # whether the newest heartbeat said that the worker has waited for others
         self._registered_at = self.clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
@@ -327,11 +327,11 @@ class SlotAgent:
     def _await_heartbeat(self) -> bool:
         """Wait until a heartbeat is due. False: the slot ends."""
         left = self._heartbeat_every
-        look_every = LOOK_EVERY if left <= MAX_HEARTBEAT_INTERVAL else left
+        check_every = CHECK_EVERY if left <= MAX_HEARTBEAT_INTERVAL else left
         while left > 0.0:
-            if self._closing.wait(min(left, look_every)):
+            if self._closing.wait(min(left, check_every)):
                 return False
-            left -= look_every
+            left -= check_every
             if self._active is not None and self._has_news(self._active):
                 break
         return True
@@ -339,7 +339,7 @@ class SlotAgent:
     def _has_news(self, child: Child) -> bool:
         if child.state() == STOPPED:
             return True
-        return not self._told_wait and child.read_wait(self.clock.now()) >= TELL_WAIT
+        return not self._reported_wait and child.read_wait(self.clock.now()) >= REPORT_WAIT
 
     def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
         slot = self.identity.slot
@@ -350,7 +350,7 @@ class SlotAgent:
         sample = child.read_sample(self.clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
-        self._told_wait = sample.is_waiting and sample.seconds >= TELL_WAIT
+        self._reported_wait = sample.is_waiting and sample.seconds >= REPORT_WAIT
         return messages.Heartbeat(slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
 
     def _send_lines(self) -> None:

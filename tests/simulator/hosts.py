@@ -32,7 +32,7 @@ from spark_elastic.protocol.types import (
     heartbeat_interval,
 )
 from spark_elastic.protocol.worker_machine import WorkerStage
-from spark_elastic.worker.slot_agent import LOOK_EVERY
+from spark_elastic.worker.slot_agent import CHECK_EVERY
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
 
@@ -146,12 +146,12 @@ class SimSlot:
         self.worker = SimWorker(self.sim, WorkerId.build(self.name, self.started), self)
         self.server.receive(self, WorkerStarted(self.name, self.worker.name))
 
-    def tell_stop(self) -> None:
+    def report_stop(self) -> None:
         """As slots of small jobs do, which look at their worker often."""
         worker, small = self.worker, self._heartbeat_interval() <= MAX_HEARTBEAT_INTERVAL
         if worker is not None and worker.alive and worker.stopped and small:
             self.send_heartbeat(again=False)
-            self.sim.schedule(LOOK_EVERY, self.tell_stop)
+            self.sim.schedule(CHECK_EVERY, self.report_stop)
 
     def send_heartbeat(self, again: bool = True) -> None:
         if self.alive and not self.is_silent:
@@ -243,7 +243,7 @@ class SimWorker:
 
     def stop(self) -> None:
         self.stopped = True
-        self.sim.schedule(LOOK_EVERY, self.slot.tell_stop)
+        self.sim.schedule(CHECK_EVERY, self.slot.report_stop)
 
     def resume(self) -> None:
         self.stopped = False
