@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 import torch
@@ -19,10 +21,12 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
+from spark_elastic.worker import fork_server
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
 from tests.journals import keep_journal
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 STEPS = 20
 PACE = 0.05  # seconds a step takes at least
 NEVER = 3600.0  # seconds, longer than any test
@@ -173,6 +177,8 @@ class Run:
         modules: tuple[str, ...] = (),
         **arguments: Any,
     ) -> None:
+        if callable(fn):  # workers know no tests
+            cloudpickle.register_pickle_by_value(sys.modules[getattr(fn, "func", fn).__module__])
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._threads: list[threading.Thread] = []
         self.lines = io.StringIO()
@@ -180,9 +186,8 @@ class Run:
         arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: RunCall = prepare(fn, given, arguments, config)
         preload, spare_after = (*self.call.preload, *modules), 0.0 if spares else NEVER
-        self.cluster = DeviceLauncher(
-            device, self.call.program, preload=preload, room=room, spare_after=spare_after
-        )
+        options = {"forks": device == "cpu", "preload": preload, "room": room, "spare_after": spare_after}
+        self.cluster = DeviceLauncher(device, self.call.program, **options)
 
     def at(self, step: int, act: Callable[[], object]) -> None:
         self._waiting.append((step, act))
@@ -198,13 +203,14 @@ class Run:
                 thread.join()
 
     def workers(self) -> list[psutil.Process]:
-        """The training process of each slot; spares are younger."""
+        """The training process of each slot; its fork server is older, spares are younger."""
         slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
-        return [
-            min(children, key=lambda child: child.create_time())
-            for slot in slots
-            if (children := slot.children())  # asked once: a child may end
-        ]
+        found = []
+        for slot in slots:
+            children = sorted(slot.children(), key=lambda child: child.create_time())
+            has_server = bool(children) and fork_server.__name__ in children[0].cmdline()
+            found += children[has_server:][:1]
+        return found
 
     def drain(self, job: int) -> None:
         self._post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=f"host-{job}"))
