@@ -176,9 +176,9 @@ class RendezvousClient:
             except TransportError as error:
                 failure = error
             # A try that took longer was stopped together with its process: no silence of the driver.
-            stopped = self.clock.now() - sent - seconds
-            if stopped > LONGEST_PAUSE:
-                sent, deadline = sent + stopped, deadline + stopped
+            took = self.clock.now() - sent
+            if took > seconds + LONGEST_PAUSE:
+                sent, deadline = sent + took - seconds, deadline + took
                 self._last_answered = max(self._last_answered, sent)
             if failure is not None:
                 self._pause(tries, deadline, failure)
