@@ -33,7 +33,7 @@ import spark_elastic
 from benchmarks.parts.head_page import write_page
 from benchmarks.parts.history import Task, judge, read_lines
 from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, ROOT, Launcher, install
-from benchmarks.parts.report import machine
+from benchmarks.parts.report import find_commit, machine
 from benchmarks.peers import job
 
 FOLDER = ROOT / "build" / "head_to_head"
@@ -198,6 +198,8 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> Non
     made = {
         "name": "head_to_head",
         "machine": machine(),
+        "commit": find_commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "versions": {
             "spark_elastic": [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
             "torchrun": [pinned_torch],
