@@ -21,7 +21,6 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.worker import fork_server
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
 from tests.journals import keep_journal
@@ -186,7 +185,7 @@ class Run:
         arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: RunCall = prepare(fn, given, arguments, config)
         preload, spare_after = (*self.call.preload, *modules), 0.0 if spares else NEVER
-        options = {"forks": device == "cpu", "preload": preload, "room": room, "spare_after": spare_after}
+        options = {"preload": preload, "room": room, "spare_after": spare_after}
         self.cluster = DeviceLauncher(device, self.call.program, **options)
 
     def at(self, step: int, act: Callable[[], object]) -> None:
@@ -203,14 +202,13 @@ class Run:
                 thread.join()
 
     def workers(self) -> list[psutil.Process]:
-        """The training process of each slot; its fork server is older, spares are younger."""
+        """The training process of each slot; spares are younger."""
         slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
-        found = []
-        for slot in slots:
-            children = sorted(slot.children(), key=lambda child: child.create_time())
-            has_server = bool(children) and fork_server.__name__ in children[0].cmdline()
-            found += children[has_server:][:1]
-        return found
+        return [
+            min(children, key=lambda child: child.create_time())
+            for slot in slots
+            if (children := slot.children())  # asked once: a child may end
+        ]
 
     def drain(self, job: int) -> None:
         self._post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=f"host-{job}"))

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import torch
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
@@ -221,18 +220,12 @@ def train_and_check(
 class DeviceLauncher(ProcessLauncher):
     """`ProcessLauncher` whose workers train on a device, which all of them share."""
 
-    def __init__(self, device: str, program: object, forks: bool = False, **options: Any) -> None:
-        """forks: worker processes, as jobs of users do: one that comes after a loss imports nothing anew."""
+    def __init__(self, device: str, program: object, **options: Any) -> None:
         super().__init__(program, SystemClock(), **options)
-        self._device, self._forks = device, forks
+        self._device = device
 
     def start(self, spec: SlotSpec, post: Post) -> None:
-        spec = replace(spec, device=self._device, slots_per_gpu=8)
-        if self._forks:
-            spec = replace(spec, collective_timeout=20.0, driver_timeout=20.0, spare_after=self._spare_after)
-            LocalLauncher.start(self, spec, post)
-        else:
-            super().start(spec, post)
+        super().start(replace(spec, device=self._device, slots_per_gpu=8), post)
 
 
 class LauncherFactory:
