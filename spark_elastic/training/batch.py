@@ -91,8 +91,7 @@ Logged = Mapping[str, tuple[float, float]]
 
 
 class StepMetrics(ABC):
-    """Metrics of one step after another: exact, and equal on all ranks, since each receives the rows of the whole step,
-    in rank order. What a step gathered counts once `commit` is called."""
+    """Metrics of one step after another: exact, and equal on all ranks, since each receives all rows of a step."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}  # as `Logged`, of losses, functions and logged numbers
@@ -176,9 +175,8 @@ class Column(NamedTuple):
 def gather_columns(
     group: Group, chunks: Sequence[Chunk], pause: AbstractContextManager[None] | None = None
 ) -> tuple[list[Column], int, bool]:
-    """Exchange the chunks of all ranks inside of `pause`. Collective: ranks without rows call it, too.
-    Returns the columns, where the rows of this rank begin among those of the step, and whether it has the first of
-    them: such a rank alone reports the loss. Raises InvalidInput as `join_chunks`, on all ranks alike."""
+    """Exchange the chunks of all ranks, inside of `pause`. Collective: ranks without rows call it, too.
+    Returns the columns, where this rank's rows begin among them, and whether it reports the loss: it has the first."""
     packed = pack_arrays([chunk.rows for chunk in chunks], [c for chunk in chunks for c in chunk.columns])
     with pause or nullcontext():
         ranks = [_split(*unpack_arrays(blob)) for blob in group.allgather_bytes(packed)]

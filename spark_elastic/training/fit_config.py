@@ -202,11 +202,7 @@ class FitConfig:
 
     @classmethod
     def from_params(cls, values: Mapping[str, Any]) -> FitConfig:
-        """Check the parameters of an estimator, by name; those that are missing have their defaults.
-
-        Raises:
-            InvalidInput: the first mistake, in one sentence.
-        """
+        """Check the parameters of an estimator, by name. Raises InvalidInput: the first mistake, in one sentence."""
         return cls(**{name: _check_part(kind, values) for name, kind in get_type_hints(cls).items()})
 
     def __post_init__(self) -> None:

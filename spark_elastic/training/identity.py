@@ -47,8 +47,7 @@ def digest(thing: Any) -> str:
 
 
 def to_text(thing: Any, inside: tuple[int, ...] = ()) -> str:
-    """A text that is equal for objects with the same behaviour, as far as that can be compared.
-    inside: ids of the objects that contain this one: a function may be in its own closure."""
+    """A text that is equal for objects with the same behaviour. inside: ids of the objects that contain this one."""
     if isinstance(thing, PLAIN):
         return repr(thing)
     if id(thing) in inside:
@@ -132,8 +131,7 @@ def _is_of_framework(thing: Any) -> bool:
 
 
 def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
-    """The value if it can be compared; of a container those entries that can; NOTHING if there are none.
-    kinds: plain types. Without str: a string of the user's may be a folder or a date."""
+    """What of the value can be compared; NOTHING: nothing. Strings of the user's may be folders or dates."""
     kept: Any
     if isinstance(value, Mapping):
         picked = {name: pick_comparable(each, kinds) for name, each in value.items()}

@@ -117,8 +117,7 @@ def select_figures(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A history entry as plain JSON values; callbacks may have added numbers of numpy or torch.
-    Raises InvalidInput: a callback added something that the history cannot keep."""
+    """A history entry as plain JSON values. Raises InvalidInput: a callback added something that it cannot keep."""
 
     def to_list(value: Any) -> Any:
         if not hasattr(value, "tolist"):
@@ -144,8 +143,7 @@ def pair_states(
     callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]
 ) -> list[tuple[Any, Any]]:
     """Each callback with the state of the one that it continues: the first of its class continues the first, and so on.
-    A callback that is new keeps what it has, and the state of one that is gone is dropped.
-    classes: of `name_classes`, for each state."""
+    A new callback keeps what it has, and the state of one that is gone is dropped."""
     left: dict[str, list[Any]] = {}
     for name, state in zip(classes, states, strict=True):
         left.setdefault(name, []).append(state)
@@ -159,17 +157,8 @@ def pair_states(
 def check_watched_names(
     watched: Iterable[str], known: Sequence[str], validates: bool, may_exist: Callable[[str], bool]
 ) -> None:
-    """Check that each number that a callback watches will exist.
-
-    Args:
-        watched: names of the numbers; those of a validation begin with `val_`.
-        known: the losses and metrics of each epoch.
-        validates: each epoch is followed by a validation.
-        may_exist: whether epochs may have a number that is not known, by its name without `val_`.
-
-    Raises:
-        InvalidInput: one of them will not exist.
-    """
+    """Raises InvalidInput: a callback watches a number that no epoch will have.
+    known: losses and metrics. may_exist: whether there may be others, by name without `val_`."""
     for name in watched:
         plain = name.removeprefix("val_")
         if name not in known and plain not in known and not may_exist(plain):

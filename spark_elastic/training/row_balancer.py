@@ -31,8 +31,7 @@ class RowBalancer:
     """The division of the steps of one world. `add` each applied step; then `division` is that of the next one."""
 
     def __init__(self, parts: int, size: int, shares: int = 0) -> None:
-        """parts: rows of a step, or its virtual shares in bitwise mode; at least `size`.
-        shares: virtual shares of a step, 0 without them."""
+        """parts: rows of a step, or its virtual shares; at least `size`. shares: its virtual shares, 0 without them."""
         self._total, self._size = parts, size
         self._equal, self._equal_parts = Division.equal(size, shares), Division.equal(size, parts).parts
         self.parts = self._equal_parts  # by rank
@@ -58,8 +57,7 @@ class RowBalancer:
         self._longest = 0.0  # sum over them of the slowest rank's
 
     def add(self, seconds: Sequence[float]) -> bool:
-        """Add a step. Returns whether the division has changed.
-        seconds: by rank, what it worked for the step without waiting for others; 0.0 if it was not measured."""
+        """Add the seconds that each rank worked for a step, 0.0: not measured. Returns whether the division changed."""
         if min(seconds, default=0.0) <= 0.0:
             return False
         self._steps.append(seconds)

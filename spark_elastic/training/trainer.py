@@ -48,8 +48,7 @@ class TrainingState(Protocol):
 
 def sync_state(state: TrainingState, group: Group, source: int, receives: bool) -> Position:
     """Hand the state of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
-    Raises CollectiveError: the group broke; the state is as it was.
-    Raises StoreError: what arrived differs from what was sent; the state is as it was."""
+    Raises CollectiveError, StoreError: the group broke, or the bytes did not arrive; the state is as it was."""
     mine = build_snapshot(state.position, state.capture) if group.rank == source else None
     arrived = broadcast_snapshot(group, source, mine, state.codec, receives)
     if arrived is not None:
@@ -239,9 +238,8 @@ class ModelStep(ABC, Generic[R]):
         self._config, self._ledger, self.work = config, ledger, WorkClock()
 
     def run(self, batch: LocalBatch[R], call: StepCall, *, wants_stop: bool = False) -> StepDecision:
-        """Take one step. wants_stop: a callback wants training to end after this step.
-        Raises CollectiveError: the exchange broke; the state is as before the step.
-        Raises FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step."""
+        """Take one step; after an error the state is as before it. wants_stop: a callback wants training to end.
+        Raises CollectiveError: the exchange broke. Raises FloatingPointError: the loss is not finite, and may not be."""
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
@@ -288,8 +286,7 @@ class ModelStep(ABC, Generic[R]):
     def _exchange_sums(
         self, group: Group, batch: LocalBatch[R], summarize: Callable[..., StepSummary]
     ) -> StepSummary:
-        """Compute gradients, and exchange all that the step needs but its summary.
-        summarize: makes that of the fields that only this knows: layout, loss and so on."""
+        """Compute gradients, and exchange all that the step needs but its summary, which `summarize` makes."""
 
     def _finalize(self, previous: Callable[[], None]) -> None:
         """Call the function, which shows the model to the user's callbacks."""
@@ -307,8 +304,7 @@ def take_validation_step(
     call: StepCall,
     compute: Callable[[], tuple[float, float]],
 ) -> StepDecision:
-    """Take one step of validation.
-    compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics."""
+    """compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics."""
     try:
         loss, denominator = compute()
         metrics.gather(call.group)
@@ -335,8 +331,7 @@ MOST_NAMED = 3  # layers that the warning names; it counts the others
 
 
 def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | None:
-    """The warning about layers that make a step depend on how its rows are split (R9, scope of P2); None: no layers.
-    dependent: the name of each such layer, and why."""
+    """The warning about layers, given with why, that make a step depend on how its rows are split (R9, scope of P2)."""
     layers = [f"{name} ({why})" for name, why in dependent]
     if not layers:
         return None

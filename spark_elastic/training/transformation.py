@@ -70,8 +70,7 @@ def transform_columns(
     transformation: Transformation,
     rng: RowRandom | None = None,
 ) -> dict[str, Any]:
-    """The wanted columns (None: all) of what the transformation makes of `rows` rows.
-    Raises InvalidInput: it returned no columns, not such a one, or another number of rows."""
+    """The wanted columns (None: all) of the result. Raises InvalidInput: it lacks one, or has other rows."""
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
@@ -109,8 +108,7 @@ def _check_results(results: Any) -> None:
 def transform_inputs(
     inputs: Sequence[Any], names: Sequence[str], transformation: Transformation | None
 ) -> list[Any]:
-    """The model's inputs for a prediction. Raises InvalidInput as `transform_columns`.
-    names: of the feature columns, in the order of `inputs`."""
+    """The model's inputs for a prediction, in the order of `names`. Raises InvalidInput as `transform_columns`."""
     if transformation is None:
         return list(inputs)
     given = dict(zip(names, inputs, strict=True))
@@ -168,9 +166,8 @@ class BatchTransformation:
     shapes_nothing: bool = False
 
     def apply(self, batch: RowBatch) -> dict[str, Any]:
-        """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises. The
-        function may stack what it makes of each row, so it gets no rows only where their shape is needed. Else the
-        columns of no rows are empty arrays."""
+        """The wanted columns. The user's function, which may stack rows, gets none only where their shape is needed;
+        else columns of no rows are empty arrays. Raises InvalidInput, and what the function raises."""
         if not len(batch.row_ids) and not (self.shapes_nothing and batch.augments):
             return {name: np.zeros(0, np.float32) for name in self.wanted}
         if not batch.cuts:
@@ -266,8 +263,7 @@ def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
-    """Raise InvalidInput for a column of which a transformation has not made numbers.
-    name: of the column."""
+    """Raises InvalidInput: a transformation has made no numbers of that column."""
     if array.dtype.kind in "OSUMm":
         first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
         raise InvalidInput(

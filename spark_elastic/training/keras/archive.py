@@ -76,8 +76,7 @@ class Archive:
         return {name: own for name, own in cloudpickle.loads(self.custom).items() if _is_inner(own)}
 
     def load(self) -> Any:
-        """The model, compiled as it was saved.
-        Raises InvalidInput: Keras runs on another backend here than on the driver."""
+        """The model, compiled as it was saved. Raises InvalidInput: Keras runs on another backend here."""
         if keras.backend.backend() != "tensorflow":
             raise InvalidInput(
                 f"Keras runs on {keras.backend.backend()} in this process: set KERAS_BACKEND=tensorflow in the "
@@ -111,8 +110,8 @@ class Archive:
             keras.config.set_floatx(before)
 
     def with_weights(self, trained: bytes) -> Archive:
-        """This model with the weights and the optimizer's variables of another `.keras` file, of which nothing else is
-        read: neither configuration nor code. Raises StoreError: the file is of another model."""
+        """With the weights and optimizer of another `.keras` file, of which neither configuration nor code is read.
+        Raises StoreError: the file is of another model."""
         model = self.load()
         model.optimizer.build(model.trainable_variables)
         with _make_temporary_file(trained) as path:
@@ -149,8 +148,7 @@ def _find_adapters(model: Any) -> list[Any]:
 
 
 def _begin_at_weights(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Give an optimizer the values that it has when it is built for these weights: Keras built it before it loaded
-    them, and some, such as ScheduleFreeAdamW, keep a copy."""
+    """Keras built it before it loaded the weights, and some, such as ScheduleFreeAdamW, keep a copy of them."""
     fresh = type(optimizer).from_config(optimizer.get_config())
     fresh.build(variables)
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
@@ -181,8 +179,7 @@ def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequ
 
 def collect_custom_objects(model: Any) -> dict[str, Any]:
     """Classes and functions of the user's in a model, by the names under which Keras looks for them.
-    Raises InvalidInput: two of them have one name, or one has the name of a function of Keras that the model uses,
-    too."""
+    Raises InvalidInput: two have one name, or one has that of a function of Keras that the model uses, too."""
     found = select_user_objects(iter_model_parts(model))
     compiled = keras.tree.flatten(getattr(getattr(model, "_compile_config", None), "config", {}))
     named = {each for each in compiled if isinstance(each, str)}  # such as "mse"
@@ -196,8 +193,7 @@ def collect_custom_objects(model: Any) -> dict[str, Any]:
 
 
 def select_user_objects(things: Iterable[Any]) -> dict[str, Any]:
-    """The same of objects, functions and classes.
-    Raises InvalidInput: two of them have one name, so that Keras would take one for both."""
+    """The same of objects, functions and classes. Raises InvalidInput: two have one name."""
     found: dict[str, Any] = {}
     for thing in things:
         known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
@@ -262,8 +258,7 @@ def _is_inner(own: Any) -> bool:
 
 
 def iter_leaves(configured: Any) -> Iterator[Any]:
-    """Objects and functions among what a model is compiled with, at any depth, and what these are made of: the schedule
-    of an optimizer, those of a MultiOptimizer, the function of a MeanMetricWrapper."""
+    """Objects and functions among what a model is compiled with, at any depth, and what these are made of."""
     for leaf in keras.tree.flatten(configured):
         if leaf is not None and not isinstance(leaf, str | float | int | bool):
             yield leaf

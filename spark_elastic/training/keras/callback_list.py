@@ -139,8 +139,7 @@ class KerasCallbackList(CallbackList):
         return self._rank == 0 or not isinstance(callback, WRITERS)
 
     def _follow_rank_0(self, group: Group, added: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over rank 0's stop, learning rate and attributes of the callbacks that write. Returns what its callbacks
-        added to the logs."""
+        """Take over rank 0's stop, rate and attributes of the callbacks that write. Returns what it added to logs."""
         attributes = [_list_attributes(c) if isinstance(c, WRITERS) else {} for c in self._callbacks]
         stop, rate = bool(self._model.stop_training), self._rate()
         decided = {"added": added, "stop": stop, "rate": rate, "attributes": attributes}
@@ -153,8 +152,7 @@ class KerasCallbackList(CallbackList):
         return dict(theirs["added"])
 
     def _rate(self) -> float | None:
-        """The learning rate; None: the optimizer has a schedule of its own, which callbacks cannot set, or is a
-        MultiOptimizer, which has no rate of its own."""
+        """The learning rate; None: it has a schedule, which callbacks cannot set, or is a MultiOptimizer."""
         optimizer = self._model.optimizer
         scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         rate = None if scheduled else getattr(optimizer, "learning_rate", None)

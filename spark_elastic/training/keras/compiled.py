@@ -67,13 +67,10 @@ class _OutputLoss:
 
 
 class CompiledLosses:
-    """Losses of one compiled model. They run without reduction, and the sums are divided by what all ranks have, so
-    that no two reductions can differ."""
+    """Losses of one model, computed without reduction: the sums are divided by what all ranks have."""
 
     def __init__(self, model: Any, labels: Any, outputs: Any, label_cols: Sequence[str] = ()) -> None:
-        """labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
-        outputs: likewise.
-        label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
+        """labels, outputs: of one row. label_cols: in the order of the outputs, for errors.
         Raises InvalidInput: the loss does not fit the outputs, or an output carries a mask."""
         self._model, self._label_cols = model, label_cols
         compiled = model._compile_loss
@@ -102,8 +99,8 @@ class CompiledLosses:
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
     def factors(self, group: Group | None, batch: Batch) -> list[float]:
-        """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
-        make a divisor; group: None if the batch has all rows of the step. Raises InvalidInput as `check_labels`."""
+        """What the sum of each loss is multiplied with; the ranks agree where weights or labels make a divisor.
+        group: None: the batch has all rows of the step. Raises InvalidInput as `check_labels`."""
         self.check_labels(batch)
         divisors = [1.0 if part.reduction == "sum" else float(batch.planned) for part in self._parts]
         own = {k: found for k, p in enumerate(self._parts) if (found := p.find_divisor(batch)) is not None}
@@ -170,8 +167,7 @@ class CompiledLosses:
 
 
 def _check_values(values: Any, label: Any, output: Any) -> None:
-    """Refuse a loss of pairs of rows, such as (n, n) of a label (n,) and an output (n, 1). A later trace of TensorFlow
-    may not know the sizes; the first one does."""
+    """Refuse a loss of pairs of rows, such as (n, n). Only TensorFlow's first trace is sure to know the sizes."""
     labels, outputs = ([each.shape for each in keras.tree.flatten(tensors)] for tensors in (label, output))
     if not all(shape.is_fully_defined() for shape in map(tf.TensorShape, [values.shape, *labels, *outputs])):
         return
@@ -203,8 +199,7 @@ def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
 
 
 def _weight_by_rows(extra: Any, rows: Any, part: Any) -> Any:
-    """What a loss of `add_loss` adds to the step's loss: a number for each row its sum, as in Keras; another one, a
-    mean over rows or a weight penalty, the rows' part of it."""
+    """What `add_loss` adds to the step's loss: a number for each row its sum, another one the rows' part of it."""
     summed = tf.reduce_sum(extra)
     if extra.shape.rank == 0:
         return summed * part
@@ -217,8 +212,7 @@ SUMS_ACTIVITY = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 
 @contextmanager
 def activity_by_row(model: Any, rows: Any) -> Iterator[None]:
-    """Let penalties of layers' activity that are sums over rows be a number for each of the `rows` of this call, which
-    `CompiledLosses.total` sums; it takes a single number for a mean."""
+    """Make penalties of activity that are sums over rows a number for each row: a single number counts as a mean."""
     layers = [each for each in model._flatten_layers() if each.activity_regularizer is not None]
     own = [(each, each.activity_regularizer) for each in layers if SUMS_ACTIVITY]
     for layer, regularizer in own:
@@ -259,8 +253,7 @@ def compute_results(metrics: Sequence[Any]) -> dict[str, Any]:
 
 
 class LayerMetrics:
-    """Metrics that layers update in their calls. What each pass adds to their accumulators, which are sums as those of
-    Keras's metrics, is taken out, and added up over the passes of all ranks."""
+    """Metrics that layers update in their calls: what passes add to their sums is taken out, and added over all ranks."""
 
     def __init__(self, model: Any) -> None:
         self.metrics = list_layer_metrics(model)
@@ -303,8 +296,7 @@ class CompiledMetrics(StepMetrics):
     def __init__(
         self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool
     ) -> None:
-        """names: of the losses that the history lists one by one.
-        pack: puts a list into the structure of the model's outputs."""
+        """names: of the losses in the history. pack: puts a list into the structure of the outputs."""
         super().__init__()
         self._names, self._pack = list(names), pack
         self._model, self._compiled = model, model._compile_metrics
@@ -317,16 +309,14 @@ class CompiledMetrics(StepMetrics):
         return [] if self._compiled is None else list(self._compiled.variables)
 
     def build(self, labels: Any, outputs: Any) -> None:
-        """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs. The model
-        was called with it."""
+        """Build the accumulators from labels and outputs of one row, of which the model was called."""
         self._outputs = len(keras.tree.flatten(outputs))
         if self._compiled is not None and not self._compiled.built:
             self._compiled.build(labels, outputs)
         self._layers = LayerMetrics(self._model)
 
     def add(self, part: Batch, losses: Sequence[Array], outputs: Arrays) -> None:
-        """Add a micro-batch of this rank.
-        losses: the part of each loss in the step's loss; (): `add_losses` has those of all rows."""
+        """Add a micro-batch of this rank. losses: their parts of the step's; (): `add_losses` has those of all rows."""
         self.add_losses(losses, len(part), part.planned)
         logged = {name: (total, len(part)) for name, total in self._layers.take().items()}
         weights = [] if part.weights is None else [part.weights]

@@ -25,9 +25,7 @@ ITEMS = "__items__"  # the only key of a dict that stands for one with numbers f
 
 
 def to_json_tree(value: Any, builder: SnapshotBuilder) -> Any:
-    """The value as JSON; arrays go to the builder, with references in their place.
-    Raises TypeError: it holds something else than numbers, text, lists, dicts with text or numbers for keys, and
-    arrays."""
+    """The value as JSON, with references to arrays, which the builder gets. Raises TypeError: it holds something else."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -83,8 +81,7 @@ class KerasTrainingState:
     def __init__(
         self, replicas: Sequence[Any], others: Sequence[Any], callbacks: Any, progress: TrainingProgress
     ) -> None:
-        """replicas: variables that are equal on all ranks (P4).
-        others: further variables that are part of the state. callbacks: with `capture` and `load`."""
+        """replicas: equal on all ranks (P4). others: further variables. callbacks: with `capture` and `load`."""
         self._replicas, self._variables = list(replicas), [*replicas, *others]
         self._callbacks = callbacks
         self.progress = progress

@@ -108,8 +108,7 @@ class RunningStats:
 
 
 def _list_unwritten(layer: Any) -> list[Any]:
-    """Weights of a frozen layer that its forward pass leaves alone: all of Keras's own layers, but for
-    SpectralNormalization; one of the user's may go on to write its state."""
+    """Weights of a frozen layer that its forward pass leaves alone; one of the user's may go on to write its state."""
     is_keras = type(layer).__module__.startswith(("keras.", "keras_hub.", "keras_cv."))
     return [*layer._trainable_variables, *(layer._non_trainable_variables if is_keras else ())]
 
@@ -342,8 +341,7 @@ class StepGradients(Gradients):
         return added, outputs
 
     def compute_loss(self, columns: Sequence[Column], own: Batch, *, training: bool) -> list[Array]:
-        """The losses of all rows of the step, as `score` has them, and their gradients if `training`.
-        columns: outputs, labels, and weights. own: this rank's rows."""
+        """The losses of all rows, and their gradients if `training`. columns: outputs, labels, and weights."""
         count = len(self._dtypes)
         outputs, given = columns[:count], [column.values for column in columns[count:]]
         weights = None if own.weights is None else given.pop().astype(own.weights.dtype)
@@ -389,8 +387,7 @@ class StepLossStep(TrainStep):
     _make_gradients = StepGradients
 
     def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
-        """(gradients, loss), as in `TrainStep`. The graphs of two parts are never in memory together, so all but the
-        newest part take a second forward pass."""
+        """Two graphs are never in memory together, so all parts but the newest take a second forward pass."""
         parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
         for number, part in parts:
@@ -432,8 +429,8 @@ class StepLossStep(TrainStep):
     def _compute_of_all(
         self, group: Group, batch: Batch, chunks: Sequence[Chunk], work: WorkClock | None = None
     ) -> tuple[int, float]:
-        """Where this rank's rows begin among those of the step, and the losses of all of them on the rank that reports
-        them; else 0. Collective. work: measures a step of training; None: no gradient is wanted."""
+        """Where this rank's rows begin, and the losses of all rows on the rank that reports them. Collective.
+        work: measures a step of training; None: no gradient is wanted."""
         columns, first, reports = gather_columns(group, chunks, None if work is None else work.pause())
         losses = self._gradients.compute_loss(columns, batch, training=work is not None) if chunks else []
         if not reports:

@@ -92,8 +92,7 @@ class KerasTrainProgram(TrainingLoop):
 
 
 def prepare_gpus(device: str) -> None:
-    """Let TensorFlow use what the worker trains on, and before it uses a GPU.
-    Raises InvalidInput: TensorFlow finds no GPU, and the slot was given one."""
+    """Before TensorFlow uses a GPU. Raises InvalidInput: it finds none, and the slot was given one."""
     gpus = tf.config.list_physical_devices("GPU")
     if device == "cuda" and not gpus:
         raise InvalidInput(

@@ -80,8 +80,7 @@ class BufferSnapshot:
     def __init__(
         self, model: torch.nn.Module, modules: Iterable[torch.nn.Module], former: BufferSnapshot | None = None
     ) -> None:
-        """modules: all modules of the model; finding them takes long where there are many.
-        former: of a step before, whose memory is used again."""
+        """modules: all of the model; finding them takes long. former: one whose memory is used again."""
         self._model, modules = model, tuple(modules)
         self._attributes = copy_attributes(modules)
         self._unset: dict[str, bool] = {}
@@ -113,8 +112,7 @@ class BufferSnapshot:
         return self._buffers[name][1] if name in self._buffers else None
 
     def find_changed(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[bool]:
-        """Whether each buffer's values changed since; torch's version counters miss what BatchNorm writes. Waits for
-        the device once."""
+        """Whether each buffer's values changed since; torch's version counters miss what BatchNorm writes."""
         flags: list[bool] = []
         computed: dict[int, torch.Tensor] = {}  # by index: a flag () on the device
         for index, (name, buffer) in enumerate(named):
@@ -131,9 +129,7 @@ class BufferSnapshot:
         return flags
 
     def restore(self, model: torch.nn.Module | None = None, *, attributes: bool = True) -> None:
-        """Put back what was there, where a forward pass has written, replaced, registered or removed something.
-        model: a copy of the model, which gets buffers of its own; None: the model itself.
-        attributes: whether attributes are put back as well."""
+        """Put back what was there, in the model or in a copy of it, which gets buffers of its own."""
         target = self._model if model is None else model
         with torch.no_grad():
             for name, each in list_buffers(target).items():
@@ -151,14 +147,12 @@ class BufferSnapshot:
 
 
 def describe_world_dependence(model: torch.nn.Module) -> str | None:
-    """A sentence on the layers that make a step depend on how its rows are split over workers (R9, scope of P2).
-    None: the weights equal those of any other world, up to rounding."""
+    """A sentence on the layers that make a step depend on how its rows are split (R9, scope of P2), or None."""
     return describe_dependent_layers((name or "the model", why) for name, why in _dependent_layers(model))
 
 
 def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether the ranks exchange statistics inside of forward passes, so that each must make exactly one, of all its
-    rows."""
+    """Whether forward passes exchange statistics: each rank must make exactly one, of all its rows."""
     return any(exchanges_statistics(module) and module.training for module in modules)
 
 
@@ -203,8 +197,7 @@ _ROWS = 8  # of each of the two parts on which they are tried; with repetitions 
 def merge(
     kind: str, before: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor, float]], reduce: Reduce
 ) -> torch.Tensor:
-    """The merged values, in float64 or int64. before: the values before the step.
-    parts: of this process: (number, values, part of the step's rows) each.
+    """The merged values. parts: of this process: (number, values, part of the step's rows) each.
     reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one."""
     # Zeros, not values times zero, which are NaN where a mask holds infinities
     if kind in ("mean", APPROXIMATE):
@@ -259,14 +252,8 @@ class BufferMerge:
         self._results: dict[str, torch.Tensor] = {}
 
     def take(self, before: BufferSnapshot, number: int, factor: float, *, keep: bool = False) -> None:
-        """Take what the newest part wrote.
-
-        Args:
-            before: the buffers before the step.
-            number: of the part in the order of the step's rows.
-            factor: its part of the step's rows; 0.0: it has none.
-            keep: the values are copied, since the next part writes to the same memory.
-        """
+        """Take what the newest part wrote: number and factor are its place among the step's rows and its share of them.
+        keep: copy the values, since the next part writes to the same memory."""
         buffers = list_buffers(self._model)
         live = {name: each.tensor for name, each in sorted(buffers.items()) if each.tensor is not None}
         changed = before.find_changed(live.items())
@@ -281,8 +268,7 @@ class BufferMerge:
     def exchange(
         self, group: Group, before: BufferSnapshot, batch: Batch, forward: Forward, reduce: Reduce
     ) -> None:
-        """Bring the parts of all ranks together; collective. batch: some rows of this rank.
-        forward: makes a forward pass of a copy of the model. reduce: see `merge`.
+        """Bring the parts of all ranks together; collective. forward: a pass of a copy of the model.
         Raises InvalidInput: a buffer cannot be brought together; on all ranks alike."""
         layouts = [
             {name: [list(each.shape), str(each.dtype), self._saved[name]] for name, each in written.items()}
@@ -389,9 +375,8 @@ class BufferMerge:
 def try_merges(
     model: torch.nn.Module, names: Sequence[str], before: BufferSnapshot, batch: Batch, forward: Forward
 ) -> dict[str, list[str]]:
-    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer. Without
-    them the mean is still one where the rows' order does not matter, nor their number: APPROXIMATE. What none fits may
-    still be EQUAL, if the ranks have exchanged it: its values depend on the rows' contents."""
+    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer. APPROXIMATE:
+    the mean, if order and number of rows do not matter. EQUAL: none fits, and values depend on the rows' contents."""
     half = len(batch) // 2
     first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
     both = np.concatenate([first, second])
@@ -442,8 +427,7 @@ def _are_close(found: torch.Tensor, wanted: torch.Tensor, old: torch.Tensor, dty
 def _run_copy(
     model: torch.nn.Module, before: BufferSnapshot, batch: Batch, forward: Forward
 ) -> dict[str, torch.Tensor | None]:
-    """The buffers after a forward pass of a copy, which shares the trained parameters: what code changes in forward,
-    such as an average of weights, are frozen ones."""
+    """The buffers after a pass of a copy, which shares what is trained: what forward may change is frozen."""
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if p.requires_grad})
     before.restore(copied)
     for part in copied.modules():
@@ -470,9 +454,8 @@ def _pick(batch: Batch, rows: Any) -> Batch:
 def _settle_shapes(
     group: Group, layouts: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """The buffers that parts wrote in different shapes, by name: each is the largest, if the others are its beginning,
-    as where a table of positions grows with the longest row. Collective.
-    Raises InvalidInput: they are not; on all ranks alike."""
+    """The buffers that parts wrote in different shapes: each is the largest, if the others are its beginning, as where
+    a table of positions grows. Collective. Raises InvalidInput: they are not; on all ranks alike."""
     settled = {}
     for name in sorted({name for layout in layouts for name in layout}):
         written = [layout[name][:2] for layout in layouts if name in layout]

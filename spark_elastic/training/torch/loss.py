@@ -71,8 +71,7 @@ class LossResult(NamedTuple):
 
 
 def find_loss_module(loss: Any) -> Any:
-    """Return the loss module for one of torch's functions or a `functools.partial` of it; any other loss unchanged.
-    Raises InvalidInput: the partial has an argument that the module does not take."""
+    """The loss module for a function of torch or a `partial` of it. Raises InvalidInput: an argument does not fit."""
     module = _find_loss_class(loss)
     if module is None:
         return loss
@@ -150,8 +149,7 @@ class LabelConverter:
     them, and those of a sequence's tokens, (n, t), for an output (n, C, t)."""
 
     def __init__(self, loss: Any, label: str = "label", ahead: bool = False) -> None:
-        """label: name of the first label's column, for errors.
-        ahead: labels of classes are also converted before the model's output exists."""
+        """label: the first label's column, for errors. ahead: labels are also converted before the output exists."""
         self._kind, self._label, self._ahead = _find_loss_class(loss) or type(loss), label, ahead
         self.of_classes = issubclass(self._kind, nn.CrossEntropyLoss | nn.NLLLoss)
         self.elementwise = is_elementwise(loss)
@@ -159,8 +157,7 @@ class LabelConverter:
     def convert_classes(
         self, labels: tuple[torch.Tensor, ...], output: Any = None
     ) -> tuple[torch.Tensor, ...]:
-        """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
-        stay as they are; if the output is unknown, every array of floats counts as probabilities.
+        """Numbers of classes as int64; probabilities, with as many dimensions as the output, stay as they are.
         Raises InvalidInput: a class is not a whole number."""
         if not self.of_classes:
             return labels
@@ -202,8 +199,7 @@ class RowLoss:
         label: str = "label",
         ahead: bool = False,
     ) -> None:
-        """weighted: rows have sample weights. label: name of the first label's column, for errors.
-        ahead: `compute_denominator` is called before the model's output exists."""
+        """weighted: rows have sample weights. label, ahead: as of `LabelConverter`."""
         loss = find_loss_module(loss)
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
@@ -234,12 +230,8 @@ class RowLoss:
         weights: torch.Tensor | None,
         on_host: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None,
     ) -> LossResult:
-        """Compute the loss of these rows.
-        labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts. weights: (n,)
-        on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
-        computed from these, so that nothing waits for the device.
-        Raises InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
-        whole number."""
+        """Compute the loss of these rows. on_host: labels and weights in memory of the host, where the others are on a
+        device, for denominators that do not wait for it. Raises InvalidInput: the loss does not fit them."""
         rows = len(labels[0])
         host_labels, host_weights = on_host or (labels, weights)
         host_labels = self._converter.convert_classes(host_labels, output)

@@ -34,13 +34,7 @@ class Metrics(StepMetrics):
     def __init__(
         self, metrics: Mapping[str, Any], labels: Sequence[str], logs: bool, prefix: str = ""
     ) -> None:
-        """
-        Args:
-            metrics: by name; with several outputs, each is computed for each label.
-            labels: names of the label columns.
-            logs: the loss function reports numbers, too.
-            prefix: of the names of all results.
-        """
+        """metrics: by name; of several outputs, for each label. logs: the loss reports numbers, too."""
         super().__init__()
         self._given = metrics
         self._labels = labels
@@ -156,8 +150,7 @@ class Metrics(StepMetrics):
 
 
 def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
-    """A metric that is one of torch's losses of classes, whose mean over a step does not show what it was divided by.
-    None: another metric, or one that returns a sum."""
+    """A loss of classes, whose mean does not show its divisor. None: another metric, or one that returns a sum."""
     if not LabelConverter(metric).of_classes:
         return None
     try:
@@ -168,8 +161,7 @@ def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
 
 
 def _average_rows(name: str, value: Any, rows: int) -> float:
-    """What a metric's function returned for these rows: one number, or one for each row, whose mean counts.
-    Raises InvalidInput: it returned something else."""
+    """The mean of what a metric returned, one number or one for each row. Raises InvalidInput: something else."""
     try:
         numbers = torch.as_tensor(value).double()
     except (TypeError, ValueError, RuntimeError):
@@ -186,8 +178,7 @@ def _average_rows(name: str, value: Any, rows: int) -> float:
 def _convert_labels(
     metric: Any, converter: LabelConverter, output: torch.Tensor, labels: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """A loss of torch gets labels as in training, torchmetrics get labels (n,) as (n, 1) for an output (n, 1), and the
-    user's own metrics get them unchanged."""
+    """torch's losses get labels as in training, torchmetrics (n,) as (n, 1) for such an output, others unchanged."""
     if not type(metric).__module__.startswith("torchmetrics."):
         return converter.match_output(output, converter.convert_classes(labels, output))
     label, *others = labels

@@ -185,6 +185,21 @@ class Views:
         self._known[id(tensor)] = known
         return builder.add(known[2], known[3] if deferred else None)
 
+    def put_leaf(self, builder: SnapshotBuilder, leaf: Any, *, deferred: bool = False) -> Any:
+        """The reference to a tensor; a copy of anything else."""
+        if isinstance(leaf, torch.Tensor):
+            return TensorRef.of(leaf, self.put(builder, leaf, deferred=deferred))
+        return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else copy.deepcopy(leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples, with what `change` makes of all else."""
+    if isinstance(value, dict):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(item, change) for item in value)
+    return change(value)
+
 
 class ModelStateHandler(SnapshotHandler):
     """A module: see the top of this file."""
@@ -250,6 +265,13 @@ class ModelStateHandler(SnapshotHandler):
     def export(self) -> dict[str, Any]:
         """What `capture` returns, with the live tensors themselves."""
         return self._collect(lambda tensor: tensor.detach())
+
+    def copy(self, *, weights: bool) -> dict[str, Any]:
+        """What `export` returns, with copies of the buffers and, if wanted, of the parameters; for `load`."""
+        live = () if weights else set(map(id, self.value.parameters()))
+        return self._collect(
+            lambda tensor: tensor.detach() if id(tensor) in live else tensor.detach().clone()
+        )
 
     def _check_parts(self, now: dict[str, type | None]) -> None:
         before = self._first_parts
@@ -431,8 +453,7 @@ class OptimizerStateHandler(SnapshotHandler):
         return self._named[1]
 
     def _restore_groups(self, saved: list[list[str | None]]) -> None:
-        """Let the groups hold the parameters that they held when the state was saved, wherever a step, a callback or
-        another process has added, removed or replaced some."""
+        """Let the groups hold what they held when the state was saved, whatever has changed them since."""
         optimizer, mine = self.value, self._name_groups()
         if mine == saved and all(name is not None for group in saved for name in group):
             return
@@ -468,16 +489,11 @@ class OptimizerStateHandler(SnapshotHandler):
         """Drop the gradients of the former world."""
         self.value.zero_grad()
 
-    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
-        if isinstance(value, torch.Tensor):
-            return TensorRef.of(value, self._views.put(builder, value, deferred=deferred))
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, dict):
-            return {key: self._add_tensors(item, builder, deferred=deferred) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._add_tensors(item, builder, deferred=deferred) for item in value)
-        return copy.deepcopy(value)
+    def _add_tensors(self, values: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
+        return map_leaves(values, lambda leaf: self._add_leaf(leaf, builder, deferred=deferred))
+
+    def _add_leaf(self, leaf: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
+        return self._views.put_leaf(builder, leaf, deferred=deferred)
 
 
 def find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -508,15 +524,14 @@ def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
-    """Return the value that was saved, in the live tensor if shape and dtype fit.
-    device: for tensors that were not on the host."""
+    """The value that was saved, in the live tensor if it fits. device: for tensors that were not on the host."""
     if isinstance(saved, TensorRef | torch.Tensor):
         arrived = view_tensor(saved, memory)
         if isinstance(live, torch.Tensor) and _are_alike(live, arrived):
             with torch.no_grad():
                 return live.copy_(arrived)
         on_host = isinstance(saved, torch.Tensor) or saved.on_host
-        return arrived.clone() if on_host else arrived.to(device)
+        return arrived.to(CPU if on_host else device, copy=True)
     if isinstance(saved, dict):
         known = live if isinstance(live, dict) else {}
         return {key: load_value(item, known.get(key), memory, device) for key, item in saved.items()}
@@ -564,14 +579,8 @@ def _check_same(mine: dict[str, torch.nn.Parameter], theirs: Mapping[str, Any]) 
 
 
 def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -> str | None:
-    """Compare which parameters are frozen, which parts are in evaluation mode, and the buffers, over the ranks.
-
-    Statistics of normalization layers are not compared: each rank may keep those of its own rows. Collective.
-
-    Returns a sentence on the first object that differs; None: nothing does. The same on all ranks.
-
-    counts: this rank's state is one that others should have; False: it takes part without one.
-    """
+    """A sentence on the first part, mode or buffer that differs between ranks, or None; the same on all. Collective.
+    Statistics of normalization may differ. counts: False: this rank has no state that others should have."""
     own = dict(_describe_parts(model)) if counts else None
     described = json.dumps(own).encode()
     digests = group.allgather(np.array([zlib.crc32(described), counts], np.int64)).tolist()

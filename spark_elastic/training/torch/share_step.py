@@ -88,8 +88,7 @@ class ShareChecker:
         transformation: BatchTransformation | None,
         build: Callable[[StepRows, int], Batch],
     ) -> None:
-        """every: so many steps. transformation: what the rows go through first; None: nothing.
-        build: makes the batch of virtual shares of a rank from its rows."""
+        """every: so many steps. build: makes the batch of virtual shares of a rank from its rows."""
         self._spec, self._every, self._transformation, self._build = spec, every, transformation, build
         self._reader, self._loader = spec.open_reader(spec.rows)
 
@@ -117,8 +116,7 @@ class ShareChecker:
         return self._build(rows, check.share).shares[0]
 
     def judge(self, check: ShareCheck, group: Group, own: GradientDigest | None) -> None:
-        """Compare what the ranks found. Collective. own: what this rank found; None if it does not take part.
-        Raises StepDisputed: they differ; on every rank alike."""
+        """Compare what the ranks found. Collective. Raises StepDisputed: they differ; on every rank alike."""
         found = group.allgather_bytes(b"" if own is None else own.digest())
         ranks = (check.owner, *check.witnesses)
         ((most, times), *others) = Counter(found[rank] for rank in ranks).most_common()
@@ -244,8 +242,7 @@ class ShareStep(TrainStep):
 
 
 def sum_over_shares(group: Group, own: Sequence[Sequence[float]]) -> list[float]:
-    """The sums of some numbers of each share over all shares, one after the other. Collective.
-    own: of this rank's shares, in order."""
+    """The sums over all shares, one after the other. Collective. own: of this rank's shares, in order."""
     total: list[float] = _sum_rows(np.concatenate(group.allgatherv(np.array(own, np.float64)))).tolist()
     return total
 
@@ -258,8 +255,7 @@ def _sum_rows(rows: Floats) -> Floats:
 
 
 def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
-    """The batch of this rank, with a batch for each of its virtual shares, which begins at the same alignment on every
-    rank."""
+    """This rank's batch, with a batch for each virtual share, which begins at the same alignment on every rank."""
     shares, (first, past) = rows.division.cuts[-1], rows.division.get_rank_parts(rank)
     start = compute_share_bounds(rows.planned, shares, first)[0]
     parts = []

@@ -208,17 +208,8 @@ def build_optimizer(
     times: int = 1,
     trainer: TrainerPlan = TRIAL,
 ) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
-    """Return (the optimizer, the schedules that came with it).
-
-    Args:
-        given: `TorchUserObjects.optimizer`.
-        learning_rate: of all groups.
-        times: factor of the rates, also of those that a schedule made before starts from.
-        trainer: the module's `self.trainer` in `configure_optimizers`.
-
-    Raises:
-        InvalidInput: the optimizer cannot be used here; the sentence says why.
-    """
+    """The optimizer, and the schedules that came with it. Raises InvalidInput: it cannot be used here.
+    times: factor of the rates, also of those that a schedule starts from. trainer: for `configure_optimizers`."""
     schedules: tuple[Callback, ...] = ()
     if given is None:
         with attach_trainer(model, trainer):
@@ -236,8 +227,7 @@ def build_optimizer(
 
 
 def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs a closure, such as LBFGS or SAM. optimizer: of a trial, without gradients.
-    Raises InvalidInput: its step needs a closure."""
+    """Raises InvalidInput: a step needs a closure, as of LBFGS or SAM. optimizer: of a trial, without gradients."""
     try:
         optimizer.step()
     except Exception as error:  # it may fail for lack of what only a training has
@@ -275,15 +265,8 @@ class BatchBuilder:
         reshapes: bool = True,
         copier: DeviceCopier | None = None,
     ) -> None:
-        """
-        Args:
-            features: in the shapes that the model receives, which may differ from the stored ones.
-            labels: names of the label columns; weight: name of the column with sample weights.
-            dtype: of the model's floating point parameters; floating point columns are cast to it, labels and weights
-                at least to float32, since 16 bits do not hold class 257.
-            reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
-            copier: copies to the device of the model; None: that is the CPU.
-        """
+        """features: in the shapes that the model takes. dtype: of the model; labels and weights are float32 at least, since
+        16 bits do not hold class 257. reshapes: False: a transformation chose the shapes. copier: None: the CPU."""
         self._features, self._labels, self._weight, self._copier = features, labels, weight, copier
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype

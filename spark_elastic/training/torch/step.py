@@ -72,17 +72,8 @@ class StepLoss:
         work: WorkClock | None = None,
     ) -> tuple[HostSum, float]:
         """The loss of all rows and its denominator, on the rank that reports them; else zeros. Collective.
-
-        Args:
-            batch: this rank's.
-            key: what the loss's random numbers are drawn by, on all ranks alike.
-            metrics: gets outputs and labels, on the rank that reports them.
-            backward: makes the backward pass of a sum of losses, divided by a number; None: no gradient is wanted.
-            work: measures the step.
-
-        Raises:
-            InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike.
-        """
+        key: of random numbers, on all ranks alike. backward: of (sum of losses, divisor); None: no gradient is wanted.
+        Raises InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike."""
         chunks = [Chunk(rows, [column.numpy() for column in copies.wait()]) for rows, copies in self._chunks]
         self._chunks, loss = [], HostSum()
         columns, self.first, reports = gather_columns(group, chunks, None if work is None else work.pause())
@@ -153,12 +144,8 @@ def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
 
 
 class GradientScaling:
-    """A `GradScaler` around the exchange where `precision` is fp16; else nothing. Its scale is part of the state.
-
-    A step whose gradients overflowed is not applied. All ranks decide alike, since they look at the same sums.
-
-    Raises InvalidInput: `precision` is fp16, and torch is older than 2.3.
-    """
+    """A `GradScaler` around the exchange if `precision` is fp16. Its scale is part of the state. All ranks see the same
+    sums, so all leave out a step whose gradients overflowed. Raises InvalidInput: torch is older than 2.3."""
 
     def __init__(self, precision: str | None = None, device: torch.device = CPU) -> None:
         if precision == "fp16" and not hasattr(torch.amp, "GradScaler"):
@@ -280,8 +267,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         written.restore(attributes=False)
 
     def _compute_gradients(self, group: Group, batch: Batch, before: BufferSnapshot) -> tuple[float, float]:
-        """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator.
-        before: the buffers before the step."""
+        """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator."""
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
         one_pass = shares_statistics(self._exchanging)
@@ -305,8 +291,7 @@ class TrainStep(ModelStep[torch.Tensor]):
     def _backward_from_all(
         self, step_loss: StepLoss, group: Group, batch: Batch, parts: Sequence[Batch], before: BufferSnapshot
     ) -> tuple[HostSum, float]:
-        """`_backward` where the loss is of all rows of the step: the graphs of two parts are never in memory together,
-        so all but the newest part take a second forward pass."""
+        """Two graphs are never in memory together, so all parts but the newest take a second forward pass."""
         step_loss.begin()
         output = self._run_parts(parts, group.rank, step_loss.add)
         loss = step_loss.compute(group, batch, self.key, self._metrics, self._scaling.backward, self.work)
@@ -322,8 +307,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         return loss
 
     def _run_parts(self, parts: Sequence[Batch], number: int, use: Callable[[Any, Batch], None]) -> Any:
-        """Give the model's output for each part to `use`, each time with the same random numbers. Returns the newest,
-        with its graph. number: of the rank or virtual share."""
+        """Give each part's output to `use`, always with the same random numbers. Returns the newest, with its graph."""
         output = None
         with borrow_rng() as seed:
             for index, part in enumerate(parts):

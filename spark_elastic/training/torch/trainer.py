@@ -226,8 +226,7 @@ class TorchTrainer(ModelTrainer):
         return batch
 
     def _validate(self, batch: Batch, part_number: int, step_loss: StepLoss | None) -> tuple[HostSum, float]:
-        """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
-        part_number: their rank or virtual share."""
+        """The loss and its denominator; or outputs go to `step_loss`. part_number: of the rank or virtual share."""
         config, loss, denominator = self._spec.config, HostSum(), 0.0
         with torch.no_grad(), seeded_rng(*self._train_step.key, part_number):
             for part in batch.micro_batches(config.data.validation_batch):
@@ -278,9 +277,7 @@ NOT_METRICS = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "st
 
 
 def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
-    """Check that each number that a callback watches will exist, before the first job.
-    validates: each epoch is followed by a validation.
-    Raises InvalidInput: a callback watches a number that no epoch will have."""
+    """Raises InvalidInput: a callback watches a number that no epoch will have. validates: there is a validation."""
     known = list_epoch_numbers(objects, labels)
     # A metric object may report further numbers whose names begin with its own.
     prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
