@@ -239,7 +239,7 @@ class ModelStep(ABC, Generic[R]):
 
     def run(self, batch: LocalBatch[R], call: StepCall, *, wants_stop: bool = False) -> StepDecision:
         """Take one step; after an error the state is as before it. wants_stop: a callback wants training to end.
-        Raises CollectiveError: the exchange broke. Raises FloatingPointError: the loss is not finite, and may not be."""
+        Raises CollectiveError: the exchange broke. Raises FloatingPointError: the loss is not finite, but must be."""
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
