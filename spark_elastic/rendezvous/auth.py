@@ -97,12 +97,8 @@ def _is_same(a: str, b: str) -> bool:
 
 
 class Sessions:
-    """The server's sessions.
-
-    Their ids begin with the server's own random number, so that it need not remember a hello: whoever replays one
-    learns an id and makes the server keep nothing. It keeps the last count of each session in use, at most `max_used`
-    of them; then it takes another number, and all clients say hello again.
-    """
+    """Their ids begin with the server's own random number, so a replayed hello makes it keep nothing. It keeps the last
+    count of each session in use, at most `max_used`; then it takes another number, and all clients say hello again."""
 
     def __init__(self, max_used: int = 1 << 18) -> None:
         self._max_used = max_used
@@ -151,11 +147,7 @@ def is_tls_enabled(config: ElasticConfig, encrypted: bool) -> bool:
 
 
 def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | None:
-    """The certificate of a job's server; None for plain HTTP. encrypted: as for `is_tls_enabled`.
-
-    Raises:
-        InvalidInput: no certificate can be read or made.
-    """
+    """The certificate of a job's server; None for plain HTTP. Raises InvalidInput: none can be read or made."""
     if not is_tls_enabled(config, encrypted):
         return None
     if config.tls_certificate is None or config.tls_key is None:
@@ -199,8 +191,7 @@ def create_certificate() -> Certificate:
 
 
 def create_pinned_context(public: str) -> ssl.SSLContext:
-    """A context for clients that refuses every certificate but this one. Requests stay signed inside it: TLS only adds
-    that no other process can read them."""
+    """For clients; refuses every certificate but this one. Requests stay signed inside it: TLS only hides them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME

@@ -208,8 +208,8 @@ class RendezvousClient:
         return self.clock.now()
 
     def last_answered_at(self) -> float:
-        """When the newest request was sent that the driver of this attempt has answered. The answer's time
-        would not show when the driver last received something (R18, publication)."""
+        """When the newest answered request was sent: its answer says not when the driver received it (R18,
+        publication)."""
         return self._last_answered
 
     def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:

@@ -106,11 +106,8 @@ def to_plain(value: Any) -> Any:
 
 
 def read(cls: type[T], value: object) -> T:
-    """`value` (JSON types) as the dataclass `cls`.
-
-    Raises:
-        MalformedMessage: a field is missing, unknown or of another type.
-    """
+    """`value` (JSON types) as the dataclass `cls`. Raises MalformedMessage: a field is missing, unknown or of another
+    type."""
     return typing.cast("T", read_as(cls, value, cls.__name__))
 
 

@@ -92,11 +92,8 @@ class WorkerUpdate:
 
 @dataclass(frozen=True)
 class WatchWorker(WorkerRequest[WorkerUpdate]):
-    """Waits until the version differs, a world after `ended_fence` is over, or the worker must stop (long poll).
-
-    The request says what the worker received last, not which world it is in. It therefore cannot miss a world that
-    begins while the poll is open.
-    """
+    """Waits until the version differs, a world after `ended_fence` is over, or the worker must stop (long poll). It
+    says what the worker received last, so it cannot miss a world that begins while the poll is open."""
 
     ended_fence: Fence | None = None  # of the newest world that the worker knows to be over; None: none yet
     version: MembershipVersion = INITIAL_VERSION  # the newest membership version that it knows

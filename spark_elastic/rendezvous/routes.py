@@ -58,11 +58,8 @@ Peer = tuple[SlotId, WorkerId | None]
 
 
 class ConnectionTracker:
-    """Follows which slots and workers have a long poll open, and posts lost and restored connections.
-
-    A peer is lost when its last open poll breaks, until its next request. A peer that dials again before the server
-    sees the end of the old connection is not lost in between.
-    """
+    """Which slots and workers have a long poll open. A peer is lost when its last one breaks, until its next request:
+    one that dials again before the server sees the end of the old connection is not lost in between."""
 
     def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
         self._post, self._clock = post, clock
@@ -284,12 +281,7 @@ class Routes:
         find_reply: Callable[[], object],
         get_last_reply: Callable[[], object],
     ) -> object:
-        """What `find_reply` gives, if it gives something; else the poll that waits for it.
-
-        Args:
-            peer: lost if the connection breaks meanwhile; None: nobody is.
-            get_last_reply: gives the reply once the poll was held as long as its sender allows.
-        """
+        """What `find_reply` gives, or the poll that waits for it. peer: lost if the connection breaks meanwhile."""
         reply = find_reply()
         if reply is not None:
             return reply
@@ -356,8 +348,8 @@ class Dispatcher:
     def _respond(
         self, path: str, credentials: auth.Credentials, compute: Callable[[], object]
     ) -> Response | LongPoll | None:
-        """What `compute` gives, signed, or the error that it raises; only defects of ours end in 500. A long poll, or
-        None of one that goes on waiting, stays what it is."""
+        """What `compute` gives, signed, or the error that it raises. A long poll, or None of one that waits, stays as
+        it is."""
         try:
             reply = compute()
             if reply is None or isinstance(reply, LongPoll):

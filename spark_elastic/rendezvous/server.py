@@ -32,10 +32,7 @@ CLOSE_TIMEOUT = 2.0
 
 class LogForwarder:
     """Delivers workers' output in order, from a thread of its own, so that a blocked terminal does not delay the
-    server.
-
-    It holds `max_pending` characters at most. When the reader is too slow, the newest lines are dropped and counted.
-    """
+    server. It holds `max_pending` characters; when the reader is too slow, the newest lines are dropped and counted."""
 
     def __init__(self, deliver: Callable[[LogLines], None], max_pending: int = MAX_PENDING) -> None:
         self._deliver = deliver

@@ -42,12 +42,9 @@ def name_generation_scope(generation: int) -> str:
 
 
 class KeyValueStore:
-    """Values by scope and key.
-
-    A generation's scope is opened and closed with its world, so that a late writer does not reach the next one; other
-    scopes are opened by their first write. Methods raise `StaleGeneration` for a generation's scope that is not open,
-    and `InvalidInput` if a limit would be exceeded.
-    """
+    """Values by scope and key. A generation's scope is open while its world is, so that a late writer does not reach
+    the next one: else StaleGeneration. Others are opened by their first write. InvalidInput: a limit would be
+    exceeded."""
 
     def __init__(self, bounds: KeyValueLimits | None = None) -> None:
         self._bounds = bounds or KeyValueLimits()
@@ -87,8 +84,8 @@ class KeyValueStore:
         return tuple(key for key in self._scope(scope) if key.startswith(prefix))
 
     def compare_and_set(self, request: CompareAndSet) -> Comparison:
-        """A request that is sent again changes nothing again. If the first one changed nothing either, the answer has
-        the value of now."""
+        """A request that is sent again changes nothing again; if the first one changed nothing, it gets the value of
+        now."""
         entries = self._scope(request.scope, create=True)
         comparisons = self._comparisons.setdefault(request.scope, {})
         if request.token in comparisons:
@@ -205,10 +202,8 @@ class ServerState:
         return self.ended if stop is None else stop.reason
 
     def find_next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
-        """The newest world, if it has `worker` as a member and is newer than the one it left.
-
-        Members receive it even if it is over by now: the driver waits until each of them has left it.
-        """
+        """The newest world, if it has `worker` as a member and is newer than the one it left; also one that is over by
+        now: the driver waits until each member has left it."""
         world = self._world
         if world is None or (left is not None and left >= world.fence):
             return None

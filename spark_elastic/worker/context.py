@@ -33,12 +33,8 @@ C = TypeVar("C", bound=Closeable)
 
 
 class CollectiveThread:
-    """The thread that calls the collectives of a group while the main thread computes.
-
-    Work runs in the order of submission, which the submitters must make the same on all ranks. Any thread may submit;
-    the thread starts with the first submission: a small model, of one bucket, needs none (see `drain_and_call`). Knows
-    neither groups nor tensors.
-    """
+    """The thread that calls a group's collectives while the main thread computes, in the order of submission, which is
+    the same on all ranks. Any thread may submit. It starts with the first submission: see `drain_and_call`."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -52,11 +48,8 @@ class CollectiveThread:
         self._pid = os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` after everything submitted before; the future has its result or exception.
-
-        What a callback of a future submits, in the thread that completed this one, runs at once: the callback may wait
-        for it, as some of DDP's communication hooks do.
-        """
+        """Run `work` after everything submitted before. What a callback of a future submits, in the thread that
+        completed it, runs at once: the callback may wait for it, as some of DDP's communication hooks do."""
         future: Future[T] = Future()
         refuse_forks(self._pid)
         if self._runner == threading.get_ident():
@@ -73,8 +66,8 @@ class CollectiveThread:
         return future
 
     def run_pending_until_done(self, future: Future[Any]) -> None:
-        """For who waits for the future anyway: run submitted work in the calling thread until it is done, unless the
-        thread is running some. It saves two changes of threads."""
+        """For who waits anyway: run submitted work here until the future is done, which saves two changes of
+        threads."""
         while not future.done() and self._run_next(wait=False):
             pass
 
@@ -199,10 +192,7 @@ class GroupContext(Scope):
 
 
 class WaitRecorder:
-    """Records that this process waits for other workers, so that its slot does not take it for stalled.
-
-    This one records nothing; a training process has a `StackSampler`.
-    """
+    """Records that this process waits for others, and is not stalled. This one records nothing; see `StackSampler`."""
 
     def record_wait(self) -> AbstractContextManager[object]:
         """A context around a wait for other workers that is no collective of a watched group. Any thread."""

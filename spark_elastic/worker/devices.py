@@ -85,10 +85,8 @@ def list_visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -
 
 
 def set_accelerate_device(environment: MutableMapping[str, str], devices: Path = DEVICES) -> None:
-    """Let Accelerate train on the CPU where this environment shows no GPU, unless the user has set what it does.
-
-    Otherwise Accelerate, and so Hugging Face's Trainer, takes a process without a GPU for one that trains alone.
-    """
+    """Let Accelerate train on the CPU where no GPU is shown, unless the user has set what it does: it, and so Hugging
+    Face's Trainer, takes a process without a GPU for one that trains alone."""
     others = () if VISIBLE in environment else (devices / "kfd", devices / "dxg")  # of AMD, and in WSL
     if not list_visible_gpus(environment, devices) and not any(path.exists() for path in others):
         environment.setdefault("ACCELERATE_USE_CPU", "true")
@@ -111,10 +109,7 @@ def _explain_missing_gpu(gpus: int, slots_per_gpu: int) -> str:
 
 def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMapping[str, str]) -> None:
     """Let this training process see what its slot was given, and record what it trains on. Before CUDA is loaded.
-
-    Raises:
-        InvalidInput: the slot could not be given what the job asks for.
-    """
+    Raises InvalidInput: the slot could not be given what the job asks for."""
     # Imports the engine, which `transform` does without.
     from spark_elastic.worker.context import get_process_context
 
@@ -140,9 +135,7 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
 
 
 def find_gpu(address: str, environment: Mapping[str, str]) -> str:
-    """What CUDA calls a GPU that Spark calls `address`, a number among the host's GPUs or an id. Where a resource
-    manager shows a container only its own, numbers count these; `InvalidInput`: the environment does not show that
-    GPU."""
+    """What CUDA calls a GPU that Spark calls `address`, a number or an id. Raises InvalidInput: it is not shown."""
     if VISIBLE not in environment:
         return address
     visible = list_visible_gpus(environment)
@@ -150,8 +143,7 @@ def find_gpu(address: str, environment: Mapping[str, str]) -> str:
 
 
 def find_gpu_number(address: str, visible: Sequence[str]) -> int:
-    """The number of a GPU as frameworks count those that they see. address: Spark's. visible: names of GPUs as in
-    CUDA_VISIBLE_DEVICES."""
+    """The number of a GPU as frameworks count those that they see. visible: as in CUDA_VISIBLE_DEVICES."""
     if address in visible:
         return visible.index(address)
     if address.isdecimal() and int(address) < len(visible):
@@ -182,8 +174,8 @@ def collect_gpu_facts(environment: Mapping[str, str], devices: Path = DEVICES) -
 def check_host_device(
     host: Mapping[str, object], device: str, needs: Sequence[str], assigned: bool
 ) -> str | None:
-    """Why a host cannot give its slots the device of a job, or None. host: its facts. needs: frameworks that the job
-    uses. assigned: Spark gives GPUs to slots, and its word is taken."""
+    """Why a host cannot give its slots the device of a job. assigned: Spark gives GPUs to slots, and its word is
+    taken."""
     if device != "cuda":
         return None
     name = host.get("host", "unknown")

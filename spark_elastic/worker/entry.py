@@ -123,11 +123,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_forks_with_process() -> None:
-    """Have the kernel kill what the main thread's code forks, such as a DataLoader's workers, when this process ends.
-
-    They may hang, in a lock that another thread held when they were forked, and would then stay for ever after a loss.
-    The kernel counts the end of the forking thread; so those of other threads are left to themselves.
-    """
+    """Have the kernel kill what the main thread forks, such as a DataLoader's workers, when this process ends: they may
+    hang in a lock that another thread held. It counts the end of the forking thread, so others' forks are left
+    alone."""
     prctl, parent, thread = ctypes.CDLL(None).prctl, os.getpid(), threading.get_ident()
     forks_itself = True  # and not a process that it has forked, which has these hooks, too
 
@@ -219,9 +217,8 @@ def find_tls_problem() -> str | None:
 
 
 def _detach_stdin() -> int:
-    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. A process that
-    `multiprocessing` forks first closes `sys.stdin`, and would wait for ever for the lock of a thread that reads from
-    there."""
+    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. Else a process that
+    `multiprocessing` forks, which first closes `sys.stdin`, would wait for the lock of who reads from there."""
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -236,11 +233,9 @@ def _exit_with_slot(pipe: int) -> None:
 
 
 def exit_with_process(pid: int) -> None:
-    """Wait until that process ends, the executor's JVM; then end this one, its connections first.
-
-    Without this, peers would hear of the executor's end only after Spark's Python daemon, the slot task and then this
-    process had ended one after the other, each after the kernel has freed its memory, which takes 0.1 s for a JVM's.
-    """
+    """Wait until the executor's JVM ends; then end this process, its connections first. Else peers would hear of it
+    after Spark's daemon, the slot task and this process had ended, each once its memory is free, which takes 0.1 s for
+    a JVM."""
     if not await_exit(pid, _HOST_POLL):
         return  # the kernel ends this process with its slot
     shut_down_connections()

@@ -99,8 +99,8 @@ class _Imported:
 
 
 def _import(slot: socket.socket, descriptor: int, left_out: list[str]) -> _Imported:
-    """Make the imports of a file, without the packages that are left out: each is `package=why`. The garbage collector
-    never visits their objects again, so the forked processes keep sharing that memory."""
+    """Make a file's imports, without the packages that are left out (`package=why`). No garbage collector visits their
+    objects again, so forked processes keep sharing that memory."""
     imports: list[str] = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     why = dict(package.split("=", 1) for package in left_out)
     imported = _Imported(_find_obstacle())
@@ -221,9 +221,8 @@ def _fork() -> int:
 
 
 def _fork_for(request: _Request, notes: list[str]) -> int:
-    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0 if the
-    slot does not want it. An intermediate process forks it: when that is killed, the slot's process inherits its
-    child."""
+    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0: it has
+    not. An intermediate process forks it: when that is killed, the slot's process inherits its child."""
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()
@@ -318,8 +317,7 @@ def _look_like_entry() -> None:
 
 
 def _reseed() -> None:
-    """Seed anew what modules seeded when they were imported. `random` does so itself after each fork. Only the seed of
-    `hash()` stays the server's."""
+    """Seed anew what modules seeded when they were imported, but `random`, which does so itself, and `hash()`."""
     modules: dict[str, Any] = dict(sys.modules)
     if "numpy" in modules:
         modules["numpy"].random.seed()

@@ -34,8 +34,8 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 @dataclass(frozen=True)
 class InheritedSettings:
-    """What processes inherit from their server. A server serves only slots with equal settings. They may hold secrets,
-    and are not shown."""
+    """What processes inherit from their server, which serves equal slots only. They may hold secrets, and are not
+    shown."""
 
     imports: tuple[str, ...] = field(repr=False)  # early ones of the program, made by the server
     environment: Mapping[str, str] = field(repr=False)  # of the server
@@ -134,11 +134,8 @@ fork_server_cache = ForkServerCache()
 def start_process(
     fds: ChildFds, imports: tuple[str, ...] | None, environment: Mapping[str, str]
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """Start a process that runs `entry`. Main thread only.
-
-    fds: the process's; `fds.status` is closed in this process once the new one has it. imports: of the fork server;
-    None: spawn.
-    """
+    """Start a process that runs `entry`. Main thread only. imports: of the fork server; None: spawn.
+    fds: the process's; `fds.status` is closed in this process once the new one has it."""
 
     def spawn(stdin: int, stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -180,11 +177,8 @@ class AdoptedProcess:
 
 
 class ForkedProcess:
-    """A process from a fork server, or a spawned one if the server fails, with the methods of `subprocess.Popen`.
-
-    The server may still be importing, so the process comes into existence inside `wait`, which has its own thread. One
-    that is killed before it exists is never started; after its end, signals do nothing.
-    """
+    """A process from a fork server, or a spawned one if that fails, with the methods of `subprocess.Popen`. It begins
+    to exist inside `wait`, for the server may be importing; one that is killed before is never started."""
 
     def __init__(
         self, server: ForkServer, fds: ChildFds, spawn: Callable[..., subprocess.Popen[bytes]]

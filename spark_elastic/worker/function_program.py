@@ -46,11 +46,8 @@ from spark_elastic.worker.session import ENTERED, STATE
 
 
 class FunctionProgram:
-    """`fn(*args, **kwargs)` on every worker.
-
-    environment: variables of the training process, set before the slow imports. dumps: pickles the call.
-    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones.
-    """
+    """`fn(*args, **kwargs)` on every worker. environment: set before the slow imports. dumps: pickles the call.
+    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones."""
 
     may_have_loop = True
 
@@ -81,8 +78,7 @@ class FunctionProgram:
         return None
 
     def sync(self, world: WorldView, group: Group) -> Position | None:
-        """None: an elastic function synchronizes its state itself, since a newcomer has none before its function has
-        created one."""
+        """None: an elastic function synchronizes its state itself, which a newcomer's function has yet to create."""
         return None
 
     def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
@@ -205,12 +201,7 @@ class Torchrun:
 
 
 def make_torchrun_variables(environment: Mapping[str, str], one_node: bool, restarts: int) -> dict[str, str]:
-    """What torchrun sets beside RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID.
-
-    Args:
-        environment: has these.
-        restarts: worlds before this one.
-    """
+    """What torchrun sets beside the variables that `environment` has. restarts: worlds before this one."""
     rank, size = environment["RANK"], environment["WORLD_SIZE"]
     # A worker sees the GPU of its slot alone, whose number is 0.
     is_local = one_node and get_process_context().device != "cuda"

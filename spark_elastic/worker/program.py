@@ -120,11 +120,8 @@ class Program(Protocol):
         ...
 
     def sync(self, world: WorldView, group: Group) -> Position | None:
-        """Send or receive the state of `world.source`: into staging, verified, then swapped: R5 (staging).
-
-        Returns the position of the state that the program then has. None: it synchronizes inside `run` and reports its
-        position there.
-        """
+        """Send or receive the state of `world.source`: into staging, verified, then swapped: R5 (staging). Returns its
+        position. None: it synchronizes inside `run` and reports its position there."""
         ...
 
     def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
@@ -140,8 +137,7 @@ class Program(Protocol):
 
 
 def compute_fingerprint(error: BaseException) -> str:
-    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts, so
-    without addresses of objects and names of temporary files."""
+    """A hash of type, message and the innermost frame: equal for the same defect on all hosts, so without addresses."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
     message = re.sub(r"\b0x[0-9a-fA-F]+|\btmp\w{8}\b", "", _format_message(error))
@@ -191,8 +187,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def encode_result(value: object, rank: int) -> str:
-    """A function's return value, any that cloudpickle can pickle, as JSON text. Only text from messages that prove the
-    job's key is decoded again. rank: of the worker, for the error message."""
+    """A function's return value as JSON text, which only messages that prove the job's key carry. rank: of the
+    worker."""
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:  # objects may raise anything while they are pickled
@@ -252,8 +248,7 @@ def describe_exit(code: int) -> str:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`. Threads of user code or of a
-    framework do not keep a finished worker alive."""
+    """End the process after `atexit` functions, for a limited time: no other thread keeps a finished worker alive."""
     late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
     late.daemon = True
     late.start()

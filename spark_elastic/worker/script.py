@@ -159,14 +159,8 @@ def exchange_dist_env(
     *,
     in_loop: bool = False,
 ) -> DistEnv:
-    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes. Collective, in
-    each new world, before anything else. The master is rank 0; the port was free there.
-
-    Args:
-        address: of this worker.
-        ports: first and last port that the worker may listen on; None: any.
-        in_loop: this worker is inside of its elastic loop.
-    """
+    """MASTER_ADDR, RANK and so on, and Horovod's names for ranks and sizes. Collective, in each new world, before
+    anything else. The master is rank 0; the port was free there. ports: first and last that may be used; None: any."""
     mine = f"{address} {find_free_port(address, ports or PORTS)}" if group.rank == 0 else " "
     told = [part.decode().split(" ") for part in group.allgather_bytes(f"{in_loop:d} {mine}".encode())]
     _, master, port = told[0]
@@ -191,11 +185,8 @@ def exchange_dist_env(
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group that an earlier call of the function left in torch.distributed.
-
-    A process has only one, and the next call of the function creates its own. Libraries that keep groups in variables
-    of their modules, and Accelerate, which keeps its ranks, would use those of the earlier world: they begin anew.
-    """
+    """Destroy the process group that an earlier call left in torch.distributed: a process has only one. Libraries that
+    keep groups in variables of their modules, and Accelerate, which keeps its ranks, begin anew."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return

@@ -33,8 +33,7 @@ RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers t
 
 
 def get_group() -> Group | None:
-    """The current world's group; None in a process that is not a worker. Raises `CollectiveError` between two
-    worlds."""
+    """The current world's group; None in a process that is no worker. Raises `CollectiveError` between two worlds."""
     worker = get_context()
     return None if worker is None else worker.require_group()
 
@@ -77,8 +76,7 @@ def report(**numbers: Any) -> None:
 
 
 def update_metrics(handle: WorkerHandle, numbers: dict[str, Any]) -> None:
-    """Report numbers in addition to those reported before. They outlive one call of the user's function: a count of
-    commits alone does not take the loss off the status page."""
+    """Report numbers in addition to those before, also of an earlier call of the user's function, such as the loss."""
     metrics: dict[str, Any] = handle.process_values.setdefault(METRICS, {})
     metrics.update(numbers)
     handle.report_metrics(dict(metrics))

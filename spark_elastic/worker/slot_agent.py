@@ -185,11 +185,9 @@ class SlotAgent:
         return None
 
     def _handle_warm(self, child: Child) -> str | None:
-        """Have a spare started, now that starting it no longer slows the worker's own start down.
-
-        The first spare comes after `spare_after`, so that a short job does without: two spares that import torch cost
-        as much as a small model's whole training. A replacement comes at once.
-        """
+        """Have a spare started, now that this no longer slows the worker's start down: the first one after
+        `spare_after`, as a short job does without (two that import torch cost as much as a small training), a
+        replacement at once."""
         child.warm = True
         if child is self._active and self._started > 1:
             return self._prepare_spare(child)
@@ -273,8 +271,7 @@ class SlotAgent:
         return self.client.ask(request, hold, max(0.0, self._seconds_left()))
 
     def _seconds_left(self) -> float:
-        """R12 (driver silence): until the slot ends. Answers to heartbeats count, since other requests may be held or
-        tried for long."""
+        """Until the slot ends: R12 (driver silence). Heartbeats count, since other requests may be held for long."""
         last_seen = max(self._registered_at, self.client.last_answered_at())
         return last_seen + self.spec.driver_timeout - self.clock.now()
 

@@ -48,12 +48,9 @@ _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 
 class _GcPause:
-    """`with gc_paused:` around a few calls that do not wait. Any thread; a signal handler may enter it again inside.
-
-    Prevents a deadlock of CPython: a collection may free an object that releases the GIL, such as a tensor or a file.
-    If this thread then holds an internal lock of the interpreter, another thread may take the GIL and wait for that
-    lock, while this thread waits for the GIL.
-    """
+    """`with gc_paused:` around a few calls that do not wait. Any thread, also again inside. Prevents a deadlock of
+    CPython: a collection may free an object that releases the GIL, such as a tensor. If this thread then holds an
+    internal lock, another one may take the GIL and wait for that lock, while this one waits for the GIL."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # owns the fields below and whether the collector is enabled
@@ -116,8 +113,8 @@ class StackSampler(WaitRecorder):
         self._set(-self._clock.now())
 
     def driver_seen_at(self) -> float:
-        """When the driver last answered the slot's heartbeats, which no long poll delays, on this machine's monotonic
-        clock; 0: never. They count as signs of life of the driver too: R12 (driver silence)."""
+        """When the driver last answered the slot's heartbeats, which no long poll delays; 0: never. R12 (driver
+        silence)."""
         seen_at: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
         return seen_at
 
@@ -255,8 +252,8 @@ class StackReader:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """True once for each sample that was stale at two readings in a row: at the first of them the child may just
-        have been continued and about to take a sample."""
+        """Once for each sample that was stale at two readings in a row: at the first the child may just have been
+        continued."""
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False
@@ -275,8 +272,8 @@ class StackReader:
 
 
 def parse_newest_stack(text: str) -> str:
-    """The main thread's newest stack in one line; "" if there is none. text: a line with the newest sample, then the
-    stacks that `faulthandler` has written since upon signals."""
+    """The newest stack in one line, "": none. text: a line with the newest sample, then what `faulthandler` has
+    written."""
     sample, _, dumps = text.partition("\n")
     for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
         lines = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be incomplete

@@ -253,7 +253,7 @@ def compute_results(metrics: Sequence[Any]) -> dict[str, Any]:
 
 
 class LayerMetrics:
-    """Metrics that layers update in their calls: what a pass adds to their sums is taken out, and added over all ranks."""
+    """Metrics that layers update in their calls: what a pass adds to their sums is added over all ranks."""
 
     def __init__(self, model: Any) -> None:
         self.metrics = list_layer_metrics(model)

@@ -25,7 +25,7 @@ ITEMS = "__items__"  # the only key of a dict that stands for one with numbers f
 
 
 def to_json_tree(value: Any, builder: SnapshotBuilder) -> Any:
-    """The value as JSON, with references to arrays, which go to the builder. Raises TypeError: it holds other things."""
+    """The value as JSON, with references to arrays, which the builder gets. Raises TypeError: it holds other things."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:

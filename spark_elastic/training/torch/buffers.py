@@ -376,7 +376,7 @@ def try_merges(
     model: torch.nn.Module, names: Sequence[str], before: BufferSnapshot, batch: Batch, forward: Forward
 ) -> dict[str, list[str]]:
     """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer.
-    APPROXIMATE: the mean, if order and number of rows do not matter. EQUAL: none fits, and values depend on contents."""
+    APPROXIMATE: the mean, if order and number of rows do not matter. EQUAL: none fits, and contents matter."""
     half = len(batch) // 2
     first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
     both = np.concatenate([first, second])

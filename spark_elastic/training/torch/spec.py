@@ -265,7 +265,7 @@ class BatchBuilder:
         reshapes: bool = True,
         copier: DeviceCopier | None = None,
     ) -> None:
-        """features: in the shapes that the model takes. dtype: of the model; labels and weights are float32 at least: 16
+        """features: in the shapes that the model takes. dtype: of the model; labels are float32 at least, since 16
         bits do not hold class 257. reshapes: False: a transformation chose the shapes. copier: None: the CPU."""
         self._features, self._labels, self._weight, self._copier = features, labels, weight, copier
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
