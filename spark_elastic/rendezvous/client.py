@@ -132,8 +132,7 @@ class RendezvousClient:
         self._lock = threading.Lock()  # guards the three below
         self._idle: list[Connection] = []
         self._sockets: set[socket.socket] = set()  # of all connections
-        # Sessions of connections that broke in a request, as far as the driver has not been told.
-        self._broken: frozenset[str] = frozenset()
+        self._broken: frozenset[str] = frozenset()  # of which the driver has not been told
 
     def ask(
         self,
@@ -165,8 +164,7 @@ class RendezvousClient:
         while True:
             sent = self.clock.now()
             left = deadline - sent
-            # Short enough for a driver that went silent to be noticed in time, at a second try too.
-            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
+            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))  # a silent driver is noticed in time
             broken = self._broken
             body = self._build_envelope(request, hold_seconds, broken)
             seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)

@@ -147,8 +147,7 @@ def _build_reader(hint: Any) -> Reader:
 
 
 def _read_scalar(hint: type, value: Any, where: str) -> Any:
-    # JSON has one kind of number; Python's bool is an int, on the wire it is not.
-    if type(value) is hint or (hint is float and type(value) is int):
+    if type(value) is hint or (hint is float and type(value) is int):  # bool is no int here
         return value
     raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
 

@@ -156,8 +156,7 @@ class HttpServer:
             self._loop.stop()
 
 
-# Connections: two long polls, and heartbeats, log lines, reports and a request for a world at the same time.
-FILES_PER_WORKER = 6
+FILES_PER_WORKER = 6  # two long polls, and four requests at the same time
 RESERVED_FILES = 256  # for what else the driver's process opens
 
 _reserve_lock = threading.Lock()  # owns _reserved

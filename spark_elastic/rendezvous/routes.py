@@ -96,14 +96,11 @@ class ConnectionTracker:
 class ServerCallbacks:
     """What the server calls for events, output and decisions. No callable may block."""
 
-    # Takes the driver's events; called in the event loop's thread, as all but `on_logs` are.
-    post: Callable[[DriverEvent], None]
+    post: Callable[[DriverEvent], None]  # takes the driver's events, in the loop's thread
     on_logs: Callable[[LogLines], None]  # takes workers' output; called in a thread of its own
-    # Given the facts of a slot's host: the sentence that refuses the slot, None to admit it.
-    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None
+    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None  # the refusal, by facts
     on_report: Callable[[Report], None] = lambda report: None  # takes workers' progress
-    # Given the number of slots: seconds between two heartbeats of each.
-    heartbeat_interval: Callable[[int], float] = lambda slots: 1.0
+    heartbeat_interval: Callable[[int], float] = lambda slots: 1.0  # seconds, by number of slots
 
 
 class Routes:
@@ -318,8 +315,7 @@ class Dispatcher:
         if not auth.request_is_genuine(self._key, path, credentials, body):
             return Response(401, is_last=True)
         if path == auth.HELLO:
-            # It may be a replay: the connection counts as unauthenticated until a request in that session.
-            session = self._sessions.open(credentials.session)
+            session = self._sessions.open(credentials.session)  # unauthenticated: it may be a replay
             return self._sign(credentials, 200, _encode_text("session", session), is_authenticated=False)
         if not self._sessions.use(credentials):
             return Response(401, is_last=True)

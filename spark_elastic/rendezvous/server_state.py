@@ -49,8 +49,7 @@ class KeyValueStore:
     def __init__(self, bounds: KeyValueLimits | None = None) -> None:
         self._bounds = bounds or KeyValueLimits()
         self._scopes: dict[str, dict[str, bytes]] = {}
-        # Whether each comparison changed its key, by scope and token; no values, since `_bytes` does not count these.
-        self._comparisons: dict[str, dict[str, bool]] = {}
+        self._comparisons: dict[str, dict[str, bool]] = {}  # by scope and token: whether it changed
         self._bytes = 0
 
     def open(self, scope: str) -> None:

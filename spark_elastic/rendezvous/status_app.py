@@ -52,8 +52,7 @@ class StatusApp:
             self._pages[METRICS] = self._pages[ROOT + "metrics"]
         self._clock = clock
         self._visitor_cookie = secrets.token_urlsafe(24)
-        # Cookies know no ports: several jobs on one host must not take each other's.
-        self._cookie = f"spark_elastic_{secrets.token_hex(4)}"
+        self._cookie = f"spark_elastic_{secrets.token_hex(4)}"  # those of other jobs on this host differ
         self._rendered: dict[str, tuple[float, bytes]] = {}
 
     def url(self, server: str) -> str:

@@ -39,11 +39,9 @@ class LocalBatch(Generic[R]):
     features: tuple[R, ...]  # (n, ...) each
     labels: tuple[R, ...]  # (n, ...) each
     weights: R | None  # (n,) Sample weights, if there are any
-    # In bitwise mode the rows of each virtual share of this rank, in order; the arrays above are then empty.
-    shares: tuple[LocalBatch[R], ...] = ()
+    shares: tuple[LocalBatch[R], ...] = ()  # in bitwise mode this rank's; the arrays above are then empty
     first_share: int = 0  # the number, among the step's virtual shares, of the first of `shares`
-    # How all ranks divide the step's virtual shares; None: there are none, or this is one of them.
-    division: Division | None = None
+    division: Division | None = None  # of the step's virtual shares over all ranks; None: there are none
     # Labels and weights in memory of the host, where the arrays above are on another device.
     on_host: tuple[tuple[R, ...], R | None] | None = None
 
@@ -86,8 +84,7 @@ def _cut(labels: tuple[R, ...], weights: R | None, part: slice) -> tuple[tuple[R
 # ---- rows for metrics
 
 Arrays = list[npt.NDArray[Any]]
-# By name: a sum over some rows, and what it is divided by, that is their number or their weight.
-Logged = Mapping[str, tuple[float, float]]
+Logged = Mapping[str, tuple[float, float]]  # by name: a sum over rows, and their number or weight
 
 
 class StepMetrics(ABC):

@@ -31,8 +31,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 NUMBERS = (bool, int, float, complex)
 NOTHING = "nothing to compare"  # in place of a value; compared by identity
 _REPRS = (range, slice, Fraction, Decimal, np.dtype)  # whose repr is their value
-# Packages whose code is told apart by names: another version of them may continue a run.
-_FRAMEWORKS = re.compile(
+_FRAMEWORKS = re.compile(  # code that is told apart by names: another version may continue
     r"(builtins|functools|numpy|torch|torchvision|transformers|keras|tensorflow|(pytorch_)?lightning(_fabric)?"
     r"|spark_elastic)(\.|$)"
 )
@@ -140,8 +139,7 @@ def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
         kept = [each for each in (pick_comparable(each, kinds) for each in value) if each is not NOTHING]
         kept = frozenset(kept) if isinstance(value, Set) else kept
     else:
-        # Functions, also built in, methods and classes
-        is_named = callable(value) and hasattr(value, "__name__")
+        is_named = callable(value) and hasattr(value, "__name__")  # also built in, methods and classes
         is_plain = isinstance(value, (*kinds, *_REPRS, functools.partial, Enum)) or _is_array(value)
         return value if is_plain or is_named or _is_record(value) else NOTHING
     return kept if kept or not value else NOTHING

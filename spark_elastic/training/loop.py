@@ -145,8 +145,7 @@ class TrainingLoop:
             if self._state.position.phase is Phase.VALIDATE and not self._validate(world, group, handle):
                 return Stopped(CHANGE)
             self._close_epoch(world, group, handle)
-            # The newer version came with the epoch's last step, which may be its only one.
-            if version > world.version and self._has_work():
+            if version > world.version and self._has_work():  # it may have come with the last step
                 self._write_checkpoint_if_job_ends(world, version)
                 return Stopped(CHANGE)
         return Completed(self._finish(group))
@@ -169,10 +168,10 @@ class TrainingLoop:
     def _take_steps(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """The same, and until another division of the rows."""
         position, version, balancer = self._state.position, world.version, self._balancer
-        epoch, epochs = position.epoch, self._spec.config.data.epochs
+        begin, epochs = (position.epoch, position.step), self._spec.config.data.epochs
         self._trainer.work.restart(counts_exchanges=balancer is not None)
         with (
-            self._loader.steps(epoch, position.step, group.rank, group.size, self._division, epochs) as steps,
+            self._loader.steps(*begin, group.rank, group.size, self._division, epochs) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
             self._transformations.transform(steps, self._spec.plan, group, augments=True) as pending_steps,
         ):

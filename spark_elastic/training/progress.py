@@ -15,8 +15,7 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
 
-# Numbers of a history entry that are the fit's own.
-OWN_NUMBERS = frozenset(
+OWN_NUMBERS = frozenset(  # of a history entry
     {"epoch", "loss", "rows", "planned", "steps", "seconds", "worlds", "learning_rate", "skipped_steps"}
 )
 
@@ -26,8 +25,7 @@ class StepSums:
     """Sums over the steps of an epoch, or of its validation."""
 
     loss: float = 0.0  # sum of the losses of all rows
-    # What the sum is divided by (R8, weighting). 0: the user wants the loss summed. NaN: the model reports no loss.
-    divisor: float = 0.0
+    divisor: float = 0.0  # of that sum (R8, weighting). 0: the loss is summed. NaN: there is no loss
     rows: int = 0  # rows of all ranks
     steps: int = 0  # number of steps
     seconds: float = 0.0  # seconds that the steps took on this worker
@@ -73,17 +71,13 @@ class StepSums:
 class TrainingProgress:
     """What a training remembers between its steps, besides weights and position."""
 
-    # One entry for each epoch that was closed; plain JSON values.
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)  # of each closed epoch; plain JSON
     epoch: StepSums = field(default_factory=StepSums)  # sums over the steps of the current epoch
     validation: StepSums = field(default_factory=StepSums)  # sums over the steps of its validation
-    # Logs of the newest step until it is finalized (R1, finalized steps); callbacks see them only then.
-    pending_logs: dict[str, Any] | None = None
+    pending_logs: dict[str, Any] | None = None  # of the newest step until it is finalized
     stop_reason: str | None = None  # why the training ends with this epoch; None: it continues
-    # Whether the warning about layers that depend on the number of workers was given (R9, scope of P2).
-    has_warned: bool = False
-    # Keras: sum over rows and number of rows of each loss, by name.
-    metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    has_warned: bool = False  # whether it was warned of dependence on the world (R9, scope of P2)
+    metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # Keras: as `StepMetrics.sums`
     # Keras: metrics of the epoch's training, kept while its validation uses the accumulators.
     train_metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -139,9 +133,7 @@ def name_classes(callbacks: Sequence[Any]) -> list[str]:
     return [type(callback).__name__ for callback in callbacks]
 
 
-def pair_states(
-    callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]
-) -> list[tuple[Any, Any]]:
+def pair_states(callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]) -> list[Any]:
     """Each callback with the state of the one that it continues: the first of its class continues the first, and so on.
     A new callback keeps what it has, and the state of one that is gone is dropped."""
     left: dict[str, list[Any]] = {}

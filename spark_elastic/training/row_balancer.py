@@ -15,8 +15,7 @@ from spark_elastic.data.plan import Division
 WINDOW = 0.5  # seconds of steps that are judged together: several periods of a processor quota
 MIN_STEPS = 4  # of a window
 CONFIRMATIONS = 2  # windows in a row that must ask for a change
-# The part of a step's time that a change must be expected to save: away from the equal division, and afterwards.
-FIRST_GAIN, NEXT_GAIN = 0.15, 0.05
+FIRST_GAIN, NEXT_GAIN = 0.15, 0.05  # of a step's time: away from the equal division, and afterwards
 # A rank that has less than an equal part gets at most so many times its rows in one change: that a processor quota is
 # no limit at few rows says nothing about more of them.
 MAX_GROWTH = 1.25
@@ -37,12 +36,10 @@ class RowBalancer:
         self.parts = self._equal_parts  # by rank
         # BatchNorm cannot train on a single row.
         self._least = 1 if shares else max(min(2, parts // size), int(parts // size * MIN_FRACTION), 1)
-        # The rank without which the others would be quicker, for some time now; None: there is none.
-        self.straggler: int | None = None
+        self.straggler: int | None = None  # without which the others are quicker for some time
         self._straggler_windows = 0
         self._asked = 0  # windows in a row that asked for a change
-        # What the newest change replaced, until it is judged: (parts by rank, seconds of a step).
-        self._former: tuple[list[int], float] | None = None
+        self._former: tuple[list[int], float] | None = None  # (parts, seconds) that are still judged
         self._patience, self._waits = 1, 0  # windows: of the next wait, and left of this one
         self._accepted = 0.0  # seconds of a step when this wait began
         self._begin_window()
@@ -110,10 +107,8 @@ class RowBalancer:
         slowest = max(range(self._size), key=means.__getitem__)
         speeds = [count / mean for count, mean in zip(self.parts, means, strict=True)]
         del speeds[slowest]
-        without = _compute_longest(
-            _allot(self._total, speeds, self._least, [self._total] * len(speeds)), speeds
-        )
-        if without > (1 - STRAGGLER_GAIN) * means[slowest]:
+        chosen = _allot(self._total, speeds, self._least, [self._total] * len(speeds))
+        if _compute_longest(chosen, speeds) > (1 - STRAGGLER_GAIN) * means[slowest]:
             self._straggler_windows, self.straggler = 0, None
             return
         self._straggler_windows += 1

@@ -38,10 +38,8 @@ class TrainSpec:
     store: Store  # where results and checkpoints are written
     result: str  # name of the final model in `store`
     lr_scale: int = 1  # factor for all learning rates when the training begins (`scale_lr`)
-    # Folder of the ledger, which lists the rows of each step: an absolute path, or a name in `store`; None: no ledger.
-    ledger: str | None = None
-    # When checkpoints are written, and for which run; None: never.
-    checkpoints: CheckpointPolicy | None = None
+    ledger: str | None = None  # folder for the rows of each step, absolute or in `store`; None: no ledger
+    checkpoints: CheckpointPolicy | None = None  # when they are written; None: never
 
     @property
     def plan(self) -> DataPlan:

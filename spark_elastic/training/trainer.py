@@ -69,10 +69,8 @@ class StepCall(NamedTuple):
 
     group: Group
     version: MembershipVersion  # the newest that this worker knows
-    # Adds the decision to the epoch's sums and returns the next position; part of the apply section.
-    record_step: Callable[[StepDecision], Position]
-    # Called once the exchange is complete, before the step is applied; not in validation.
-    finalize_previous: Callable[[], None] = lambda: None
+    record_step: Callable[[StepDecision], Position]  # adds to the sums; returns the next position
+    finalize_previous: Callable[[], None] = lambda: None  # before this step is applied
     # Returns the rows of the step after this one, None: they are not there yet. May be called while a device computes.
     get_next_rows: Callable[[], StepRows | None] = lambda: None
 
@@ -85,8 +83,7 @@ class WorkClock:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._began: float | None = None  # when the work under way began; None: it is not measured
-        # Seconds of this thread when the exchange under way began; then those that the exchange took of them.
-        self._thread_began = self._exchange = 0.0
+        self._thread_began = self._exchange = 0.0  # of this thread in the exchange; when it began
         self._counts_exchanges = False
 
     def restart(self, *, counts_exchanges: bool) -> None:
@@ -226,6 +223,9 @@ class _DeferredInterrupts:
             signal.raise_signal(number)
 
 
+Summarize = Callable[..., StepSummary]
+
+
 class ModelStep(ABC, Generic[R]):
     """Takes training steps on one state. Main thread only. A step is applied once `exchange_summaries` returns; it is
     finalized once any later collective of the group completes (R1, finalized steps)."""
@@ -283,9 +283,7 @@ class ModelStep(ABC, Generic[R]):
         """Put that back (R3, aborted forward)."""
 
     @abstractmethod
-    def _exchange_sums(
-        self, group: Group, batch: LocalBatch[R], summarize: Callable[..., StepSummary]
-    ) -> StepSummary:
+    def _exchange_sums(self, group: Group, batch: LocalBatch[R], summarize: Summarize) -> StepSummary:
         """Compute gradients, and exchange all that the step needs but its summary, which `summarize` makes."""
 
     def _finalize(self, previous: Callable[[], None]) -> None:

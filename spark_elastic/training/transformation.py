@@ -23,8 +23,7 @@ from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.errors import InvalidInput
 
-# A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
-Transformation = Callable[..., Mapping[str, Any]]
+Transformation = Callable[..., Mapping[str, Any]]  # of (columns), or of (columns, rng)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +149,7 @@ class RowBatch:
     columns: Mapping[str, Any]  # column -> an array of the rows' values, before the transformation
     row_ids: Int64s  # (n,) the global number of each row, which its random numbers go by
     epoch: int  # from 0
-    # Where to cut the rows into parts that are transformed one by one: 0, ..., their number. (): nowhere.
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # of parts that are transformed one by one: 0, ..., rows. (): nowhere
     augments: bool  # whether rows are augmented: in training alone
 
 

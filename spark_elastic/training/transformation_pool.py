@@ -104,8 +104,7 @@ class TransformationPool:
         self._workers = workers if transformation is not None else 0
         self._executor: ThreadPoolExecutor | None = None
         self._processes: list[TransformationProcess] = []
-        # A process is in it once for each request that it can take.
-        self._free: queue.SimpleQueue[TransformationProcess] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[TransformationProcess] = queue.SimpleQueue()  # as often as it takes one
 
     def start(self) -> None:
         """Start the workers; does not wait until the processes have imported what they need."""

@@ -33,8 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _END_WAIT = 5.0  # seconds between the end of the socket and that of the process
 
 Columns = dict[str, Any]
-# The transformed columns; or None, the pickled error if it can be pickled, and its traceback.
-Answer = tuple[Columns | None, bytes | None, str]
+Answer = tuple[Columns | None, bytes | None, str]  # columns; or error and its traceback
 
 
 class TransformationProcess:
@@ -94,8 +93,7 @@ class TransformationProcess:
     def _receive_in_turn(self, number: int) -> Answer:
         """The answer to a request. Answers come in the order of the requests."""
         with self._turn:
-            # Without a deadline: the threads before this one wait for the user's code, or raise.
-            self._turn.wait_for(lambda: self._received == number)
+            self._turn.wait_for(lambda: self._received == number)  # the user's code takes any time
             try:
                 answer: Answer = _receive(self._socket)
             finally:

@@ -33,8 +33,7 @@ from spark_elastic.worker.forking import ForkedProcess, start_process
 from spark_elastic.worker.program import describe_exit
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
 
-# Seconds for a killed process and its last lines; processes that it forked may keep its output open longer.
-CLOSE_WAIT = 2.0
+CLOSE_WAIT = 2.0  # seconds for a killed process and its last lines
 CRASH_LINES_WAIT = 0.5  # seconds for the last lines of a process that crashed
 CRASH_FRAMES = 3  # innermost frames of a crash that are reported
 LINE_AT_MOST = 1 << 18  # characters; longer lines are passed on in parts
@@ -192,8 +191,7 @@ def _build_environment(threads: int | None) -> dict[str, str]:
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
     if threads is not None:
-        # Libraries read these when they are loaded, some of them before the program is.
-        for library in ("OMP", "OPENBLAS", "MKL"):
+        for library in ("OMP", "OPENBLAS", "MKL"):  # libraries read these when they are loaded
             environment[f"{library}_NUM_THREADS"] = str(threads)
     return environment
 

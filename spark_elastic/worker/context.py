@@ -211,16 +211,12 @@ class WorkerContext:
     world: WorldView | None = None  # None before the first world
     group: Group | None = None  # None between two worlds
     handle: WorkerHandle | None = None  # the way to the worker's loop
-    # What the users of `group` share; a new one for each group.
-    group_context: GroupContext = field(default_factory=GroupContext)
-    # The driver, whose key-value store the worker may use; None in a process without one.
-    driver: DriverClient | None = None
+    group_context: GroupContext = field(default_factory=GroupContext)  # a new one for each group
+    driver: DriverClient | None = None  # None: a process without one
     address: str = "127.0.0.1"  # where the worker's peers find it
     ports: tuple[int, int] | None = None  # first and last port that the worker may listen on; None: any
-    # Addresses of the resources that Spark gave to the slot, by name ("gpu").
-    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Told of waits for other workers, which the slot's heartbeats report.
-    wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)
+    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by name ("gpu")
+    wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)  # told of waits for others
 
     def require_group(self) -> Group:
         """The current world's group; raises `CollectiveError` between two worlds."""
@@ -236,12 +232,10 @@ class ProcessContext(Scope):
         super().__init__()
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
         self.files = ""  # folder of the files that Spark's user added; "": Spark did not start the slot
-        # Keeps this process's commits on its host; None: the job has no run, or keeps none.
-        self.commit_keeper: CommitKeeper | None = None
+        self.commit_keeper: CommitKeeper | None = None  # None: the job has no run, or keeps none
         self.worker: WorkerContext | None = None  # None: this process is no worker
         self.call = Scope()  # what one call of the user's function shares, through all its worlds
-        # (type, handler class) pairs that the user set for states; None: the defaults.
-        self.state_handlers: list[tuple[type, Any]] | None = None
+        self.state_handlers: list[tuple[type, Any]] | None = None  # None: the defaults
         self.is_initialized = False  # whether `init` of one of Horovod's interfaces was called
 
 

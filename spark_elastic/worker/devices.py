@@ -110,8 +110,7 @@ def _explain_missing_gpu(gpus: int, slots_per_gpu: int) -> str:
 def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMapping[str, str]) -> None:
     """Let this training process see what its slot was given, and record what it trains on. Before CUDA is loaded.
     Raises InvalidInput: the slot could not be given what the job asks for."""
-    # Imports the engine, which `transform` does without.
-    from spark_elastic.worker.context import get_process_context
+    from spark_elastic.worker.context import get_process_context  # it imports the engine
 
     process = get_process_context()
     gpus = identity.resources.get(GPU, ())

@@ -200,8 +200,7 @@ def _run_worker(
         except BeginAgain as again:
             activation = Activation(me.worker, again.left, again.position)
             sampler.write_activation(codec.to_line(activation))
-            # Still connected to the driver, which would take it for lost if its functions of `atexit` took long.
-            exit_process(0)
+            exit_process(0)  # the driver would take it for lost meanwhile
         finally:
             watch.close()
             reporter.close()

@@ -34,12 +34,10 @@ from spark_elastic.worker.imports import import_early, import_followers
 
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
-# Threads whose library starts them anew in a forked process when it needs them: pyarrow's and others' jemalloc.
-FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})
+FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})  # pyarrow's, which is started anew
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
 FORK = b"fork"
-# The slot announces that it will adopt the process; the server answers that the process has started.
-ADOPT, STARTED = b"adopt", b"started"
+ADOPT, STARTED = b"adopt", b"started"  # the slot will adopt it; it has started
 _HIGH_DESCRIPTOR = 512  # descriptors that must not occupy low numbers are moved to here and above
 
 
@@ -185,8 +183,7 @@ def _find_obstacle() -> str:
     if devices := find_open_devices():
         return f"what it imported has opened {devices[0]}, which a fork cannot use"
     if _find_threads():
-        # The threads of OpenBLAS end before a fork and are started again when needed.
-        if (pid := _fork()) == 0:
+        if (pid := _fork()) == 0:  # OpenBLAS's end before a fork
             os._exit(0)
         os.waitpid(pid, 0)
     if threads := _find_threads():
@@ -230,8 +227,7 @@ def _fork_for(request: _Request, notes: list[str]) -> int:
     if intermediate == 0:
         os.close(begin_write)
         _fork_grandchild(server, pid_write)  # returns in the new process only
-        # Closed before it waits: the server must see end of file if the intermediate process dies silently.
-        os.close(pid_read)
+        os.close(pid_read)  # the server must see end of file if this process dies
         os.close(pid_write)
         if not os.read(begin_read, 1) or os.getppid() != slot:
             os._exit(1)  # it was not adopted; another process will read its input

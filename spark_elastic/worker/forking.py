@@ -127,8 +127,7 @@ class ForkServerCache:
         self._server = None
 
 
-# Module state, since the server outlives the slots and jobs that this process serves one after another.
-fork_server_cache = ForkServerCache()
+fork_server_cache = ForkServerCache()  # it outlives the slots and jobs of this process
 
 
 def start_process(
@@ -264,8 +263,7 @@ class ForkedProcess:
         return process
 
 
-# Module state, since being a subreaper is an attribute of the whole process.
-_subreaper_lock = threading.Lock()
+_subreaper_lock = threading.Lock()  # being a subreaper is an attribute of the process
 
 
 @contextmanager

@@ -109,8 +109,7 @@ class FunctionProgram:
             value: object = None
             with accept_exit_zero(), exit_forks():
                 value = fn(*args, **kwargs)
-            # An elastic function may have gone on to later worlds.
-            last = (get_context() or worker).group or group
+            last = (get_context() or worker).group or group  # it may have gone on to later worlds
             return Completed(encode_result(value, last.rank))
         except MismatchError as error:
             # Another world would not help.
@@ -119,8 +118,7 @@ class FunctionProgram:
                 "names, shapes and dtypes."
             ) from error
         finally:
-            # Nothing is lost with the process of a function that has come to no elastic loop, and holds no state.
-            self.needs_new_process = STATE not in handle.process_values
+            self.needs_new_process = STATE not in handle.process_values  # else its process can go
 
     def close(self) -> None:
         if self._checkpointer is not None:
@@ -203,8 +201,7 @@ class Torchrun:
 def make_torchrun_variables(environment: Mapping[str, str], one_node: bool, restarts: int) -> dict[str, str]:
     """What torchrun sets beside the variables that `environment` has. restarts: worlds before this one."""
     rank, size = environment["RANK"], environment["WORLD_SIZE"]
-    # A worker sees the GPU of its slot alone, whose number is 0.
-    is_local = one_node and get_process_context().device != "cuda"
+    is_local = one_node and get_process_context().device != "cuda"  # else its GPU's number is 0
     return {
         "LOCAL_RANK": rank if is_local else "0",
         "LOCAL_WORLD_SIZE": size if is_local else "1",

@@ -95,8 +95,7 @@ class GroupConnector:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
             deadline = driver.now() + self._timeout
             known: tuple[str, ...] = ("",)
-            # The world is over, or this worker.
-            with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):
+            with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):  # it is over
                 while not all(known) and driver.now() < deadline:
                     known = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
             return known if all(known) else ()
@@ -133,8 +132,7 @@ class WorkerLoop:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
-        # The newest position: the machine does nothing about it, so it learns of it with the next event.
-        self._applied: on.Applied | None = None
+        self._applied: on.Applied | None = None  # the machine learns of it with the next event
         state, _ = worker_machine.initial(self.identity.worker)
         self._state = replace(state, fence=self.identity.left, position=self.identity.position)
         self._group: Group | None = None
@@ -367,8 +365,7 @@ class WorkerLoop:
                 "the function returned before its elastic loop, in which the other workers train: let each worker call "
                 "the loop."
             )
-        # `world` is not used from here on: the program may have gone on to a later one.
-        now = self.clock.now()
+        now = self.clock.now()  # `world` may be over: the program may have gone on to a later one
         if isinstance(outcome, Completed):
             check_result_size(outcome.result)
             return on.Finished(now, self._fence(), outcome.result)
@@ -385,8 +382,7 @@ class WorkerLoop:
         return self._world.fence
 
     def _group_broke(self, fence: Fence, error: Exception) -> on.GroupBroken:
-        # Ranks that request something else, or nothing, have no broken connection.
-        by_program = isinstance(error, MismatchError | RequestTimeout)
+        by_program = isinstance(error, MismatchError | RequestTimeout)  # no connection has broken
         suspects = error.ranks if isinstance(error, CollectiveError) and not by_program else ()
         return on.GroupBroken(self.clock.now(), fence, tuple(suspects), str(error))
 
@@ -495,8 +491,7 @@ class MetricsReporter:
         """Send the newest metrics now, if there are any. Any thread."""
         metrics, self._latest = self._latest, None
         if metrics is not None:
-            # Progress is for people; `DriverWatch` takes care of a silent driver.
-            with suppress(Exception):
+            with suppress(Exception):  # progress is for people
                 self._driver.ask(Report(self._worker, codec.encode_numbers(metrics)))
 
     def _run(self) -> None:

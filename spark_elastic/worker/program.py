@@ -40,8 +40,7 @@ CALLERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     *(function.__code__.co_filename for function in (runpy.run_path, contextlib.contextmanager)),
 )
-# Bytes of a pickled result, which travels in one message as text that is a third longer.
-RESULT_AT_MOST = 5 << 20
+RESULT_AT_MOST = 5 << 20  # bytes of a pickled result, which a message carries as base64
 ENVELOPE = 4096  # bytes that the rest of that message needs at most
 AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 
@@ -67,20 +66,15 @@ Outcome: TypeAlias = Stopped | Completed
 class WorkerHandle:
     """What a running program may use of its worker."""
 
-    # The newest membership version that this worker knows; part of each step's summary.
-    membership_version: Callable[[], MembershipVersion]
-    # To be called after each change of the position; cheap, without I/O.
-    report_position: Callable[[Position], None]
-    # Sends numbers to the driver for its progress line; never blocks, and may drop numbers that newer ones replace.
-    report_metrics: Callable[[Mapping[str, Any]], None]
+    membership_version: Callable[[], MembershipVersion]  # the newest; part of each step's summary
+    report_position: Callable[[Position], None]  # after each change; cheap, without I/O
+    report_metrics: Callable[[Mapping[str, Any]], None]  # never blocks, and may drop numbers
     # For a program that stays in `run` from world to world: leaves this world and returns the next with its group. The
     # argument is the error that broke the world, or None at a boundary that all ranks agreed on. Raises `WorkerExit` if
     # there is no next world.
     next_world: Callable[[CollectiveError | None], tuple[WorldView, Group]]
-    # Values of the process by name, which outlive one call of a user's function.
-    process_values: dict[str, Any] = field(default_factory=dict)
-    # Tells the driver that the others of this world would be quicker without this worker. One short request.
-    report_straggler: Callable[[str], object] = lambda reason: None
+    process_values: dict[str, Any] = field(default_factory=dict)  # by name, for all calls of a function
+    report_straggler: Callable[[str], object] = lambda reason: None  # others wait for this worker
     # Tells the driver, which publishes the checkpoint unless it is too late: R18 (publication); None: the store has no
     # room for one. One short request; any thread.
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
@@ -151,8 +145,7 @@ def format_traceback(error: BaseException) -> str:
     trace = _skip_callers(error.__traceback__)
     if trace is None and not isinstance(error, ElasticError | FloatingPointError):
         trace = error.__traceback__
-    # The sentence of a StoreError has what its cause says, whose frames are those of a file system.
-    chain = trace is not None or not isinstance(error, StoreError)
+    chain = trace is not None or not isinstance(error, StoreError)  # its sentence has what the cause says
     formatted = traceback.format_exception(type(error), error, trace, chain=chain)
     if sys.version_info < (3, 11):  # which does not print them
         formatted += [f"{note}\n" for note in getattr(error, "__notes__", ())]

@@ -25,8 +25,7 @@ from spark_elastic.worker.program import accept_exit_zero, exit_forks
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)
 TRIES = 1_000  # ports that are tried
-# Key of `WorkerHandle.process_values`: the `DistEnv` of the world that the worker is a member of, while it is alone.
-DIST_ENV = "dist_env"
+DIST_ENV = "dist_env"  # in `process_values`: that of the others' world, while it is alone
 
 
 @dataclass(frozen=True)
@@ -165,8 +164,7 @@ def exchange_dist_env(
     told = [part.decode().split(" ") for part in group.allgather_bytes(f"{in_loop:d} {mine}".encode())]
     _, master, port = told[0]
     me = world.me
-    # Programs of torch take LOCAL_RANK for the number of their device, and a worker sees the GPU of its slot alone.
-    has_own_gpu = get_process_context().device == "cuda"
+    has_own_gpu = get_process_context().device == "cuda"  # LOCAL_RANK is torch's number of it
     variables = {
         "MASTER_ADDR": master,
         "MASTER_PORT": port,

@@ -159,8 +159,7 @@ class WorkerNotificationManager:
             log.warning("listeners were not told of a change: %s", error)
 
 
-# Module state, as Horovod has it: `horovod.common.elastic.notification_manager`.
-notification_manager = WorkerNotificationManager()
+notification_manager = WorkerNotificationManager()  # module state, as Horovod has it
 
 
 def _tell(listeners: tuple[HostsListener, ...], timestamp: float, update_res: HostUpdateResult) -> None:

@@ -59,8 +59,7 @@ JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is 
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
 
-# How long a heartbeat's answer is awaited, in intervals: with another one a lease is not over, whatever the job's size.
-HEARTBEAT_PATIENCE = 1.0
+HEARTBEAT_PATIENCE = 1.0  # intervals for which a heartbeat's answer is awaited; more is a lease
 
 R = TypeVar("R")
 
@@ -157,8 +156,7 @@ class SlotAgent:
         activation = activation or Activation(WorkerId.build(self.identity.slot, self._started))
         child = self._spare if self._spare is not None else self._start_child()
         self._active, self._spare = child, None
-        # From here on its lines are the worker's, however long the driver takes to answer.
-        child.worker = activation.worker
+        child.worker = activation.worker  # from here on its lines are the worker's
         self._ask(messages.WorkerStarted(self.identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:

@@ -36,8 +36,7 @@ STALE_AFTER = 1.0  # seconds after which a sample is stale if no other followed
 FRAMES_AT_MOST = 10  # innermost frames that a sample shows
 READ_AT_MOST = 1 << 16  # bytes
 NOT_COLLECTIVE = {"rank", "size", "fence", "abort", "close", "subgroup", "set_timeout", "watch"}  # of a group
-# Asks a child whose sample is stale for its stack. Its default is to be ignored: user code may reset all handlers.
-DUMP_SIGNAL = signal.SIGURG
+DUMP_SIGNAL = signal.SIGURG  # ignored by default: user code may reset all handlers
 
 _NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # offset of the time of the newest sample
@@ -71,8 +70,7 @@ class _GcPause:
         self._lock.release()
 
 
-# Module state, since the garbage collector is one per process.
-gc_paused = _GcPause()
+gc_paused = _GcPause()  # the garbage collector is one per process
 
 
 class StackSampler(WaitRecorder):
@@ -130,8 +128,7 @@ class StackSampler(WaitRecorder):
 
     def _run(self) -> None:
         while True:
-            # No memory left for a moment: the slot keeps the sample that it read last
-            with suppress(Exception):
+            with suppress(Exception):  # a lack of memory: the slot keeps the last sample
                 self._sample()
             if self._closing.wait(SAMPLE_EVERY):
                 return

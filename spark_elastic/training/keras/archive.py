@@ -26,10 +26,8 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.training.identity import to_text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
-# "dense_1": another name in a process that made another model before
-_COUNTED = re.compile(r'(?<=[a-z])_\d+"')
-# Keras warns so of an optimizer that was not built when it was saved.
-_NOTHING_TO_LOAD = "Skipping variable loading for optimizer"
+_COUNTED = re.compile(r'(?<=[a-z])_\d+"')  # another name in a process that made another model before
+_NOTHING_TO_LOAD = "Skipping variable loading for optimizer"  # that was not built when it was saved
 # What a layer is given besides functions.
 _PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.constraints.Constraint)
 
@@ -42,8 +40,7 @@ class Archive:
     custom: bytes  # cloudpickle of classes and functions by name
     floatx: str = "float32"  # Keras's default dtype
     safe: bool = False  # the file may come from anywhere, so that Keras refuses lambdas in it
-    # Numbers of the trainable variables that are excluded from their optimizer's weight decay.
-    undecayed: tuple[int, ...] = ()
+    undecayed: tuple[int, ...] = ()  # numbers of variables that their optimizer's decay excludes
     # The first matrix of each LoRA layer, of which the file has the merged kernel alone.
     adapters: tuple[npt.NDArray[Any], ...] = field(default=(), compare=False)
 

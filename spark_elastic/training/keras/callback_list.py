@@ -33,22 +33,19 @@ class KerasCallbackList(CallbackList):
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
         """params: the `params` of Keras's callbacks: epochs, steps, verbose."""
         self._callbacks, self._model, self._rank = list(callbacks), model, 0
-        # The newest epoch, (epoch, step) and validated epoch whose beginning the callbacks were told; -1: none yet.
-        self._epoch, self._step, self._tested = -1, [-1, -1], -1
+        self._epoch, self._step, self._tested = -1, [-1, -1], -1  # of which they were told; -1: none yet
         self._started: set[int] = set()  # numbers of the callbacks whose on_train_begin was called
         model.stop_training = False
         for callback in self._callbacks:
             callback.set_params(dict(params))
-        # This comes before a state is taken over, which holds what the other workers' callbacks have seen since.
-        for number, callback in enumerate(self._callbacks):
+        for number, callback in enumerate(self._callbacks):  # before a state is taken over
             if not isinstance(callback, WRITERS):
                 self._begin(number, callback)
 
     def capture(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
         progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
-        # A stop that a callback has asked for travels with the next step, which may be one of another driver.
-        progress["stop"] = bool(self._model.stop_training)
+        progress["stop"] = bool(self._model.stop_training)  # it travels with the next step
         attributes = [_list_attributes(callback) for callback in self._callbacks]
         return {**progress, "classes": name_classes(self._callbacks), "attributes": attributes}
 
@@ -194,6 +191,5 @@ def _set_attributes(callback: Any, attributes: Mapping[str, Any]) -> None:
     live = vars(callback)
     live.update({n: v for n, v in attributes.items() if v is not None or is_plain(live.get(n))})
     if "monitor_op" in live and isinstance(live.get("min_delta"), int | float):
-        # Keras turns its sign once, when a callback finds in its first epoch that it watches for a minimum.
-        delta = abs(live["min_delta"])
+        delta = abs(live["min_delta"])  # Keras turns its sign once, in the first epoch
         live["min_delta"] = -delta if live["monitor_op"] is keras.ops.less else delta

@@ -28,7 +28,9 @@ Array = npt.NDArray[Any]
 Batch = LocalBatch[Array]
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _CLASSES = "whole numbers of classes: number them from 0, or give categorical_crossentropy their shares"
+_TRUTHS = "labels from 0 to 1: number the classes 0 and 1"
 _BINARY = keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy
+Total = tuple[Any, list[Any]]  # a sum of losses, and each of them
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,7 @@ class _OutputLoss:
     weight: float  # its weight in the sum of the losses
     name: str  # as Keras names it; the history has it as NAME_loss
     reduction: str  # the reduction that the user chose
-    # The class whose labels do not count, not in a mean's divisor either (Keras's ignore_class); None: all count.
-    ignored: int | None
+    ignored: int | None  # the class whose labels do not count, as Keras's ignore_class; None: all count
     place: int  # which of the outputs it is, in their order
 
     @property
@@ -118,27 +119,20 @@ class CompiledLosses:
             if part.of_classes and label.dtype.kind in "fV":  # V: bfloat16
                 wrong, takes = label[label != np.trunc(label)], _CLASSES
             elif part.is_binary:  # which would train on others in silence
-                wrong, takes = (
-                    label[(label < 0) | (label > 1)],
-                    "labels from 0 to 1: number the classes 0 and 1",
-                )
+                wrong, takes = label[(label < 0) | (label > 1)], _TRUTHS
             else:
                 continue
             if wrong.size:
                 name, n = self._label_cols[part.place], float(wrong[0])
                 raise InvalidInput(f"column {name!r} has {n:g}, and {part.loss.fn.__name__} takes {takes}.")
 
-    def total(
-        self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any
-    ) -> tuple[Any, list[Any]]:
+    def total(self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any) -> Total:
         """(these rows' part of the step's loss, the part of each loss). Called while TensorFlow traces.
         part: fraction of the step's rows that these rows are."""
         total, own = self.total_of_outputs(labels, outputs, weights, factors)
         return total + self.total_of_layers(tf.shape(tf.nest.flatten(outputs)[0])[0], part), own
 
-    def total_of_outputs(
-        self, labels: Any, outputs: Any, weights: Any, factors: Any
-    ) -> tuple[Any, list[Any]]:
+    def total_of_outputs(self, labels: Any, outputs: Any, weights: Any, factors: Any) -> Total:
         """As `total`, without what layers add."""
         sums = [(p, self._sum(p, labels, outputs, weights)) for p in self._parts]
         own = [total * tf.cast(factors[k], p.loss.dtype) for k, (p, total) in enumerate(sums)]
@@ -293,9 +287,7 @@ class CompiledMetrics(StepMetrics):
     """Metrics of training or validation, one after the other; the accumulators are Keras's own. Rows travel once a
     step, in rank order. `sums` has each loss and each number of layers' metrics: part of the state."""
 
-    def __init__(
-        self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool
-    ) -> None:
+    def __init__(self, model: Any, names: Sequence[str], pack: Callable[..., Any], eager: bool) -> None:
         """names: of the losses in the history. pack: puts a list into the structure of the outputs."""
         super().__init__()
         self._names, self._pack = list(names), pack

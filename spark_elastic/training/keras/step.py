@@ -33,7 +33,7 @@ from spark_elastic.training.keras.compiled import (
 )
 from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.trainer import ModelStep, WorkClock, describe_dependent_layers
+from spark_elastic.training.trainer import ModelStep, Summarize, WorkClock, describe_dependent_layers
 
 
 class RunningStats:
@@ -142,6 +142,7 @@ def _numpy_dtype(variable: Any) -> str:
 
 
 Pack = Callable[[Sequence[Any]], Any]
+Gradient = list[Array | None]  # by trainable variable
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,7 @@ class Gradients:
         self._run_score = self._graph(self._score)
         self._run_gradients = self._graph(self._differentiate)
 
-    def __call__(
-        self, part: Batch, factors: Sequence[float]
-    ) -> tuple[list[Array | None], list[Array], list[Any]]:
+    def __call__(self, part: Batch, factors: Sequence[float]) -> tuple[Gradient, list[Array], list[Any]]:
         """(gradients, losses, outputs) of a part of the rows; first of the losses is their weighted sum."""
         gradients, losses, outputs = self._run_gradients(*self._arguments(part, factors))
         return to_arrays(gradients), to_arrays(losses), to_arrays(outputs)
@@ -187,8 +186,7 @@ class Gradients:
     def _differentiate(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
         with tf.GradientTape() as tape:
             losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
-            # The optimizer divides by its loss_scale_factor.
-            scaled = self._model.optimizer.scale_loss(losses[0])
+            scaled = self._model.optimizer.scale_loss(losses[0])  # by which the optimizer divides
         return make_dense(tape.gradient(scaled, self._variables)), losses, outputs
 
     def _score(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
@@ -196,7 +194,7 @@ class Gradients:
 
     def _forward(
         self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> Any:
         outputs = self._call_model(inputs, training)
         total, own = self._losses.total(self._structure.outputs(labels), outputs, weights, factors, part)
         return [total, *own], keras.tree.flatten(outputs)
@@ -240,9 +238,8 @@ class TrainStep(ModelStep[Array]):
         # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
         apart = bool(stats) and config.exchange.gradient_compression is not None
         parts = [weights, stats] if apart else [[*weights, *stats]]
-        self._exchanges = [
-            FlatAllreduce([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts
-        ]
+        described = [([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts]
+        self._exchanges = [FlatAllreduce(*each) for each in described]
         self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
 
     def _begin(self, rank: int) -> None:
@@ -251,9 +248,7 @@ class TrainStep(ModelStep[Array]):
     def _restore(self) -> None:
         self._running_stats.restore()
 
-    def _exchange_sums(
-        self, group: Group, batch: Batch, summarize: Callable[..., StepSummary]
-    ) -> StepSummary:
+    def _exchange_sums(self, group: Group, batch: Batch, summarize: Summarize) -> StepSummary:
         self._ledger.write_ahead(group.fence, self._state.position, batch.row_ids)
         gradients, loss = self._backward(group, batch)
         worked = self.work.take()
@@ -271,8 +266,7 @@ class TrainStep(ModelStep[Array]):
     def _apply(self, decision: StepDecision, planned: int) -> None:
         present, count = decision.present, self._count
         sums, self._sums = self._sums, []
-        # First: the optimizer's step begins at the weights of which the gradients were computed.
-        self._running_stats.apply(sums[count:], present[count:])
+        self._running_stats.apply(sums[count:], present[count:])  # the optimizer begins at the former weights
         means = zip(sums[:count], present[:count], self._variables, strict=True)
         # None: no rank had it (R8, weighting)
         self._run_optimizer([tf.constant(mean, v.dtype) if exists else None for mean, exists, v in means])
@@ -299,9 +293,9 @@ class TrainStep(ModelStep[Array]):
         sums = first.allreduce(group, sent[:end], self._config.exchange.gradient_compression)
         return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
 
-    def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
+    def _backward(self, group: Group, batch: Batch) -> tuple[Gradient, float]:
         """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
-        total: list[Array | None] = [None] * self._count
+        total: Gradient = [None] * self._count
         factors, loss = self._losses.factors(group, batch), 0.0
         for part in batch.micro_batches(self._config.data.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
@@ -312,7 +306,7 @@ class TrainStep(ModelStep[Array]):
         return total, loss
 
 
-def add_gradients(total: Sequence[Array | None], more: Sequence[Array | None]) -> list[Array | None]:
+def add_gradients(total: Sequence[Array | None], more: Sequence[Array | None]) -> Gradient:
     return [g if t is None else t if g is None else t + g for t, g in zip(total, more, strict=True)]
 
 
@@ -330,8 +324,7 @@ class StepGradients(Gradients):
         super().__init__(model, losses, structure, eager)
         self._run_model = self._graph(self._compute_outputs)
         self._run_loss = self._graph(self._compute_loss)
-        # After `compute_loss`: the gradient by each output of all rows, and whether it has an entry for each row.
-        self._pulls: list[tuple[Any, bool]] = []
+        self._pulls: list[tuple[Any, bool]] = []  # by each output of all rows, and whether by row
 
     def run(self, part: Batch, *, training: bool) -> tuple[Any, list[Any]]:
         """(what layers add to the step's loss, outputs) of a part of the rows."""
@@ -353,12 +346,11 @@ class StepGradients(Gradients):
         self._pulls = [(each, out.by_row) for each, out in zip(gradients, outputs, strict=False)]
         return to_arrays(losses)
 
-    def pull(self, tape: Any, added: Any, outputs: Sequence[Any], rows: slice) -> list[Array | None]:
+    def pull(self, tape: Any, added: Any, outputs: Sequence[Any], rows: slice) -> Gradient:
         """Gradients by the weights of what `run` returned under the tape. rows: where these are among the step's."""
         targets, pulls = [added], [self._model.optimizer.scale_loss(tf.ones_like(added))]
         for output, (gradient, by_row) in zip(outputs, self._pulls, strict=True):
-            # What all rows share has its gradient once.
-            if gradient is not None and (by_row or rows.start == 0):
+            if gradient is not None and (by_row or rows.start == 0):  # what all rows share has it once
                 targets.append(output)
                 pulls.append(gradient[rows] if by_row else gradient)
         return to_arrays(make_dense(tape.gradient(targets, self._variables, pulls)))
@@ -367,9 +359,7 @@ class StepGradients(Gradients):
         outputs = self._call_model(inputs, training)
         return self._losses.total_of_layers(tf.shape(inputs[0])[0], part), keras.tree.flatten(outputs)
 
-    def _compute_loss(
-        self, outputs: list[Any], labels: Any, weights: Any, factors: Any, training: bool
-    ) -> tuple[list[Any], list[Any]]:
+    def _compute_loss(self, outputs: Any, labels: Any, weights: Any, factors: Any, training: bool) -> Any:
         pack = self._structure.outputs
         sources = {place: each for place, each in enumerate(outputs) if each.dtype.is_floating}
         with tf.GradientTape() as tape:
@@ -386,7 +376,7 @@ class StepLossStep(TrainStep):
     _gradients: StepGradients
     _make_gradients = StepGradients
 
-    def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
+    def _backward(self, group: Group, batch: Batch) -> tuple[Gradient, float]:
         """Two graphs are never in memory together, so all parts but the newest take a second forward pass."""
         parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
@@ -398,7 +388,7 @@ class StepLossStep(TrainStep):
             loss += float(added)
             chunks.append(self._take(part, outputs))
         first, of_all = self._compute_of_all(group, batch, chunks, self.work)
-        total: list[Array | None] = [None] * self._count
+        total: Gradient = [None] * self._count
         past = first + len(batch)
         for number, part in reversed(parts):
             if number < len(parts) - 1:
@@ -427,7 +417,7 @@ class StepLossStep(TrainStep):
         return Chunk(len(part), [widen(column) for column in (*arrays, *part.labels, *weights)])
 
     def _compute_of_all(
-        self, group: Group, batch: Batch, chunks: Sequence[Chunk], work: WorkClock | None = None
+        self, group: Group, batch: Batch, chunks: list[Chunk], work: WorkClock | None = None
     ) -> tuple[int, float]:
         """Where this rank's rows begin, and the losses of all rows on the rank that reports them. Collective.
         work: measures a step of training; None: no gradient is wanted."""

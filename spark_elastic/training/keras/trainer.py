@@ -44,8 +44,7 @@ class KerasUserObjects:
     model: Archive  # compiled
     callbacks: tuple[Any, ...] = ()  # Keras's own, or of their kind
     class_weight: Mapping[int, float] | None = None  # by class of the one label
-    # Applied to the columns of each step; None: they stay as they are.
-    transformation: Transformation | None = None
+    transformation: Transformation | None = None  # of the columns of each step
 
     def identity(self) -> dict[str, str]:
         """What a run is bound to (R19, resuming a run), by the words that an error has for it."""

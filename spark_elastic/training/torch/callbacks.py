@@ -211,10 +211,8 @@ class LearningRateSchedule(Callback):
 def get_monitored(logs: Logs, name: str) -> Any:
     """Return a number of an epoch's logs. Raises InvalidInput: the epoch did not log it."""
     if name not in logs:
-        available = ", ".join(sorted(logs))
-        raise InvalidInput(
-            f"a callback watches {name!r}, which the epoch has not: set its monitor to one of {available}."
-        )
+        advice = f"set its monitor to one of {', '.join(sorted(logs))}"
+        raise InvalidInput(f"a callback watches {name!r}, which the epoch has not: {advice}.")
     return logs[name]
 
 
@@ -267,8 +265,7 @@ class TorchCallbackList(CallbackList):
                 callback.on_fit_begin(self._training)
 
     def state_dict(self) -> dict[str, Any]:
-        # A stop that a callback has asked for travels with the next step, which may be one of another driver.
-        return {"epoch": self._begun, "stopped": self._training.stopped}
+        return {"epoch": self._begun, "stopped": self._training.stopped}  # a stop travels with the next step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._begun, self._training.stopped = state["epoch"], state["stopped"]
@@ -292,9 +289,8 @@ class TorchCallbackList(CallbackList):
         if self.callbacks and self._group is not None and self._group.size > 1:
             difference = find_difference(self._group, self._training.model)
             if difference is not None:
-                raise InvalidInput(
-                    f"{difference} in epoch {epoch + 1}: have callbacks do the same to the model on all workers."
-                )
+                where = f"{difference} in epoch {epoch + 1}"
+                raise InvalidInput(f"{where}: have callbacks do the same to the model on all workers.")
 
     def on_step_begin(self, epoch: int, step: int) -> None:
         for callback in self.callbacks:

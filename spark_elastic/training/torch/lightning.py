@@ -64,8 +64,7 @@ class TrainerStandIn(TrainerPlan):
         return self.global_rank == 0
 
 
-# For a trial on the driver, before the rows are counted.
-TRIAL = TrainerPlan(max_epochs=10, num_training_batches=1000)
+TRIAL = TrainerPlan(max_epochs=10, num_training_batches=1000)  # for a trial, before the rows are counted
 
 
 @contextmanager
@@ -157,7 +156,7 @@ class LightningLoss(LossFn):
     logs = True
 
     def __init__(
-        self, weighted: bool, plan: TrainerPlan, precision: str | None = None, columns: Sequence[str] = ()
+        self, weighted: bool, plan: TrainerPlan, precision: str | None, columns: Sequence[str]
     ) -> None:
         """columns: names of the features, then of the labels."""
         self._plan, self._precision, self._columns = plan, precision, tuple(columns)

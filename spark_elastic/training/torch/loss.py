@@ -63,8 +63,7 @@ class LossResult(NamedTuple):
     # This part's summand of the divisor. 0 in every part: the user wants the loss summed, not averaged; NaN: the model
     # reports no loss.
     denominator: float
-    # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
-    outputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()  # detached, one for each label or one for all; (): unknown
     # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
     # it by: their number or their weight.
     logged: Mapping[str, tuple[float | torch.Tensor, float]] = MappingProxyType({})
@@ -117,8 +116,7 @@ class _BroadcastGuard(TorchFunctionMode):
     def __init__(self, name: str, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._name = name
-        # What was computed from outputs, or from labels, alone: by identity, which it keeps from being used again.
-        self._outputs = {id(each): each for each in outputs}
+        self._outputs = {id(each): each for each in outputs}  # what was made of each alone
         self._labels = {id(each): each for each in labels}
 
     def __torch_function__(
@@ -220,8 +218,7 @@ class RowLoss:
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
             self._class_weights = loss.weight.detach().to(CPU, torch.float64)
         self._device = CPU
-        # Whether the user's own function has yet to show what it makes of two rows or more.
-        self._is_unchecked = not isinstance(loss, nn.Module)
+        self._is_unchecked = not isinstance(loss, nn.Module)  # until it has seen two rows or more
 
     def __call__(
         self,
@@ -423,16 +420,14 @@ class MultiOutputLoss(LossFn):
         self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision, list(losses))
-        # For each loss the factor of its sum over rows: rows of the step / divisor of the loss; 1 before `begin`.
-        self._scales = [1.0] * len(losses)
+        self._scales = [1.0] * len(losses)  # rows of the step / divisor, for each loss
 
     def begin(self, group: Group, batch: Batch, position: Position) -> None:
         own = np.array([self._compute_denominators(part) for part in batch.shares or (batch,)])
         # One after the other, so that the sums over virtual shares do not depend on how ranks divide them.
         whole = np.concatenate(group.allgatherv(own)) if batch.shares else group.allgather(own[0])
         everywhere = whole.sum(axis=0).tolist()
-        # A divisor of 0: the user wants this loss summed.
-        self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
+        self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]  # 0: it is summed
 
     def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
         outputs = list_output_parts(self._forward(model, part))

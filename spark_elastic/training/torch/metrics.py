@@ -45,8 +45,7 @@ class Metrics(StepMetrics):
         self._logs, self._prefix = logs, prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
         self._updates = 0
-        # What `add` was given, on its way to the host: by name what each sum is divided by; the sums; the columns.
-        self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []
+        self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []  # divisors, sums, columns
 
     def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """Add a part of this rank's rows."""

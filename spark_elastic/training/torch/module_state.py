@@ -39,8 +39,7 @@ class FrozenCopies:
         # By the parameter's id: itself, its memory and version, elements of it, and the copy.
         self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, Kept]] = {}
         self._moving: set[int] = set()
-        # Whether nothing was trained yet: what is frozen then, the program makes in each process.
-        self._is_first = True
+        self._is_first = True  # what is frozen now, each process makes
 
     def take(self, frozen: Mapping[str, torch.Tensor]) -> dict[int, Kept]:
         """The copies of these parameters, by id; without those that change."""
@@ -207,8 +206,7 @@ class ModelStateHandler(SnapshotHandler):
     def __init__(self, value: torch.nn.Module) -> None:
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
-        # Copies of the frozen parameters, for snapshots that are pickled; None: these are copied as others are.
-        self.frozen: FrozenCopies | None = None
+        self.frozen: FrozenCopies | None = None  # for snapshots that are pickled
         self.keeps_parts = False  # it has the same parameters and layers from beginning to end
         self._views = Views()
         self._begin_with_model()
@@ -372,9 +370,8 @@ def list_attributes(parts: Parts) -> dict[tuple[str, str], Any]:
 def _is_plain(value: Any) -> bool:
     kind = type(value)
     if kind in (list, tuple, dict):
-        return len(value) <= _FEW and all(
-            map(_is_plain, (*value, *value.values()) if kind is dict else value)
-        )
+        entries = (*value, *value.values()) if kind is dict else value
+        return len(value) <= _FEW and all(map(_is_plain, entries))
     return kind in PLAIN or isinstance(value, np.generic)
 
 
@@ -386,8 +383,7 @@ class OptimizerStateHandler(SnapshotHandler):
         # Returns all parameters that a group may hold, by names that are the same in all processes.
         self.list_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]] = lambda: ()
         self._views = Views()
-        # The ids of the groups' parameters, and their names.
-        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []
+        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []  # ids, and their names
 
     @property
     def has_own_format(self) -> bool:

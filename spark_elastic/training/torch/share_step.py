@@ -160,7 +160,8 @@ class ShareStep(TrainStep):
         if self.checker is not None and batch.division is not None:
             check = self.checker.draw(position, batch.division)
         if check is not None and group.rank in check.witnesses:
-            self._witness(check, digest, batch.planned, before)
+            self._witness(check, digest, batch.planned)
+            before.restore()
         self._exchange.clear_and_begin(group, 0, batch.division)
         self._buffers.begin()
         losses = []
@@ -185,8 +186,7 @@ class ShareStep(TrainStep):
             return of_all[0].compute(), of_all[1]
         own = [(loss.compute(), denominator) for loss, denominator in losses]
         total, denominator = sum_over_shares(group, own)
-        # All ranks have the same sums, so the step summary has them once.
-        return (total, denominator) if group.rank == 0 else (0.0, 0.0)
+        return (total, denominator) if group.rank == 0 else (0.0, 0.0)  # all ranks have the same sums
 
     def _compute_from_shares(
         self, step_loss: StepLoss, group: Group, batch: Batch, before: BufferSnapshot
@@ -207,9 +207,7 @@ class ShareStep(TrainStep):
         self._run_parts(parts, number, self._step_loss.backward)
         return HostSum(), 0.0
 
-    def _witness(
-        self, check: ShareCheck, digest: GradientDigest, planned: int, before: BufferSnapshot
-    ) -> None:
+    def _witness(self, check: ShareCheck, digest: GradientDigest, planned: int) -> None:
         """Compute another rank's share, of which nothing but the digest stays."""
         assert self.checker is not None
         self._exchange.clear()
@@ -225,7 +223,6 @@ class ShareStep(TrainStep):
             digest.loss = 1.0, 0.0
         for index, parameter in enumerate(self._exchange.parameters):
             digest.add(index, parameter.grad)
-        before.restore()
 
     def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
         def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:

@@ -150,13 +150,11 @@ class TorchUserObjects:
     # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
     # LightningModule, which builds its own.
     optimizer: Any
-    # One loss of (output, *labels), or one for each label; (): `train_minibatch_fn` or the model computes the loss.
-    losses: tuple[Callable[..., torch.Tensor], ...]
+    losses: tuple[Callable[..., torch.Tensor], ...]  # for each label; (): the model computes the loss
     loss_weights: tuple[float, ...] = ()  # factor of each of several losses; (): there is at most one
     metrics: Mapping[str, Any] = field(default_factory=dict)  # functions or torchmetrics objects, by name
     callbacks: tuple[Callback, ...] = ()  # called in this order
-    # The user's own forward pass and loss of a part of a batch.
-    train_minibatch_fn: Callable[..., Any] | None = None
+    train_minibatch_fn: Callable[..., Any] | None = None  # the user's own forward pass and loss
     transformation: Transformation | None = None  # the user's function of the columns of a batch, by name
     watched: tuple[str, ...] = ()  # names of the numbers of an epoch that callbacks and schedules read
 
@@ -178,19 +176,16 @@ class TorchUserObjects:
         return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
 
     def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
-        weighted = spec.config.data.sample_weight_col is not None
+        data, precision = spec.config.data, spec.config.optimizer.precision
+        weighted = data.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
-            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.optimizer.precision)
+            return FunctionLoss(self.train_minibatch_fn, weighted, precision)
         if not self.losses:
-            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.optimizer.precision, columns)
+            return LightningLoss(weighted, build_trainer_plan(spec), precision, columns)
         if len(self.losses) == 1:
-            return ModelLoss(
-                self.losses[0], weighted, spec.config.optimizer.precision, spec.config.data.label_cols
-            )
-        pairs = zip(
-            spec.config.data.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True
-        )
-        return MultiOutputLoss(dict(pairs), weighted, spec.config.optimizer.precision)
+            return ModelLoss(self.losses[0], weighted, precision, data.label_cols)
+        losses = zip(self.losses, self.loss_weights, strict=True)
+        return MultiOutputLoss(dict(zip(data.label_cols, losses, strict=True)), weighted, precision)
 
 
 def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
@@ -272,7 +267,7 @@ class BatchBuilder:
         self._dtype = dtype
         self._label_dtype = torch.promote_types(
             dtype, torch.float32
-        )  # of floating point labels and of weights
+        )  # of labels that are floats, and weights
         self._label_shapes, self._reshapes = label_shapes, reshapes
 
     def build(self, rows: StepRows) -> Batch:

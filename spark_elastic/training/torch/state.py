@@ -47,8 +47,7 @@ def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dev
         return
     model.to(device)
     for group in optimizer.param_groups:
-        # Else torch wants their counter on the host
-        steps_there = group.get("fused") or group.get("capturable")
+        steps_there = group.get("fused") or group.get("capturable")  # else torch wants them on the host
         for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and (key != "step" or steps_there):
@@ -71,8 +70,7 @@ class TorchTrainingState:
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
         self.module.keeps_parts = True
         self._optimizer.list_parameters = model.named_parameters
-        # How the values of the ranks become one, by the name of a buffer that forward passes write: see `MERGES`.
-        self.merges: dict[str, str] = {}
+        self.merges: dict[str, str] = {}  # one of `MERGES`, by name of a buffer
         self.schedulers = list(schedulers)
         self.progress = progress or TrainingProgress()
         self.position: Position = START

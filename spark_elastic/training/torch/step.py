@@ -32,7 +32,7 @@ from spark_elastic.training.torch.loss import Batch, LossFn, autocast, to_float3
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.state import TorchTrainingState
-from spark_elastic.training.trainer import ModelStep, WorkClock
+from spark_elastic.training.trainer import ModelStep, Summarize, WorkClock
 from spark_elastic.training.transformation import list_output_parts
 
 
@@ -47,11 +47,9 @@ class StepLoss:
         """Begin a step, also after one that was given up."""
         self._chunks: list[tuple[int, HostCopy]] = []
         self._output: Any = None  # of the newest chunk, detached
-        # After `compute`: of all rows, and whether it has an entry for each; see `Column`.
-        self._outputs: list[tuple[torch.Tensor, bool]] = []
+        self._outputs: list[tuple[torch.Tensor, bool]] = []  # of all rows; see `Column`
         self.first = 0  # after `compute`: where the rows of this rank begin among those of the step
-        # Whether `backward` compares outputs with those that were gathered; whether it found other bits.
-        self.compares, self.differs = False, False
+        self.compares, self.differs = False, False  # outputs with those that were gathered
 
     def add(self, output: Any, part: Batch) -> None:
         """Add the model's output for a chunk. Its graph is not kept."""
@@ -156,23 +154,18 @@ class GradientScaling:
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self.skipped = 0  # steps since training began that were not applied
-        self._seed: tuple[Any, torch.Tensor | None] = None, None  # of the newest divisor: 1 / divisor
 
     def backward(self, total: torch.Tensor, divisor: int) -> None:
         """The backward pass of total / divisor."""
         if self._scaler is not None:
             self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
         else:  # the gradient of the division, without a node in the graph
-            key = divisor, total.dtype, total.device
-            if self._seed[0] != key:
-                self._seed = key, total.new_full((), 1.0 / divisor)
-            total.backward(self._seed[1])  # type: ignore[no-untyped-call]
+            total.backward(total.new_full((), 1.0 / divisor))  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, once they are summed over all ranks."""
         if self._scaler is not None:
-            # A rank without rows has not initialized its scale yet.
-            self._scaler.scale(torch.zeros((), device=self._device))
+            self._scaler.scale(torch.zeros((), device=self._device))  # which a rank without rows lacks
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,8 +207,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         super().__init__(config, ledger)
         self._state, self._metrics = state, metrics
         self._loss_fn, self._exchange = loss_fn, exchange
-        # Walking through a model in each step would cost as much as a small model's forward pass.
-        self._modules = tuple(state.model.modules())
+        self._modules = tuple(state.model.modules())  # walking through them takes long
         self._exchanging = tuple(filter(exchanges_statistics, self._modules))
         self._has_row_dropout = any(isinstance(module, RowDropout) for module in self._modules)
         self._buffers = BufferMerge(state.model, state.merges)
@@ -225,10 +217,8 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._worked = 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
         self._has_exchanged_buffers = False
-        # Whether code of the user looks at the model when the previous step is finalized.
-        self.shows_buffers = False
-        # Called while the device computes, before the ranks exchange.
-        self.on_launched: Callable[[], None] = lambda: None
+        self.shows_buffers = False  # whether the user's code looks at the model after a step
+        self.on_launched: Callable[[], None] = lambda: None  # while the device computes
 
     def _begin(self, rank: int) -> None:
         self._before = BufferSnapshot(self._state.model, self._modules, self._before)
@@ -237,9 +227,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         assert self._before is not None
         self._before.restore()
 
-    def _exchange_sums(
-        self, group: Group, batch: Batch, summarize: Callable[..., StepSummary]
-    ) -> StepSummary:
+    def _exchange_sums(self, group: Group, batch: Batch, summarize: Summarize) -> StepSummary:
         assert self._before is not None
         loss, denominator = self._compute_gradients(group, batch, self._before)
         self._has_exchanged_buffers = self._exchange_buffers(group, batch, self._before)
@@ -275,8 +263,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._loss_fn.begin(group, batch, position)
         self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
-        # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
-        if self._step_loss is None:
+        if self._step_loss is None:  # each rank draws its own dropout (R9, scope of P2)
             with seeded_rng(*self.key, group.rank):
                 loss, denominator = self._backward(parts)
         else:
@@ -289,7 +276,7 @@ class TrainStep(ModelStep[torch.Tensor]):
     # ---- a loss of all rows of the step
 
     def _backward_from_all(
-        self, step_loss: StepLoss, group: Group, batch: Batch, parts: Sequence[Batch], before: BufferSnapshot
+        self, step_loss: StepLoss, group: Group, batch: Batch, parts: list[Batch], before: BufferSnapshot
     ) -> tuple[HostSum, float]:
         """Two graphs are never in memory together, so all parts but the newest take a second forward pass."""
         step_loss.begin()
@@ -356,8 +343,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         for part in parts:
             self._draw_rows(part)
             if not len(part):
-                # Its layers exchange statistics with the other ranks
-                output = self._state.model(*part.features)
+                output = self._state.model(*part.features)  # its layers exchange statistics
                 tensors = [out for out in list_output_parts(output) if isinstance(out, torch.Tensor)]
                 torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue

@@ -95,8 +95,7 @@ class TorchTrainer(ModelTrainer):
         self._spec = spec
         self._objects = objects
         self._exchange: GradientExchange | None = None  # None until `move_to_device`
-        # The next step's batch, on its way to the device; None: it is built when its step begins.
-        self._coming: ArrivingBatch | None = None
+        self._coming: ArrivingBatch | None = None  # None: it is built when its step begins
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
@@ -107,21 +106,16 @@ class TorchTrainer(ModelTrainer):
         self._copier = None if self._device == CPU else DeviceCopier(self._device)
         torch.manual_seed(config.data.seed)
         model = objects.model
-        # A fitted model is in evaluation mode; single parts in it are the user's choice
-        if not model.training:
+        if not model.training:  # a fitted model; single parts are the user's choice
             model.train()
         if config.exchange.shares:
             align_tensors((*model.parameters(), *model.buffers()))
-        optimizer, schedules = build_optimizer(
-            model, objects.optimizer, config.optimizer.learning_rate, spec.lr_scale, build_trainer_plan(spec)
-        )
-        self._loss_fn, self._scaling = (
-            objects.loss_fn(spec),
-            GradientScaling(config.optimizer.precision, self._device),
-        )
-        logs = self._loss_fn.logs
-        metrics = [Metrics(objects.metrics, config.data.label_cols, logs, prefix) for prefix in ("", "val_")]
-        self._metrics = metrics
+        rate, plan = config.optimizer.learning_rate, build_trainer_plan(spec)
+        optimizer, schedules = build_optimizer(model, objects.optimizer, rate, spec.lr_scale, plan)
+        self._loss_fn = objects.loss_fn(spec)
+        self._scaling = GradientScaling(config.optimizer.precision, self._device)
+        given = objects.metrics, config.data.label_cols, self._loss_fn.logs
+        self._metrics = metrics = [Metrics(*given, prefix) for prefix in ("", "val_")]
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         others = [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks]
         self.state = TorchTrainingState(model, optimizer, others, progress)
@@ -148,17 +142,15 @@ class TorchTrainer(ModelTrainer):
             get_thread=get_collective_thread,
             count_message_bytes=count_summary_bytes,
         )
-        self._train_step = (ShareStep if config.exchange.shares else TrainStep)(
-            self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
-        )
-        self._train_step.shows_buffers = not config.exchange.shares and any(
-            not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
-        )
-        if config.exchange.verify_steps and isinstance(self._train_step, ShareStep):
-            transformation = bind_transformation(config, self._objects.transformation)
-            self._train_step.checker = ShareChecker(
-                self._spec, config.exchange.verify_steps, transformation, self._build_checked_shares
-            )
+        kind, exchange = ShareStep if config.exchange.shares else TrainStep, self._exchange
+        others = self._ledger, self._metrics[0], self._scaling
+        self._train_step = kind(self.state, self._loss_fn, exchange, config, *others)
+        shows_model = any(not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks)
+        self._train_step.shows_buffers = not config.exchange.shares and shows_model
+        every = config.exchange.verify_steps
+        if every and isinstance(self._train_step, ShareStep):
+            bound = bind_transformation(config, self._objects.transformation)
+            self._train_step.checker = ShareChecker(self._spec, every, bound, self._build_checked_shares)
 
     @property
     def bulk_seconds(self) -> float | None:
