@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
@@ -21,6 +22,7 @@ from spark_elastic.training.batch import Arrays, StepMetrics
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.torch.loss import (
     LabelConverter,
+    Labels,
     LossResult,
     RowLoss,
     refuse_broadcast,
@@ -47,7 +49,7 @@ class Metrics(StepMetrics):
         self._updates = 0
         self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []  # divisors, sums, columns
 
-    def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
+    def add(self, result: LossResult, labels: Sequence[Tensor]) -> None:
         """Add a part of this rank's rows."""
         if not (self._given or self._logs):
             return
@@ -56,14 +58,14 @@ class Metrics(StepMetrics):
         columns = self._copy_columns(result, labels) if self._given else None
         self._coming.append((divisors, HostCopy(sums), columns))
 
-    def try_rows(self, result: LossResult, labels: Sequence[torch.Tensor], rows: int) -> None:
+    def try_rows(self, result: LossResult, labels: Sequence[Tensor], rows: int) -> None:
         """Compute the metrics of these rows, repeated to so many as a step has: for a trial, without other ranks."""
         if self._given:
             times = -(-rows // len(labels[0]))
             columns = [torch.cat([each] * times)[:rows] for each in self._copy_columns(result, labels).wait()]
             self._update(columns[: -len(labels)], columns[-len(labels) :])
 
-    def _copy_columns(self, result: LossResult, labels: Sequence[torch.Tensor]) -> HostCopy:
+    def _copy_columns(self, result: LossResult, labels: Sequence[Tensor]) -> HostCopy:
         if not result.outputs:
             raise InvalidInput(
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
@@ -117,7 +119,7 @@ class Metrics(StepMetrics):
             if type(self._given.get(given)).__name__ == kind  # a run may be resumed with other metrics
         }
 
-    def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
+    def _update(self, outputs: list[Tensor], labels: list[Tensor]) -> None:
         self._updates += 1
         if len(outputs) == 1:
             calls = [("", self._labels[0], outputs[0], tuple(labels))]
@@ -175,8 +177,8 @@ def _average_rows(name: str, value: Any, rows: int) -> float:
 
 
 def _convert_labels(
-    metric: Any, converter: LabelConverter, output: torch.Tensor, labels: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
+    metric: Any, converter: LabelConverter, output: Tensor, labels: Labels
+) -> tuple[Tensor, ...]:
     """torch's losses get labels as in training, torchmetrics (n,) as (n, 1) for such an output, others unchanged."""
     if not type(metric).__module__.startswith("torchmetrics."):
         return converter.match_output(output, converter.convert_classes(labels, output))

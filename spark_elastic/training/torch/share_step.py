@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
@@ -64,7 +65,7 @@ class GradientDigest:
         self._gradients: dict[int, bytes] = {}  # by parameter
         self.loss: tuple[float, float] = 0.0, 0.0
 
-    def add(self, index: int, gradient: torch.Tensor | None) -> None:
+    def add(self, index: int, gradient: Tensor | None) -> None:
         """Add the gradient of a parameter; None: the share has none."""
         if gradient is None:
             return
@@ -225,7 +226,7 @@ class ShareStep(TrainStep):
             digest.add(index, parameter.grad)
 
     def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
-        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+        def reduce(tensors: list[Tensor], op: str) -> Tensor:
             gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
             return torch.from_numpy(_sum_rows(gathered) if op == "sum" else gathered.max(axis=0))
 
@@ -264,7 +265,7 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
 
 
 def _align(batch: Batch) -> Batch:
-    def align(tensor: torch.Tensor) -> torch.Tensor:
+    def align(tensor: Tensor) -> Tensor:
         return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
 
     weights = None if batch.weights is None else align(batch.weights)

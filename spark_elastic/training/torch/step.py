@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
@@ -47,13 +48,13 @@ class StepLoss:
         """Begin a step, also after one that was given up."""
         self._chunks: list[tuple[int, HostCopy]] = []
         self._output: Any = None  # of the newest chunk, detached
-        self._outputs: list[tuple[torch.Tensor, bool]] = []  # of all rows; see `Column`
+        self._outputs: list[tuple[Tensor, bool]] = []  # of all rows; see `Column`
         self.first = 0  # after `compute`: where the rows of this rank begin among those of the step
         self.compares, self.differs = False, False  # outputs with those that were gathered
 
     def add(self, output: Any, part: Batch) -> None:
         """Add the model's output for a chunk. Its graph is not kept."""
-        self._output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        self._output = tree_map_only(Tensor, Tensor.detach, output)
         self._device = next((tensor.device for tensor in list_tensors(output)), CPU)
         labels, weights = part.on_host or (part.labels, part.weights)
         columns = [*list_tensors(self._output), *labels, *([] if weights is None else [weights])]
@@ -66,7 +67,7 @@ class StepLoss:
         batch: Batch,
         key: Sequence[int],
         metrics: Metrics,
-        backward: Callable[[torch.Tensor, int], None] | None = None,
+        backward: Callable[[Tensor, int], None] | None = None,
         work: WorkClock | None = None,
     ) -> tuple[HostSum, float]:
         """The loss of all rows and its denominator, on the rank that reports them; else zeros. Collective.
@@ -84,7 +85,7 @@ class StepLoss:
         for each, _ in self._outputs:
             each.requires_grad_(backward is not None and (each.is_floating_point() or each.is_complex()))
         outputs = iter(self._outputs)
-        output = tree_map_only(torch.Tensor, lambda _: next(outputs)[0], self._output)
+        output = tree_map_only(Tensor, lambda _: next(outputs)[0], self._output)
         whole = self._make_batch(batch, [each for each, _ in tensors[count:]])
         with seeded_rng(*key):
             result = self._loss_fn(lambda *_: output, whole)  # type: ignore[arg-type] # in place of the model
@@ -96,7 +97,7 @@ class StepLoss:
         metrics.add(result, whole.labels)
         return loss, result.denominator
 
-    def _make_batch(self, own: Batch, given: list[torch.Tensor]) -> Batch:
+    def _make_batch(self, own: Batch, given: list[Tensor]) -> Batch:
         """A batch of all rows with these labels and weights; its features, of which errors name types, are some."""
         rows, weights = len(given[0]), given.pop() if self._is_weighted else None
         return replace(
@@ -129,7 +130,7 @@ class StepLoss:
         self._place += len(part)
 
 
-def list_tensors(output: Any) -> list[torch.Tensor]:
+def list_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
 
 
@@ -155,7 +156,7 @@ class GradientScaling:
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self.skipped = 0  # steps since training began that were not applied
 
-    def backward(self, total: torch.Tensor, divisor: int) -> None:
+    def backward(self, total: Tensor, divisor: int) -> None:
         """The backward pass of total / divisor."""
         if self._scaler is not None:
             self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
@@ -188,7 +189,7 @@ class GradientScaling:
             self._scaler.load_state_dict(state["scaler"])
 
 
-class TrainStep(ModelStep[torch.Tensor]):
+class TrainStep(ModelStep[Tensor]):
     """Takes steps on one state."""
 
     _state: TorchTrainingState
@@ -315,7 +316,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._buffers.begin()
         self._buffers.take(before, group.rank, len(batch) / batch.planned)
 
-        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+        def reduce(tensors: list[Tensor], op: str) -> Tensor:
             (tensor,) = tensors
             array = tensor.clone().numpy()
             group.allreduce(array, op=op)
@@ -344,7 +345,7 @@ class TrainStep(ModelStep[torch.Tensor]):
             self._draw_rows(part)
             if not len(part):
                 output = self._state.model(*part.features)  # its layers exchange statistics
-                tensors = [out for out in list_output_parts(output) if isinstance(out, torch.Tensor)]
+                tensors = [out for out in list_output_parts(output) if isinstance(out, Tensor)]
                 torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue
             result = self._loss_fn(self._state.model, part)
