@@ -36,7 +36,7 @@ from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
-from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
+from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import (
     Program,
     compute_fingerprint,
@@ -190,11 +190,9 @@ def _run_worker(
     encrypted = spec.certificate is not None
     with Endpoint(spec.key, host=me.address, port_range=me.ports, encrypted=encrypted) as endpoint:
         watch = DriverWatch(me.worker, driver, clock, spec.driver_timeout, sampler.driver_seen_at)
-        reporter = MetricsReporter(me.worker, driver)
         groups = GroupConnector(endpoint, spec.collective_timeout, sampler)
-        loop = WorkerLoop(me, program, driver, clock, watch, reporter, groups)
+        loop = WorkerLoop(me, program, driver, clock, watch, groups)
         watch.start(loop.handle_event)
-        reporter.start()
         try:
             return loop.run()
         except BeginAgain as again:
@@ -203,7 +201,6 @@ def _run_worker(
             exit_process(0)  # the driver would take it for lost meanwhile
         finally:
             watch.close()
-            reporter.close()
 
 
 def find_tls_problem() -> str | None:

@@ -2,7 +2,7 @@
 
 The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch`
 polls the driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread
-that learns of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
+that learns of an abort executes it. Another thread of `DriverWatch` sends the newest metrics.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ class WorkerLoop:
     driver: DriverClient
     clock: Clock
     watch: DriverWatch
-    reporter: MetricsReporter
     groups: GroupConnector
 
     def __post_init__(self) -> None:
@@ -148,7 +147,7 @@ class WorkerLoop:
         self._handle = WorkerHandle(
             lambda: self.watch.version,
             self._report_position,
-            self.reporter.report,
+            self.watch.report,
             self._next_world,
             report_straggler=self._report_straggler,
             report_checkpoint=self._report_checkpoint,
@@ -305,7 +304,7 @@ class WorkerLoop:
         if isinstance(message, messages.RequestNextWorld):
             set_context(self._context_between_worlds)
         else:
-            self.reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
+            self.watch.send_metrics()  # the driver may end the job upon `done`, before the next message of metrics
         message = replace(message, address="" if self._has_to_begin_again else self.groups.address)
         with self.groups.wait_recorder.record_wait():
             answer = self.driver.ask(message, MAX_POLL_SECONDS)
@@ -415,6 +414,7 @@ class DriverWatch:
 
     def __post_init__(self) -> None:
         self._version = INITIAL_VERSION
+        self._latest: Mapping[str, Any] | None = None  # metrics that were not sent yet
         self._closing = threading.Event()
 
     @property
@@ -424,8 +424,8 @@ class DriverWatch:
 
     def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
-        watching = partial(self._watch, handle_event)
-        threading.Thread(target=watching, name="spark-elastic-watch", daemon=True).start()
+        for name, target in (("watch", partial(self._watch, handle_event)), ("report", self._send_regularly)):
+            threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True).start()
 
     def close(self) -> None:
         self._closing.set()
@@ -467,33 +467,19 @@ class DriverWatch:
             sys.stderr.flush()
         os._exit(code)
 
-
-class MetricsReporter:
-    """Sends the newest metrics to the driver, from a daemon thread."""
-
-    def __init__(self, worker: WorkerId, driver: DriverClient) -> None:
-        self._worker = worker
-        self._driver = driver
-        self._latest: Mapping[str, Any] | None = None
-        self._closing = threading.Event()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="spark-elastic-report", daemon=True).start()
-
-    def close(self) -> None:
-        self._closing.set()
+    # ---- metrics
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Replace what is sent next. Never blocks."""
         self._latest = metrics
 
-    def flush(self) -> None:
+    def send_metrics(self) -> None:
         """Send the newest metrics now, if there are any. Any thread."""
         metrics, self._latest = self._latest, None
         if metrics is not None:
             with suppress(Exception):  # progress is for people
-                self._driver.ask(Report(self._worker, codec.encode_numbers(metrics)))
+                self.driver.ask(Report(self.worker, codec.encode_numbers(metrics)))
 
-    def _run(self) -> None:
+    def _send_regularly(self) -> None:
         while not self._closing.wait(REPORT_EVERY):
-            self.flush()
+            self.send_metrics()

@@ -386,7 +386,6 @@ class OptimizerStateHandler(SnapshotHandler):
         # Returns all parameters that a group may hold, by names that are the same in all processes.
         self.list_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]] = lambda: ()
         self._views = Views()
-        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []  # ids, and their names
 
     @property
     def has_own_format(self) -> bool:
@@ -445,11 +444,8 @@ class OptimizerStateHandler(SnapshotHandler):
 
     def _name_groups(self) -> list[list[str | None]]:
         """The names of the parameters of each group; None: a parameter that has none."""
-        groups = [[id(p) for p in group["params"]] for group in self.value.param_groups]
-        if groups != self._named[0]:
-            known = {id(parameter): name for name, parameter in self.list_parameters()}
-            self._named = groups, [[known.get(each) for each in group] for group in groups]
-        return self._named[1]
+        known = {id(parameter): name for name, parameter in self.list_parameters()}
+        return [[known.get(id(p)) for p in group["params"]] for group in self.value.param_groups]
 
     def _restore_groups(self, saved: list[list[str | None]]) -> None:
         """Let the groups hold what they held when the state was saved, whatever has changed them since."""

@@ -156,11 +156,10 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
 
     driver: Any = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0)
     loop = build_loop(driver=driver)
-    reporter = loop.reporter
-    reporter.start()
+    loop.watch.start(loop.handle_event)
     loop._handle.report_metrics({"val_loss": 0.5})
     loop._execute(do.Ask("", WorkerDone("1-0.1", Fence(1, 1), START, "result")))
-    reporter.close()
+    loop.watch.close()
     over.set()
     assert heard == [{"val_loss": 0.5}, WorkerDone]
 
