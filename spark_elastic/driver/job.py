@@ -135,7 +135,7 @@ def supervise(
     bind = Bind(options.bind, config.driver_port, options.advertise, certificate)
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     callbacks = ServerCallbacks(
-        events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
+        events.put, monitor.on_logs, options.check_host, monitor.on_report, compute_interval
     )
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
     publish = run.publish if run is not None else lambda kept: None
@@ -163,6 +163,7 @@ def supervise(
         if store_log is not None:
             closing.callback(store_log.close)
             store_log.start()
+        closing.enter_context(monitor.output)
         closing.callback(server.close)
         server.start()
         if status is not None:

@@ -20,6 +20,8 @@ from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 
 log = logging.getLogger("spark_elastic")
 
+MAX_OUTPUT = 16 << 20  # characters of output that wait
+OVERFLOW = "%d messages with workers' output were dropped: they came faster than they were read"
 STALL_CHECK_INTERVAL = 0.2  # seconds
 MAX_OTHER_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
 MAX_MISSED_HEARTBEATS = 2.5  # of a slot that is not silent
@@ -153,7 +155,7 @@ class JobMonitor:
         self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
         self._output_failed = False  # the listener has failed at the last line of output
-        self.notifier = AsyncNotifier()
+        self.notifier, self.output = AsyncNotifier(), AsyncNotifier(MAX_OUTPUT, OVERFLOW)
         self.history = JobHistory(
             clock, lambda change: self.notifier.submit(lambda: listener.on_message(str(change)))
         )
@@ -184,8 +186,11 @@ class JobMonitor:
         """Pass a sentence to the log and to the listener."""
         self._announce(text, self._listener.on_message)
 
+    def on_logs(self, message: LogLines) -> None:
+        """What a worker printed. Called on the server's thread, which a blocked terminal must not delay."""
+        self.output.submit(partial(self.on_lines, message), sum(map(len, message.lines)))
+
     def on_lines(self, message: LogLines) -> None:
-        """What a worker printed. Called on a thread that may block."""
         worker = message.worker or ""
         rank = self._ranks.get(worker)
         for line in message.lines:

@@ -97,7 +97,7 @@ class ServerCallbacks:
     """What the server calls for events, output and decisions. No callable may block."""
 
     post: Callable[[DriverEvent], None]  # takes the driver's events, in the loop's thread
-    on_logs: Callable[[LogLines], None]  # takes workers' output; called in a thread of its own
+    on_logs: Callable[[LogLines], None]  # takes workers' output
     admit: Callable[[dict[str, Any]], str | None] = lambda facts: None  # the refusal, by facts
     on_report: Callable[[Report], None] = lambda report: None  # takes workers' progress
     heartbeat_interval: Callable[[int], float] = lambda slots: 1.0  # seconds, by number of slots
