@@ -59,7 +59,6 @@ from spark_elastic.training.torch.spec import (
 )
 from spark_elastic.training.torch.state import check_storable
 from spark_elastic.training.torch.step import check_outputs
-from spark_elastic.training.transformation import check_transformation
 
 log = logging.getLogger("spark_elastic")
 
@@ -143,7 +142,7 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
         train_minibatch_fn=FUNCTION.or_none()("train_minibatch_fn", values["train_minibatch_fn"]),
-        transformation=check_transformation(values["transformation_fn"]),
+        transformation=FUNCTION.or_none()("transformation_fn", values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
     )
 

@@ -1,5 +1,5 @@
-"""What goes into a model and comes out of it; above all the user's `transformation_fn`: its signature, its call, the
-checks of what it returns, and its random numbers.
+"""What goes into a model and comes out of it; above all the user's `transformation_fn`: its call, the checks of
+what it returns, and its random numbers.
 
 Training and predictions share these rules. Knows no framework, no engine and no processes. Any thread.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.checks import FUNCTION, WHOLE, make_choice, param
+from spark_elastic.checks import WHOLE, make_choice, param
 from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.errors import InvalidInput
@@ -33,25 +33,6 @@ class TransformationConfig:
     # Processes or threads of a worker that apply it; 0: the training thread does.
     transformation_workers: int = param(WHOLE, 0, may_change=True)
     transformation_pool: str = param(make_choice("process", "thread"), "process", may_change=True)
-
-
-def check_transformation(function: Any) -> Any:
-    """Check the parameter transformation_fn. Raises InvalidInput unless it is None or a function as above."""
-    if function is None:
-        return None
-    FUNCTION("transformation_fn", function)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return function  # it does not say what it takes
-    try:
-        signature.bind({}, **({"rng": None} if "rng" in signature.parameters else {}))
-    except TypeError:
-        raise InvalidInput(
-            f"transformation_fn takes {signature}: make it a function of (columns), or of (columns, rng) to draw "
-            "random numbers for each row."
-        ) from None
-    return function
 
 
 def takes_rng(function: Transformation) -> bool:
