@@ -65,14 +65,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-class SharpnessAwareSGD(torch.optim.SGD):
-    """Asks for its closure only once it is called, as SAM does."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        assert closure is not None, "Sharpness Aware Minimization requires closure"
-        return super().step(closure)
-
-
 class NeedsRate(torch.optim.SGD):
     """Has no default for its rate, as torch's SGD had none."""
 
@@ -174,15 +166,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"determinism": "bitwise", "model": torch.nn.Sequential(net(), torch.nn.SyncBatchNorm(3))},
         "layer '1', SyncBatchNorm, which computes statistics of all workers' rows: use torch.nn.BatchNorm1d",
-    ),
-    ({"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, whose step"),
-    (
-        {"optimizer": lambda p: torch.optim.LBFGS(list(p))},
-        "LBFGS, whose step evaluates the loss several times",
-    ),
-    (
-        {"optimizer": lambda p: SharpnessAwareSGD(p, lr=0.1)},
-        "SharpnessAwareSGD, whose step evaluates the loss several times",
     ),
     ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
