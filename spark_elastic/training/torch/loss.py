@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,8 +25,8 @@ from torch.nn.modules.loss import CTCLoss, _Loss
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from elastic_collectives import CollectiveError, Group
-from spark_elastic.errors import ElasticError, InvalidInput
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, read_later
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
@@ -340,40 +339,6 @@ class LossFn(ABC):
 
     @abstractmethod
     def __call__(self, model: nn.Module, part: Batch) -> LossResult: ...
-
-
-# Matches torch's errors about a layer or loss that does not take the type of its input. Other errors may print a tensor
-# with "dtype=".
-_DTYPE_ERROR = re.compile(
-    r"\b(dtype(?!=)|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
-)
-
-
-class DtypeHints(LossFn):
-    """Adds the types of the columns to the error of a layer or loss that takes other types."""
-
-    def __init__(self, loss_fn: LossFn, columns: Sequence[str], transformed: bool = False) -> None:
-        """columns: names of the features, then of the labels. transformed: a transformation made them."""
-        self._loss_fn, self._columns = loss_fn, columns
-        advice = "cast the column in Spark", "return it from transformation_fn with another type"
-        self._where = advice[transformed]
-        self.logs = loss_fn.logs
-
-    def begin(self, group: Group, batch: Batch, position: Position) -> None:
-        self._loss_fn.begin(group, batch, position)
-
-    def __call__(self, model: nn.Module, part: Batch) -> LossResult:
-        try:
-            return self._loss_fn(model, part)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, ElasticError | CollectiveError) or not _DTYPE_ERROR.search(str(error)):
-                raise  # a layer may speak to the other ranks
-            tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
-            given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
-            raise InvalidInput(
-                f"a layer of the model, or the loss, takes numbers of another type than it was given {given}: "
-                f"{self._where} (float32, or int64 for an Embedding), or cast the tensor in the model's forward."
-            ) from error
 
 
 class ModelLoss(LossFn):

@@ -47,7 +47,6 @@ from spark_elastic.training.torch.lightning import (
 )
 from spark_elastic.training.torch.loss import (
     Batch,
-    DtypeHints,
     FunctionLoss,
     LossFn,
     ModelLoss,
@@ -175,15 +174,12 @@ class TorchUserObjects:
         }
 
     def loss_fn(self, spec: TrainSpec) -> LossFn:
-        columns = [*(column.name for column in spec.features), *spec.config.data.label_cols]
-        return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
-
-    def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
         data, precision = spec.config.data, spec.config.optimizer.precision
         weighted = data.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, precision)
         if not self.losses:
+            columns = [*(column.name for column in spec.features), *data.label_cols]
             return LightningLoss(weighted, build_trainer_plan(spec), precision, columns)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, precision, data.label_cols)
