@@ -1,13 +1,11 @@
 """Mutual proof of the job's key, and the server's TLS certificate.
 
 A client begins each connection with a hello under a random nonce; the server answers with a session id. Each later
-request carries the session, a counter that grows with each request, and an HMAC-SHA256 over purpose, method, path,
-session, counter and body. The server remembers the last counter of each session, so a recorded request is refused when
-it is replayed: no clocks are needed. A server that forgot a session refuses its requests, and the client dials again.
-With each request a client names the sessions whose connections broke: what the network still holds of them is refused,
-so that no request takes effect after its own repeat, or after what its sender asked for next.
-Replies are signed over the request's session and counter and their own status and body, so that none can be exchanged
-for another. A session is not bound to the server's end of the connection: a proxy between may spread the requests.
+request carries the session, a counter that grows, and an HMAC-SHA256 over purpose, method, path, session, counter and
+body. The server remembers the last counter of each session, so replays are refused without clocks; one that forgot a
+session refuses its requests, and the client dials again. With each request a client names the sessions whose
+connections broke, so that none takes effect after its own repeat, or after what its sender asked for next. Replies are
+signed over the request's session and counter and their own status and body. A proxy between may spread the requests.
 
 TLS clients accept exactly the certificate that came with the job's key: they check no authority, name or date.
 """

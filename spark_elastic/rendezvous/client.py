@@ -1,8 +1,7 @@
 """The client of slots and workers: sends requests to the driver, proves the job's key, and checks the proof of replies.
 
-Synchronous. Any number of threads may share a client; `close` releases the threads that wait. All requests are
-idempotent, so after a broken connection the client dials again until its time is over. Proxies that the environment
-names are not used.
+Any number of threads may share one. All requests are idempotent, so it dials again after a broken connection until its
+time is over. Proxies of the environment are not used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The server's connections: one request of HTTP/1.1 at a time, with deadlines and bounds. Event loop thread.
 
-What they serve is one function. It sees the head of a request before any byte of the body is read, and answers, or
-gives the function that answers once the body is there. An answer that waits for a change is a `LongPoll`.
+One function sees the head of a request before any byte of the body is read, and answers, or gives the function that
+answers the body. An answer that waits for a change is a `LongPoll`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The messages that the rendezvous server answers by itself, and how all messages travel.
 
-Messages that the driver machine consumes are in `protocol.messages`. The path of a message is its class name, and the
-class of its reply is the parameter of its `DriverRequest` base class. Nothing here knows HTTP, JSON or threads.
+The path of a message is its class name, and the class of its reply is the parameter of its `DriverRequest` base class.
+Nothing here knows HTTP, JSON or threads.
 """
 
 from __future__ import annotations

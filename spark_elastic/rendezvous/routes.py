@@ -1,11 +1,8 @@
 """Admits requests, and handles them: what they post to the driver, and what they answer from the server's state.
 
-The checks run in order of their cost, so that unauthenticated requests are cheap: credentials of a known session (401,
-before any byte of the body is read), size (413), signature and replay (401), form and version (400). A 401 has no
-content.
-
-Runs in the server's event loop thread. Handlers never block: what must wait is returned as a long poll, which waits for
-a change of the state, for the end of its connection and for its deadline at the same time.
+Checks run in order of their cost: credentials of a known session (401 without content, before any byte of the body is
+read), size (413), signature and replay (401), form and version (400). Runs in the event loop's thread; what must wait
+is a long poll.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The status page: read-only pages for holders of its own token.
 
-The address in the job's log carries the token. The first visit sets a cookie, and the page removes the token from the
-address. Where an iframe blocks cookies, the page's script sends the token as a header. It accepts no POST, reads no
-body, and renders each page at most twice a second. Runs in the server's event loop thread.
+The address in the job's log carries it. The first visit sets a cookie, and the page removes the token from the address;
+where an iframe blocks cookies, its script sends it as a header. Each page is rendered at most twice a second, in the
+event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Describes the user's objects as text that is equal in every process, to compare them (R19, resuming a run).
 
-The text of a plain value is the value, that of an array or tensor its content; of a function its code, its closure and
-what it uses of its module's values, functions and classes; of a class the code of the methods that a framework calls
-and of those that these name; of any other object its class, and what of its attributes can be compared: numbers,
-arrays, functions, members of enums, records, and the user's callable objects. Functions and classes of frameworks have
-their names alone. It contains no addresses, no names of modules (a script is `__main__` in
-one process only), no line numbers, comments or docstrings, and no strings of the user's module or objects, which may be
-folders or dates. Pure; any thread.
+A plain value or an array is its content; a function its code, its closure and what it uses of its module; a class the
+code that a framework calls, with what that names; any other object its class and the attributes that can be compared.
+Frameworks have their names alone. No addresses, modules (a script is `__main__` in one process only), line numbers,
+comments, or strings of the user's, which may be folders or dates. Pure; any thread.
 """
 
 from __future__ import annotations

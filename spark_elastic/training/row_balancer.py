@@ -1,8 +1,7 @@
 """Divides the rows of a step among the ranks of a world by their measured speed.
 
-Every rank has a balancer of its own and feeds it with the same numbers, those of the step summaries (R6, step summary).
-So all ranks change the division after the same step. The rows of a step stay the same (P1, P2). PURE: no clock, no
-group. Training thread only.
+Every rank has one and feeds it with the numbers of the step summaries (R6), so all change the division after the same
+step, whose rows stay the same (P1, P2). PURE: no clock, no group. Training thread only.
 """
 
 from __future__ import annotations

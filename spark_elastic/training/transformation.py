@@ -1,5 +1,4 @@
-"""What goes into a model and comes out of it; above all the user's `transformation_fn`: its call, the checks of
-what it returns, and its random numbers.
+"""What goes into a model and comes out of it; above all the user's `transformation_fn` and its random numbers.
 
 Training and predictions share these rules. Knows no framework, no engine and no processes. Any thread.
 """

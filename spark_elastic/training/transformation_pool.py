@@ -1,8 +1,6 @@
 """Applies the user's `transformation_fn` to the steps of a stream, in processes or threads ahead of the training.
 
-Without workers the training thread calls the function itself. The main thread uses a pool; its workers see rows alone.
-Which rows a step has is the plan's business, and what a row draws is `RowRandom`'s: results do not depend on the
-workers.
+The main thread uses a pool; its workers see rows alone, so results do not depend on them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A process that applies the user's `transformation_fn`, and the training process's end of it.
 
 `python -m spark_elastic.training.transformation_process DESCRIPTOR PARENT FILES`: requests and answers are pickles in
-shared memory without a name, whose descriptors cross a socket, so nothing is left behind after any death. The process
-ends when the socket does, and the kernel kills it together with the training process.
+shared memory without a name, whose descriptors cross a socket: nothing stays after any death. The process ends with the
+socket, and the kernel kills it with the training process.
 """
 
 from __future__ import annotations

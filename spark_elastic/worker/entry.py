@@ -1,8 +1,7 @@
 """Main of a training process: `python -m spark_elastic.worker.entry`, started by a slot's agent or a fork server.
 
-Standard input brings a header line, the pickled program, and later one line that activates the process as a worker.
-Until then it is a warm spare with everything imported. At the end of standard input the slot is gone. The process ends
-with the exit code that the interpreter would give it, after a limited time for `atexit` functions.
+Standard input brings a header line, the pickled program, and later one line that activates the process as a worker:
+until then it is a warm spare with everything imported. At its end the slot is gone.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Main of a fork server: `python -m spark_elastic.worker.fork_server PARENT IMPORTS LEFT_OUT...`, started by a slot.
 
 Makes a program's early imports, a JSON list in the file with the descriptor IMPORTS, then forks a training process for
-each request on the socket that is its standard input. A forked process continues like a spawned one (`worker.entry`).
-The slot's process adopts it, so it does not depend on the server. The server has one thread and sees no job's key,
-program or rows: they arrive on the standard input of the forked process. It ends with the slot's process, or after
-`IDLE_SECONDS` without a process that it forked.
-
-A package after whose import no process could be forked is left out: the server begins anew without it, and each forked
-process imports it.
+each request on the socket that is its standard input; it continues like a spawned one (`worker.entry`), and the slot's
+process adopts it. The server has one thread and sees no job's key, program or rows. It ends with the slot's process, or
+after `IDLE_SECONDS` without a process that it forked. A package after whose import no process could be forked is left
+out: the server begins anew without it, and each forked process imports it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A user's function as a program, called in the worker's main thread; `Torchrun` gives it torchrun's surroundings.
 
-A function that uses `elastic.run` is called once and continues from world to world. Any other function is called again
-from its beginning in each world after a loss, in a new process: libraries keep much in one that they set up once. A
-planned change waits for its end.
+One that uses `elastic.run` is called once and continues from world to world. Any other is called again in each world
+after a loss, in a new process: libraries keep much in one. A planned change waits for its end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The worker's loop, which executes the commands of the worker machine around the user's program.
 
-The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch`
-polls the driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread
-that learns of an abort executes it. Another thread of `DriverWatch` sends the newest metrics.
+The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`); a thread polls the driver
+(`DriverWatch`). Both post to the machine, which a lock owns; who learns of an abort executes it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a worker runs: a program that can be interrupted and continued in another world; its results and
-errors, and how its process ends.
+"""What a worker runs: a program that can be continued in another world; its results, errors, and its process's end.
 
-A process that user code forks (`os.fork`) has its parent's sockets, shared memory and identity, but is no worker: it
-ends where the user's code ends, and a group refuses it (`elastic_collectives`). Any thread.
+A process that user code forks has its parent's sockets, shared memory and identity, but is no worker: it ends where the
+user's code ends, and a group refuses it. Any thread.
 """
 
 from __future__ import annotations

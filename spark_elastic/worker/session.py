@@ -2,9 +2,8 @@
 are in their loop. Training thread only.
 
 R21 (outside of the loop): outside of its elastic loop, while others are inside of theirs, a program runs alone in a
-world of one worker, so that no exchange of its own meets those of the others. A mark in the driver's key-value store
-says that a worker of the job has begun its loop: a newcomer that finds it runs its program up to the loop first, and
-asks for a world then.
+world of one worker. A mark in the driver's key-value store says that a worker has begun its loop: a newcomer that finds
+it runs its program up to the loop first, and asks for a world then.
 """
 
 from __future__ import annotations

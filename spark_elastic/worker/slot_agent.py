@@ -1,8 +1,7 @@
 """The agent of a slot: registers the slot, keeps one worker and one warm spare alive, sends heartbeats and log lines.
 
-Runs in the main thread of the slot's task; knows no Spark. Its helper threads only post to its queue or talk to the
-driver: one polls for commands, one sends heartbeats, one sends lines. A failure of a worker is reported, never raised,
-and no error ends such a thread: a machine may lack descriptors or memory for a moment.
+Runs in the main thread of the slot's task; knows no Spark. Helper threads poll for commands, send heartbeats and lines.
+A worker's failure is reported, never raised, and a lack of descriptors or memory ends no thread.
 """
 
 from __future__ import annotations

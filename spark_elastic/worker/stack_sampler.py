@@ -1,12 +1,10 @@
 """Shows a slot what its training process does, even while that process is stopped or holds the GIL.
 
-Slot and child share two anonymous files. One holds numbers: since when the child waits for others or works, when the
-newest sample was taken, and when the driver last answered the slot; and, once the child has ended, the activation of
-the process that takes its place, if one has to (`entry.Activation`). The other holds the newest stack of the child's
-main thread. A Python thread of the child writes it twice a second. If that thread no longer gets the GIL, the slot
-sends a signal, upon which the main thread itself writes its stack (`faulthandler`). `faulthandler`'s watchdog is not
-used: it reads the stacks of other threads without the GIL, and crashed one in forty of the processes that were stopped
-for longer than its timeout and then continued.
+They share two anonymous files: one of numbers (since when the child waits or works, the newest sample, the driver's
+last answer to the slot) and the activation of its successor, one with the newest stack of its main thread. A thread of
+the child writes that twice a second; if it does not get the GIL, the slot sends a signal, upon which the main thread
+writes it (`faulthandler`). `faulthandler`'s watchdog, which reads stacks without the GIL, crashed one in forty of the
+processes that were stopped for longer than its timeout and then continued.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Keras's own callbacks in an elastic training: each hook is called once for each finalized step or epoch.
 
-The attributes of a callback are part of the state, as far as they are plain values and arrays. Callbacks that write
-files run on rank 0 alone, and their attributes follow rank 0 after each epoch. `on_train_batch_end` is called once the
-step is final (R1, finalized steps), that is after the next step's `on_train_batch_begin`, and gets only the loss.
-`on_test_batch_*` are not called. Main thread only.
+Attributes that are plain values and arrays are part of the state. Callbacks that write files run on rank 0 alone, and
+their attributes follow it. `on_train_batch_end` is called once the step is final (R1, finalized steps), after the next
+one's begin, with only the loss. `on_test_batch_*` are not called. Main thread only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The losses and metrics that a Keras model was compiled with, for steps whose rows are split over workers.
 
-Losses are sums over rows, so that any split of a step's rows gives the same gradient (R8, weighting). Metrics are
-exact, since every rank gets the rows of the whole step, in rank order; their accumulators are equal everywhere and part
-of the state. Main thread only.
+Losses are sums over rows (R8, weighting). Metrics get the rows of the whole step, in rank order; their accumulators are
+equal everywhere and part of the state. Main thread only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One optimizer step of the whole world: gradients over this rank's rows, their sum, the optimizer's step.
+"""One optimizer step of the whole world, as `training.trainer.ModelStep`.
 
-See `training.trainer.ModelStep`. With `loss_scope="step"` each rank computes the losses of all rows, and their gradient
-by its own outputs, which its backward passes carry on to the weights (GradCache). What layers add (`add_loss`,
-penalties) stays a sum over passes. Main thread only.
+With `loss_scope="step"` as in `training.torch.step`; what layers add (`add_loss`, penalties) stays a sum over passes.
+Main thread only.
 """
 
 from __future__ import annotations

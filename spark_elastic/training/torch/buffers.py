@@ -1,9 +1,8 @@
 """What a forward pass changes besides gradients: module buffers and random generators.
 
-An aborted step puts buffers back (R3, aborted forward). What an applied step wrote is brought together, so that all
-ranks hold what one process would. How follows from what a buffer is: each of `MERGES` is tried on some rows of the
-first step that writes the buffer, as a forward pass of all of them shows what is right. All ranks choose alike, as part
-of the state. Main thread only.
+An aborted step puts buffers back (R3, aborted forward). What an applied step wrote becomes what one process would have:
+each of `MERGES` is tried on some rows of the first step that writes the buffer. All ranks choose alike, as part of the
+state. Main thread only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Callbacks of the estimator's training, those that come with it, `progress` for code that runs inside a step, and the
-list that calls them and makes all ranks follow the decisions of rank 0's (R6, step summary).
+"""Callbacks of the estimator's training, and the list that calls them and makes all ranks follow rank 0 (R6).
 
-They run on all workers, which hold the same numbers, so that replicas stay equal. The public attributes of a callback
-are part of the state that newcomers receive and checkpoints contain. Main thread only.
+They run on all workers, which hold the same numbers, so that replicas stay equal. Main thread only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Results that do not depend on who computes a row: `RowDropout`, and what `determinism="bitwise"` asks of a process
-and of a model.
+"""Results that do not depend on who computes a row: `RowDropout`, and what `determinism="bitwise"` asks.
 
-torch's kernels give the same bits for the same shapes if the number of threads, the processor and the alignment of
-memory are the same. Training thread only.
+torch's kernels give the same bits for the same shapes if number of threads, processor and alignment of memory are the
+same. Training thread only.
 """
 
 from __future__ import annotations

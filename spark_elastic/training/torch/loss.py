@@ -1,9 +1,8 @@
 """The loss of one part of a rank's rows: the forms of the user's loss, each with the model's forward pass.
 
-Each call returns (sum, denominator). Over all ranks and parts, sum(sums) / sum(denominators) is the loss that one
-process would have computed for the whole batch, so any split of a batch gives the same gradient (R8, weighting).
-A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their plain
-mean. A function of torch that divides by something else is recognized, also inside a `partial`. Main thread only.
+Over all ranks and parts, sum(sums) / sum(denominators) is the loss that one process would have computed for the whole
+batch (R8, weighting). A loss is a module, or a function of (output, label, ...) that returns one number per row or
+their plain mean; functions of torch that divide by something else are recognized. Main thread only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Metrics of an epoch, exact for any division of its rows: every rank receives the rows of the whole step.
+"""Metrics of an epoch, exact for any division of its rows: every rank receives outputs and labels of the whole step.
 
-The ranks exchange outputs and labels once per step. Accumulators are equal on all ranks and part of the state. A metric
-is a function of (output, label) that returns a mean over rows or a number for each row, or an object with `update`,
-`compute` and `reset` (torchmetrics). Gathered rows count once `commit` is called, in the step's apply section. Main
-thread only.
+A metric is a function of (output, label) that returns a mean over rows or a number for each row, or an object with
+`update`, `compute` and `reset` (torchmetrics), which is part of the state. Main thread only.
 """
 
 from __future__ import annotations

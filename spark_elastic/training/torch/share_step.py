@@ -1,13 +1,10 @@
 """A step in bitwise mode: computed by virtual shares, whose results are brought together alike in every world.
 
-Which rows a share has, the numbers that it draws and the buffers that it begins with do not depend on the rank that
-computes it. Gradients are added in the tree of `gradients.share_mode`. Losses and buffers of all shares are gathered by
-every rank and added one after the other.
+A share's rows, random numbers and first buffers do not depend on the rank that computes it. Gradients are added in the
+tree of `gradients.share_mode`; losses and buffers of all shares are gathered, and added one after the other.
 
-Against silent corruption other ranks compute one share, too, now and then, and compare the bits of its gradients. Every
-rank draws the same share and the same witnesses from the position. A witness reads the share's rows itself and computes
-with its own weights, so a flipped bit in rows, weights or arithmetic of any of them shows. All ranks learn the outcome
-alike, before the step is applied. Main thread only.
+Against silent corruption other ranks, drawn by all from the position, compute a share, too, now and then, from rows
+that they read themselves, and compare the bits of its gradients, before the step is applied. Main thread only.
 """
 
 from __future__ import annotations

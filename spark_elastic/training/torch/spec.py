@@ -1,9 +1,7 @@
 """The user's objects of a torch training, their digests, the optimizer, and the batches that model and loss receive.
 
-`TorchUserObjects` is shipped to the workers. Its digests are equal in every process, so that a resumed run can be
-compared with the run that it continues (R19, resuming a run). The digest of the initial weights alone may differ: a
-process that sets no seed draws new ones. Digests only read; where something must be built, it is built on a copy. Any
-thread.
+Digests are equal in every process, to compare a resumed run (R19, resuming a run); that of the weights may differ, if
+no seed was set. They only read; where something must be built, it is built on a copy. Any thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One optimizer step of the whole world: forward, backward, exchange, apply. See `training.trainer.ModelStep`.
 
-With `loss_scope="step"` the loss is of all rows of a step, whatever the world (R8, weighting; R9, scope of P2): the
-ranks gather outputs, labels and weights, in the order of the step's rows. Each computes the same loss of all rows, and
-its gradient by the outputs of its own rows, which their backward passes carry on to the weights (GradCache). The rank
-with the step's first row reports the loss. Main thread only.
+With `loss_scope="step"` the ranks gather outputs, labels and weights in the order of the step's rows (R8, weighting;
+R9, scope of P2). Each computes the same loss of all rows, and its gradient by its own outputs, which its backward
+passes carry on to the weights (GradCache). The rank with the first row reports the loss. Main thread only.
 """
 
 from __future__ import annotations
