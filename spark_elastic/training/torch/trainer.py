@@ -27,7 +27,6 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress, check_watched_names
@@ -71,17 +70,11 @@ class ArrivingBatch(NamedTuple):
     batch: Batch  # on the device; complete once `arrival` is
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
-
-def _list_tensors(batch: Batch) -> list[torch.Tensor]:
-    parts = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
-    return [tensor for tensors in parts for tensor in tensors if tensor is not None]
-
-
-def _advise_on_memory(config: FitConfig) -> str:
-    return (
-        f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
-        "precision='bf16', or see that no other process uses this GPU"
-    )
+    def wait(self) -> Batch:
+        parts = [(*part.features, *part.labels, part.weights) for part in self.batch.shares or (self.batch,)]
+        if self.arrival is not None:
+            self.arrival.wait([tensor for tensors in parts for tensor in tensors if tensor is not None])
+        return self.batch
 
 
 class TorchTrainer(ModelTrainer):
@@ -126,31 +119,34 @@ class TorchTrainer(ModelTrainer):
         if self._exchange is not None:
             return
         config, model = self._spec.config, self.state.model
-        self._memory_advice = ExhaustedMemoryAdvice(_advise_on_memory(config))
+        self._memory_advice = ExhaustedMemoryAdvice(
+            f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
+            "precision='bf16', or see that no other process uses this GPU"
+        )
         with self._memory_advice:
             move_to_device(model, self.state.optimizer, self._device)
         if config.optimizer.compile_model:
             model.compile()
-        options = options_from_env(
-            wire=config.exchange.gradient_compression,
-            shares=config.exchange.shares,
-            arithmetic=describe_arithmetic() if config.exchange.shares else "",
+        shares, wire = config.exchange.shares, config.exchange.gradient_compression
+        arithmetic = describe_arithmetic() if shares else ""
+        options = options_from_env(wire=wire, shares=shares, arithmetic=arithmetic)
+        thread, count = get_collective_thread, count_summary_bytes
+        self._exchange = exchange = GradientExchange(
+            model.named_parameters(), options, get_thread=thread, count_message_bytes=count
         )
-        self._exchange = GradientExchange(
-            model.named_parameters(),
-            options,
-            get_thread=get_collective_thread,
-            count_message_bytes=count_summary_bytes,
-        )
-        kind, exchange = ShareStep if config.exchange.shares else TrainStep, self._exchange
         others = self._ledger, self._metrics[0], self._scaling
+        kind = ShareStep if shares else TrainStep
         self._train_step = kind(self.state, self._loss_fn, exchange, config, *others)
         shows_model = any(not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks)
-        self._train_step.shows_buffers = not config.exchange.shares and shows_model
+        self._train_step.shows_buffers = not shares and shows_model
         every = config.exchange.verify_steps
         if every and isinstance(self._train_step, ShareStep):
             bound = bind_transformation(config, self._objects.transformation)
-            self._train_step.checker = ShareChecker(self._spec, every, bound, self._build_checked_shares)
+
+            def build(rows: StepRows, rank: int) -> Batch:
+                return self._start_build(rows, rank).wait()
+
+            self._train_step.checker = ShareChecker(self._spec, every, bound, build)
 
     @property
     def bulk_seconds(self) -> float | None:
@@ -193,10 +189,8 @@ class TorchTrainer(ModelTrainer):
     def _build(self, rows: StepRows, group: Group) -> Batch:
         coming, self._coming = self._coming, None
         if coming is None or coming.rows.row_ids is not rows.row_ids:
-            coming = self._start_build(rows, group)
-        if coming.arrival is not None:
-            coming.arrival.wait(_list_tensors(coming.batch))
-        return coming.batch
+            coming = self._start_build(rows, group.rank)
+        return coming.wait()
 
     def _build_ahead(self, call: StepCall) -> None:
         """Start to copy the next step's batch to the device, which computes meanwhile."""
@@ -204,18 +198,12 @@ class TorchTrainer(ModelTrainer):
             return
         with suppress(Exception):  # what the user's function raises is raised again when its step begins
             rows = call.get_next_rows()
-            self._coming = None if rows is None else self._start_build(rows, call.group)
+            self._coming = None if rows is None else self._start_build(rows, call.group.rank)
 
-    def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
+    def _start_build(self, rows: StepRows, rank: int) -> ArrivingBatch:
         shared = self._spec.config.exchange.shares
-        batch = build_shares(self._batches, rows, group.rank) if shared else self._batches.build(rows)
+        batch = build_shares(self._batches, rows, rank) if shared else self._batches.build(rows)
         return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
-
-    def _build_checked_shares(self, rows: StepRows, rank: int) -> Batch:
-        batch = build_shares(self._batches, rows, rank)
-        if self._copier is not None:
-            self._copier.record().wait(_list_tensors(batch))
-        return batch
 
     def _validate(self, batch: Batch, part_number: int, step_loss: StepLoss | None) -> tuple[HostSum, float]:
         """The loss and its denominator; or outputs go to `step_loss`. part_number: of the rank or virtual share."""
@@ -275,9 +263,11 @@ def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: b
     prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
     # The user's own callbacks may add any number in `on_epoch_end`.
     may_add = any(not _is_own(callback.on_epoch_end) for callback in objects.callbacks)
-    check_watched_names(
-        objects.watched, known, validates, lambda n: may_add or n in NOT_METRICS or n.startswith(prefixes)
-    )
+
+    def may_exist(name: str) -> bool:
+        return may_add or name in NOT_METRICS or name.startswith(prefixes)
+
+    check_watched_names(objects.watched, known, validates, may_exist)
 
 
 def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
