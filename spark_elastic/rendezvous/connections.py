@@ -279,6 +279,8 @@ class Connection(asyncio.Protocol):
 # Connections; a whole queue at once could use up the files before the first ones are closed.
 ACCEPT_BATCH = 64
 UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
+# Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Connections:
@@ -311,7 +313,9 @@ class Connections:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             accepted.setblocking(False)
-            enable_keepalive(accepted)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
             connection = Connection(self, accepted)
             self._all.add(connection)
             self.unauthenticated[connection] = None
@@ -362,13 +366,3 @@ class Connections:
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)
         await asyncio.sleep(0)  # their transports close
-
-
-# Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-
-
-def enable_keepalive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)

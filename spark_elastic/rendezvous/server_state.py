@@ -28,26 +28,23 @@ SMALL_WORLD = 64
 GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 
-@dataclass(frozen=True)
-class KeyValueLimits:
-    scopes: int = 256  # of the store; a generation's is counted, but never refused
-    keys: int = 65536  # of one scope
-    key_bytes: int = 512  # characters of one key
-    value_bytes: int = 4 << 20  # of one value
-    total_bytes: int = 256 << 20  # of all values together
-
-
 def name_generation_scope(generation: int) -> str:
     return f"{GENERATION}{generation}"
 
 
+@dataclass(eq=False)
 class KeyValueStore:
     """Values by scope and key. A generation's scope is open while its world is, so that a late writer does not reach
     the next one: else StaleGeneration. Others are opened by their first write. InvalidInput: a limit would be
     exceeded."""
 
-    def __init__(self, bounds: KeyValueLimits | None = None) -> None:
-        self._bounds = bounds or KeyValueLimits()
+    most_scopes: int = 256  # a generation's is counted, but never refused
+    most_keys: int = 65536  # of one scope
+    key_bytes: int = 512  # characters of one key
+    value_bytes: int = 4 << 20  # of one value
+    total_bytes: int = 256 << 20  # of all values together
+
+    def __post_init__(self) -> None:
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._comparisons: dict[str, dict[str, bool]] = {}  # by scope and token: whether it changed
         self._bytes = 0
@@ -66,11 +63,10 @@ class KeyValueStore:
     def set(self, scope: str, key: str, value: bytes) -> None:
         entries = self._scope(scope, create=True)
         grown = self._bytes + len(value) - len(entries.get(key, b""))
-        bounds = self._bounds
-        if len(value) > bounds.value_bytes or len(key) > bounds.key_bytes:
-            most = bounds.value_bytes
+        if len(value) > self.value_bytes or len(key) > self.key_bytes:
+            most = self.value_bytes
             raise InvalidInput(f"The value of {key[:80]!r} has {len(value)} bytes; {most} is the most.")
-        if grown > bounds.total_bytes or (key not in entries and len(entries) >= bounds.keys):
+        if grown > self.total_bytes or (key not in entries and len(entries) >= self.most_keys):
             raise InvalidInput(f"The key-value store is full; scope {scope[:80]!r} cannot take {key[:80]!r}.")
         entries[key] = value
         self._bytes = grown
@@ -95,7 +91,7 @@ class KeyValueStore:
             self.set(request.scope, request.key, request.desired)
         elif changed:
             self._bytes -= len(entries.pop(request.key, b""))
-        if len(comparisons) >= self._bounds.keys:
+        if len(comparisons) >= self.most_keys:
             del comparisons[next(iter(comparisons))]  # the oldest, which no client sends again
         comparisons[request.token] = changed
         return Comparison(changed, entries.get(request.key))
@@ -106,7 +102,7 @@ class KeyValueStore:
                 raise StaleGeneration(f"{name} is not open.")
             if not create:
                 return {}
-            if len(self._scopes) >= self._bounds.scopes:
+            if len(self._scopes) >= self.most_scopes:
                 raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
         return self._scopes.setdefault(name, {})
 

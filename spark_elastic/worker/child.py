@@ -130,13 +130,6 @@ class Child:
             self.process.send_signal(DUMP_SIGNAL)  # the next sample contains the stack that it then writes
         return sample
 
-    def read_wait(self, now: float) -> float:
-        """Seconds for which it has waited for others; 0.0: it works. now: of this machine's monotonic clock."""
-        return self.reader.read_wait(now)
-
-    def record_driver_seen(self, at: float) -> None:
-        self.reader.record_driver_seen(at)
-
     def kill(self) -> None:
         self.process.kill()
 

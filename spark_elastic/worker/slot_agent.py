@@ -308,7 +308,7 @@ class SlotAgent:
                 patience = HEARTBEAT_PATIENCE * self._heartbeat_every
                 self._heartbeat_every = self.client.ask(heartbeat, patience=patience).heartbeat_interval
                 if child is not None:
-                    child.record_driver_seen(self.client.last_answered_at())
+                    child.reader.record_driver_seen(self.client.last_answered_at())
                 failed = ""
             except ElasticError:
                 continue  # the watch thread handles a silent driver
@@ -333,7 +333,7 @@ class SlotAgent:
     def _has_news(self, child: Child) -> bool:
         if child.state() == STOPPED:
             return True
-        return not self._reported_wait and child.read_wait(self.clock.now()) >= REPORT_WAIT
+        return not self._reported_wait and child.reader.read_wait(self.clock.now()) >= REPORT_WAIT
 
     def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
         slot = self.identity.slot

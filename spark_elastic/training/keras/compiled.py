@@ -173,11 +173,6 @@ def _check_values(values: Any, label: Any, output: Any) -> None:
         )
 
 
-def find_loss_arguments(loss: Any) -> dict[str, Any]:
-    """What a Keras loss gives the function that it stands for."""
-    return getattr(loss, "_fn_kwargs", {})
-
-
 def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
     path, loss, weight, name = flat
     chosen = loss.reduction
@@ -186,7 +181,7 @@ def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
     # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
     summed = object.__new__(type(loss))
     vars(summed).update(vars(loss), reduction="none")
-    ignored = find_loss_arguments(loss).get("ignore_class")
+    ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
     weight = 1.0 if weight is None else float(weight)
     return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
 
