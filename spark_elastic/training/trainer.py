@@ -7,7 +7,7 @@ import threading
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -203,23 +203,19 @@ class ModelTrainer(ABC):
     def close(self) -> None: ...
 
 
-def defer_interrupts() -> AbstractContextManager[object]:
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
     """The apply section of a step (R1, finalized steps): nothing interrupts it, and Ctrl-C waits until it ends."""
-    if threading.get_ident() != threading.main_thread().ident:
-        return nullcontext()  # signals interrupt the main thread only
-    return _DeferredInterrupts()
-
-
-class _DeferredInterrupts:
-    """Each step enters one, so it is no generator function."""
-
-    def __enter__(self) -> None:
-        self._received: list[int] = []
-        self._former = set_handler(signal.SIGINT, lambda number, frame: self._received.append(number))
-
-    def __exit__(self, *error: object) -> None:
-        set_handler(signal.SIGINT, self._former)
-        for number in self._received[:1]:
+    if threading.get_ident() != threading.main_thread().ident:  # signals interrupt the main thread only
+        yield
+        return
+    received: list[int] = []
+    former = set_handler(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGINT, former)
+        for number in received[:1]:
             signal.raise_signal(number)
 
 

@@ -108,7 +108,10 @@ def align_batch(batch: Any) -> Any:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.data_ptr() % ALIGN == 0
+    on_host = (
+        tensor.layout is torch.strided and tensor.device.type == "cpu"
+    )  # on a device it may be arriving still
+    return not on_host or tensor.data_ptr() % ALIGN == 0
 
 
 def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division, compute_share_bounds, draw_permutation
-from spark_elastic.gradients.devices import CPU, HostSum
+from spark_elastic.gradients.devices import HostSum
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
@@ -35,7 +35,7 @@ from spark_elastic.training.torch.buffers import (
     copy_attributes,
     restore_attributes,
 )
-from spark_elastic.training.torch.determinism import is_aligned
+from spark_elastic.training.torch.determinism import align_batch
 from spark_elastic.training.torch.loss import Batch
 from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.spec import BatchBuilder
@@ -262,9 +262,5 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
 
 
 def _align(batch: Batch) -> Batch:
-    def align(tensor: Tensor) -> Tensor:
-        return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
-
-    weights = None if batch.weights is None else align(batch.weights)
-    features, labels = (tuple(map(align, side)) for side in (batch.features, batch.labels))
-    return replace(batch, features=features, labels=labels, weights=weights)
+    sides = {name: getattr(batch, name) for name in ("features", "labels", "weights")}
+    return replace(batch, **align_batch(sides))
