@@ -55,7 +55,6 @@ def parse_credentials(header: str) -> Credentials | None:
 
 
 def create_id() -> str:
-    """32 unpredictable characters."""
     return secrets.token_hex(16)
 
 
@@ -122,7 +121,6 @@ class Sessions:
         return True
 
     def end(self, sessions: Iterable[str]) -> None:
-        """Take no further request of these."""
         for session in sessions:
             if self.is_known(session) and (session in self._counts or len(self._counts) < self._max_used):
                 self._counts[session] = HIGHEST_COUNT

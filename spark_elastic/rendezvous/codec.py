@@ -85,7 +85,6 @@ def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `encode_numbers` was given."""
     return {name: float(value) if value in NON_FINITE else value for name, value in values.items()}
 
 

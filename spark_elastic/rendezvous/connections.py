@@ -41,7 +41,6 @@ class LongPoll:
     respond: Callable[[Callable[[], object]], object] = lambda compute: None
 
     def start(self, send: Callable[[Response], None]) -> None:
-        """Wait; `send` is called once, unless `cancel` is called before."""
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._is_woken = False
@@ -200,7 +199,6 @@ class Connection(asyncio.Protocol):
     # ---- requests
 
     def _read(self) -> None:
-        """Answer what has come whole; up to the first answer that is awaited."""
         while self._pending is None and not self._is_closing():
             if self._answer_body is None:
                 if not self._read_head():

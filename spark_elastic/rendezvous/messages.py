@@ -197,11 +197,9 @@ REQUESTS: tuple[type[DriverRequest[Any]], ...] = (
 
 
 def path_of(request: type[DriverRequest[Any]]) -> str:
-    """The path to which the request is posted."""
     return f"/rendezvous/{request.__name__}"
 
 
 def reply_of(request: type[DriverRequest[R]]) -> type[R]:
-    """The class of the reply to a request."""
     (reply,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return typing.cast("type[R]", reply)

@@ -94,7 +94,6 @@ class RendezvousServer:
         self._submit(lambda: self._state.abort(fence, reason))
 
     def announce(self, version: MembershipVersion) -> None:
-        """Tell every watcher the newest membership version."""
         self._submit(lambda: self._state.announce(version))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:

@@ -185,7 +185,6 @@ class ServerState:
                 self.waiters.wake((Subject.VALUES, name_generation_scope(self._world.fence.generation)))
 
     def find_addresses(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Of these members of the newest world."""
         members = self._world.members if self._world is not None else ()
         return tuple(self.addresses.get(members[rank].worker, "") for rank in ranks)
 

@@ -56,7 +56,6 @@ class StatusApp:
         self._rendered: dict[str, tuple[float, bytes]] = {}
 
     def url(self, server: str) -> str:
-        """What people open. server: its url."""
         return f"{server}{ROOT}?token={self.token}"
 
     def handles(self, request: HttpRequest) -> bool:

@@ -66,7 +66,6 @@ class LocalBatch(Generic[R]):
             yield self.cut(slice(len(self) * number // parts, len(self) * (number + 1) // parts))
 
     def cut(self, part: slice) -> LocalBatch[R]:
-        """Some of these rows, of the same step."""
         on_host = self.on_host
         return LocalBatch(
             self.planned,
@@ -113,11 +112,9 @@ class StepMetrics(ABC):
         self._gathered = [unpack_arrays(each) for each in group.allgather_bytes(blob)]
 
     def discard(self) -> None:
-        """Drop the rows of a step that was aborted."""
         self._drop()
 
     def commit(self) -> None:
-        """Count the gathered rows: the step is applied."""
         gathered = self._gathered
         self._drop()
         for logged in (part for parts, _ in gathered for part in parts):

@@ -106,7 +106,6 @@ class DataConfig:
 
     @property
     def validation_batch(self) -> int:
-        """Rows of one forward pass of a worker in validation."""
         return self.val_batch_size or self.batch_size
 
     @property

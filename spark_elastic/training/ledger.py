@@ -35,7 +35,6 @@ class Ledger:
             self._file = open(f"{self._prefix}.jsonl", "ab", buffering=0)  # noqa: SIM115 - closed in close()
 
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        """Record the rows of a step before this rank contributes to it."""
         if self._folder is not None:
             self._write("contributes", fence, position, rows=row_ids.tolist())
             self._flush()

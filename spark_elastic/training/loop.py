@@ -42,8 +42,6 @@ COMMIT_SHARE = 0.05  # of the time, that it spends for commits beyond that
 
 
 class TrainingLoop:
-    """What a worker of an estimator runs."""
-
     def __init__(
         self,
         spec: TrainSpec,

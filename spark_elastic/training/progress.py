@@ -33,7 +33,6 @@ class StepSums:
     has_weight: bool = False  # a row had a sample weight other than 0, or rows have none
 
     def add(self, decision: StepDecision, world_size: int, seconds: float) -> None:
-        """Add a step that was applied."""
         self.loss += decision.loss
         self.divisor += decision.denominator
         self.rows += decision.rows
@@ -82,16 +81,13 @@ class TrainingProgress:
     train_metrics: dict[str, Any] = field(default_factory=dict)
 
     def begin_epoch(self) -> None:
-        """Clear what belongs to one epoch."""
         self.epoch, self.validation = StepSums(), StepSums()
 
     def to_values(self) -> dict[str, Any]:
-        """A copy as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> TrainingProgress:
-        """The progress that `to_values` described."""
         epoch, validation = StepSums(**values["epoch"]), StepSums(**values["validation"])
         return cls(**{**values, "epoch": epoch, "validation": validation})
 
@@ -129,7 +125,6 @@ def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_classes(callbacks: Sequence[Any]) -> list[str]:
-    """The class of each, as it is kept beside its state."""
     return [type(callback).__name__ for callback in callbacks]
 
 

@@ -43,11 +43,9 @@ class TrainSpec:
 
     @property
     def plan(self) -> DataPlan:
-        """The order of the rows that are trained on."""
         return self.rows.plan
 
     def open_reader(self, rows: Rows) -> tuple[Reader, StepLoader]:
-        """Reader and loader of the columns that the training uses."""
         columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.data.used_cols)]
         cache_bytes = sys.maxsize if self.config.data.inmemory_cache_all else DEFAULT_CACHE_BYTES
         names = [column.name for column in columns]

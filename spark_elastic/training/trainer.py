@@ -158,7 +158,6 @@ class ModelTrainer(ABC):
 
     @property
     def work(self) -> WorkClock:
-        """Measures the training steps."""
         return self._train_step.work
 
     @property

@@ -27,15 +27,12 @@ Transformation = Callable[..., Mapping[str, Any]]  # of (columns), or of (column
 
 @dataclass(frozen=True, kw_only=True)
 class TransformationConfig:
-    """Where transformation_fn runs."""
-
     # Processes or threads of a worker that apply it; 0: the training thread does.
     transformation_workers: int = param(WHOLE, 0, may_change=True)
     transformation_pool: str = param(make_choice("process", "thread"), "process", may_change=True)
 
 
 def takes_rng(function: Transformation) -> bool:
-    """Whether it has a parameter `rng`."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -26,15 +26,12 @@ STEPS_AHEAD = 2  # steps that are transformed or ready, per worker of the pool; 
 
 
 class PendingStep:
-    """A step whose rows may not be transformed yet."""
-
     def __init__(self, rows: StepRows, transform: Callable[[], ColumnArrays] | Future[ColumnArrays]) -> None:
         """rows: as they are stored. transform: a function that does it here, or the future of a worker of the pool."""
         self.rows, self._transform = rows, transform
         self._finished: StepRows | None = None
 
     def is_ready(self) -> bool:
-        """Whether `finish` waits for no worker of the pool."""
         return not isinstance(self._transform, Future) or self._transform.done()
 
     def finish(self) -> StepRows:

@@ -85,7 +85,6 @@ class TransformationProcess:
         return columns
 
     def close(self) -> None:
-        """Kill the process; an `apply` under way raises."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -103,7 +102,6 @@ class TransformationProcess:
 
 
 def main() -> None:
-    """The process: requests in, answers out."""
     descriptor, parent, files = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver

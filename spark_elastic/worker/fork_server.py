@@ -48,8 +48,6 @@ class _InForkedProcess(BaseException):
 
 @dataclass(frozen=True)
 class _Request:
-    """For one process."""
-
     descriptors: tuple[int, ...]  # standard input and output of the new process, then its `ChildFds`
     reply: socket.socket  # to the slot, which cancels the request by closing its end
 
@@ -198,7 +196,6 @@ def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
 
 
 def _find_threads() -> list[str]:
-    """Those that a fork would lose."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended

@@ -224,7 +224,6 @@ class ForkedProcess:
                     self._reply.shutdown(socket.SHUT_RDWR)
 
     def _begin(self) -> AdoptedProcess | subprocess.Popen[bytes] | None:
-        """Adopt or spawn the process; None: it was killed before it existed."""
         process = self._adopt()
         with self._lock:
             if process is None and not self._killed:
@@ -238,7 +237,6 @@ class ForkedProcess:
             return self._process
 
     def _adopt(self) -> AdoptedProcess | None:
-        """The forked process, as a child of this one; None: there is none."""
         answer, *notes = _receive(self._reply).decode(errors="replace").split("\n")
         forked = answer.isdigit()
         self._died_importing = not answer

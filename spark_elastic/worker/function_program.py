@@ -69,7 +69,6 @@ class FunctionProgram:
         self.imports = imports
 
     def prepare(self) -> None:
-        """Import what loading the function imports."""
         cloudpickle.loads(self.pickled_call)
 
     def position(self) -> Position | None:
@@ -140,7 +139,6 @@ class ResultStore:
         return StoredResult(name)
 
     def take(self, stored: StoredResult) -> Any:
-        """Return the value, and remove it from the store."""
         store = Store.open(self.url, **self.options)
         value = cloudpickle.loads(store.read_bytes(stored.name))
         store.delete(stored.name)

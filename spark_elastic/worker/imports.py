@@ -149,6 +149,5 @@ def is_installed(text: str) -> bool:
 
 
 def is_installed_spec(spec: ModuleSpec) -> bool:
-    """Whether a package that is no part of Python was installed."""
     places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
     return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places)

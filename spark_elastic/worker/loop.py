@@ -112,7 +112,6 @@ class GroupConnector:
         return self.wait_recorder.watch_group(group)
 
     def connect_alone(self, world: WorldView) -> Group:
-        """The group of a world of one, which no other group's end ends."""
         fence = world.fence.attempt, world.fence.generation
         return connect(self._endpoint, 0, 1, fence, lambda blob: [blob], timeout=self._timeout)
 
@@ -255,7 +254,6 @@ class WorkerLoop:
         return self._await_run(command)
 
     def _await_run(self, command: do.Sync | do.Run | do.Exit) -> tuple[WorldView, Group]:
-        """For a program inside `run`: go on to the world in which it runs."""
         while isinstance(command, do.Sync):
             command = self._advance(self._run_program(command))
         if isinstance(command, do.Exit):
@@ -299,7 +297,6 @@ class WorkerLoop:
         return None
 
     def _ask(self, message: messages.RequestNextWorld | messages.WorkerDone) -> on.WorkerEvent:
-        """Repeat a long poll until it brings a world or the end."""
         if isinstance(message, messages.RequestNextWorld):
             set_context(self._context_between_worlds)
         else:
@@ -473,7 +470,6 @@ class DriverWatch:
         self._latest = metrics
 
     def send_metrics(self) -> None:
-        """Send the newest metrics now, if there are any. Any thread."""
         metrics, self._latest = self._latest, None
         if metrics is not None:
             with suppress(Exception):  # progress is for people

@@ -197,7 +197,6 @@ def encode_result(value: object, rank: int) -> str:
 
 
 def check_result_size(text: str) -> None:
-    """Refuse a program's result, as JSON text, that is too large for a message."""
     size = len(codec.dumps({"result": text}))
     if size > MAX_BODY_BYTES - ENVELOPE:
         raise InvalidInput(

@@ -129,7 +129,6 @@ def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[
 
 @contextmanager
 def _search_first(folder: str) -> Iterator[None]:
-    """Inside the block, `folder` comes first in the module path."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -144,7 +143,6 @@ class DistEnv:
     others_in_loop: bool  # whether another member is inside of its elastic loop
 
     def apply(self) -> None:
-        """Set the variables. Main thread only."""
         os.environ.update(self.variables)
         if get_process_context().device == "cpu":
             set_accelerate_device(os.environ)

@@ -215,7 +215,6 @@ class SlotAgent:
         return None
 
     def _execute(self, commands: SlotCommands) -> str | None:
-        """Stop the worker, or return the reason for which the slot ends."""
         for stop in commands.workers_to_stop:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
@@ -264,7 +263,6 @@ class SlotAgent:
     # ---- any thread
 
     def _ask(self, request: messages.DriverRequest[R], hold: float = 0.0) -> R:
-        """Ask until the slot ends since the driver is silent."""
         return self.client.ask(request, hold, max(0.0, self._seconds_left()))
 
     def _seconds_left(self) -> float:

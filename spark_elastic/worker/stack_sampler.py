@@ -118,7 +118,6 @@ class StackSampler(WaitRecorder):
         return cast("Group", _WatchedGroup(group, self))
 
     def write_activation(self, line: bytes) -> None:
-        """For the process that takes this one's place."""
         self._number[_ACTIVATION : _ACTIVATION + len(line)] = line
 
     def _set(self, number: float) -> None:
@@ -144,7 +143,6 @@ class StackSampler(WaitRecorder):
 
 
 def _format_stack(frame: FrameType | None) -> str:
-    """A stack in one line, innermost function first."""
     places: list[str] = []
     while frame is not None and len(places) < FRAMES_AT_MOST:
         places.append(_format_frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
@@ -157,8 +155,6 @@ def _format_frame(path: str, line: str, function: str) -> str:
 
 
 class _WatchedGroup:
-    """A group whose collectives are recorded as waits."""
-
     def __init__(self, group: Group, sampler: StackSampler) -> None:
         self._group = group
         self._sampler = sampler
@@ -236,7 +232,6 @@ class StackReader:
         return _NUMBER.unpack_from(page)[0], _NUMBER.unpack_from(page, _SAMPLED)[0]
 
     def read_activation(self) -> bytes:
-        """What the child wrote before it ended; b"": nothing."""
         line, end, _ = os.pread(self.activity, mmap.PAGESIZE, _ACTIVATION).partition(b"\n")
         return line if end else b""
 

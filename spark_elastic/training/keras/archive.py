@@ -168,7 +168,6 @@ def find_undecayed(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
 
 
 def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequence[int]) -> None:
-    """Exclude what `find_undecayed` found; `variables` may be those of a copy."""
     if undecayed:
         for each in list_optimizers(optimizer):
             each.exclude_from_weight_decay(var_list=[variables[number] for number in undecayed])

@@ -61,8 +61,6 @@ STRINGS = "object"  # numpy's dtype of what TensorFlow calls strings
 
 @dataclass(frozen=True)
 class Inputs:
-    """How feature columns become the model's inputs."""
-
     columns: tuple[Column, ...]  # as the model sees them, in the order of its inputs
     dtypes: tuple[str, ...]  # of each input; (): those of the arrays
     shapes: tuple[tuple[int, ...], ...]  # of one row of each input; (): those of the arrays
@@ -93,8 +91,6 @@ class Inputs:
 
 
 class BatchBuilder:
-    """Which columns are what. labels: in the order of the model's outputs."""
-
     def __init__(
         self,
         config: FitConfig,

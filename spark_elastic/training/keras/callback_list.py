@@ -42,7 +42,6 @@ class KerasCallbackList(CallbackList):
                 self._begin(number, callback)
 
     def capture(self) -> dict[str, Any]:
-        """Attributes of all callbacks that are plain values and arrays."""
         progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
         progress["stop"] = bool(self._model.stop_training)  # it travels with the next step
         attributes = [_list_attributes(callback) for callback in self._callbacks]
@@ -171,7 +170,6 @@ def _to_plain(value: Any) -> Any:
 
 
 def _encode(values: Mapping[str, Any]) -> bytes:
-    """One line of JSON, then the arrays."""
     snapshot = build_snapshot(START, lambda builder: to_json_tree(dict(values), builder))
     return json.dumps(snapshot.values).encode() + b"\n" + snapshot.memory.tobytes()
 

@@ -250,7 +250,6 @@ class LayerMetrics:
         self._empty = self._read()
 
     def take(self) -> dict[str, float]:
-        """What the passes since `reset` added, by place."""
         added = self._read() - self._empty
         self.reset()
         return {f"layer metric {place}": float(added[place]) for place in np.flatnonzero(added)}
@@ -291,7 +290,6 @@ class CompiledMetrics(StepMetrics):
 
     @property
     def variables(self) -> list[Any]:
-        """The accumulators."""
         return [] if self._compiled is None else list(self._compiled.variables)
 
     def build(self, labels: Any, outputs: Any) -> None:
@@ -327,7 +325,6 @@ class CompiledMetrics(StepMetrics):
         self._run([tf.constant(column) for column in columns])
 
     def results(self) -> dict[str, Any]:
-        """Metrics of all rows since `reset`, by name."""
         losses = {name: self.sums[name] for name in self._names if name in self.sums}
         compiled = [] if self._compiled is None else [self._compiled]
         return {

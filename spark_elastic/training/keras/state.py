@@ -57,7 +57,6 @@ def from_json_tree(value: Any, memory: Bytes) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `to_json_tree` takes the value."""
     try:
         to_json_tree(value, SnapshotBuilder())
     except TypeError:
@@ -66,8 +65,6 @@ def is_plain(value: Any) -> bool:
 
 
 class JsonCodec:
-    """Values as JSON."""
-
     def dumps(self, values: Any) -> bytes:
         return json.dumps(values).encode()
 
@@ -76,8 +73,6 @@ class JsonCodec:
 
 
 class KerasTrainingState:
-    """See `training.trainer.TrainingState`."""
-
     def __init__(
         self, replicas: Sequence[Any], others: Sequence[Any], callbacks: Any, progress: TrainingProgress
     ) -> None:
@@ -107,7 +102,6 @@ class KerasTrainingState:
         self.position = snapshot.position
 
     def digest(self) -> str:
-        """SHA-256 over all weights and the optimizer's variables."""
         hasher = hashlib.sha256()
         for variable in self._replicas:
             hasher.update(np.ascontiguousarray(read_value(variable)).tobytes())

@@ -62,7 +62,6 @@ class RunningStats:
         self.seed(*key)
 
     def seed(self, *key: int) -> None:
-        """Let random layers draw by `key` from here on."""
         for number, seed in enumerate(self._seeds):
             digest = hashlib.sha256(repr((*key, number)).encode()).digest()
             seed.assign(np.array([int.from_bytes(digest[:4], "little") >> 1, 0]))
@@ -97,7 +96,6 @@ class RunningStats:
             variable.assign(value)
 
     def apply(self, changes: list[Array], changed: Array) -> None:
-        """Add the changes of all ranks."""
         parts = zip(self.variables, self._before, changes, changed, strict=False)
         for variable, before, change, has_changed in parts:
             if has_changed:
@@ -168,7 +166,6 @@ class Gradients:
         return to_arrays(gradients), to_arrays(losses), to_arrays(outputs)
 
     def score(self, part: Batch, factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
-        """(losses, outputs) of a part of the rows, as in validation."""
         losses, outputs = self._run_score(*self._arguments(part, factors))
         return to_arrays(losses), to_arrays(outputs)
 
@@ -210,8 +207,6 @@ def make_dense(gradients: Sequence[Any]) -> list[Any]:
 
 
 class TrainStep(ModelStep[Array]):
-    """Takes steps on one state."""
-
     _metrics: CompiledMetrics
     _make_gradients: type[Gradients] = Gradients
 
@@ -409,7 +404,6 @@ class StepLossStep(TrainStep):
         return loss * batch.planned, float(len(batch))
 
     def _take(self, part: Batch, outputs: Sequence[Any]) -> Chunk:
-        """The outputs of a part, which it adds to the metrics."""
         arrays = to_arrays(outputs)
         self._metrics.add(part, (), arrays)
         weights = [] if part.weights is None else [part.weights]

@@ -39,8 +39,6 @@ from spark_elastic.worker.context import get_process_context
 
 @dataclass(frozen=True)
 class KerasUserObjects:
-    """What the user brings to a training with Keras."""
-
     model: Archive  # compiled
     callbacks: tuple[Any, ...] = ()  # Keras's own, or of their kind
     class_weight: Mapping[int, float] | None = None  # by class of the one label

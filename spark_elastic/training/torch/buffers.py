@@ -35,7 +35,6 @@ from spark_elastic.training.trainer import describe_dependent_layers
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of this process's generators, as tensors and plain values."""
     state: Any = np.random.get_state()
     kind, words, *rest = state
     return {
@@ -108,7 +107,6 @@ class BufferSnapshot:
         )
 
     def get(self, name: str) -> Tensor | None:
-        """What a buffer held; None: it was not there."""
         return self._buffers[name][1] if name in self._buffers else None
 
     def find_changed(self, named: Iterable[tuple[str, Tensor]]) -> list[bool]:
@@ -242,7 +240,6 @@ class BufferMerge:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
         self._parts: list[tuple[int, float, dict[str, Tensor]]] = []  # (number, factor, buffers)
         self._saved: dict[str, bool] = {}  # by name: whether `state_dict` has it
         self._results: dict[str, Tensor] = {}
@@ -328,7 +325,6 @@ class BufferMerge:
     def _learn(
         self, group: Group, names: list[str], before: BufferSnapshot, batch: Batch, run: Forward
     ) -> dict[str, str]:
-        """Choose how to merge these buffers; collective."""
         mine: dict[str, list[int]] = {name: [] for name in names}
         for name, tensor in ((n, written[n]) for *_, written in self._parts for n in names if n in written):
             mine[name].append(zlib.crc32(widen(tensor).cpu().numpy().data))

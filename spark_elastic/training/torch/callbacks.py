@@ -190,7 +190,6 @@ class LearningRateSchedule(Callback):
             raise InvalidInput("ReduceLROnPlateau looks at a number of each epoch: use every='epoch'.")
 
     def advance_step(self) -> None:
-        """Advance a schedule of steps. Part of the apply section of a step."""
         if self._every == "step":
             self._scheduler.step()
 

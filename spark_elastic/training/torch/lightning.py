@@ -160,7 +160,6 @@ class LightningLoss(LossFn):
     def __init__(
         self, weighted: bool, plan: TrainerPlan, precision: str | None, columns: Sequence[str]
     ) -> None:
-        """columns: names of the features, then of the labels."""
         self._plan, self._precision, self._columns = plan, precision, tuple(columns)
         self._loss = RowLoss(return_loss, weighted)
         self._logged: dict[str, float | Tensor] = {}

@@ -341,8 +341,6 @@ class LossFn(ABC):
 
 
 class ModelLoss(LossFn):
-    """One loss of (output, *labels)."""
-
     def __init__(
         self,
         loss: Callable[..., Tensor],
@@ -350,7 +348,6 @@ class ModelLoss(LossFn):
         precision: str | None = None,
         labels: Sequence[str] = ("label",),
     ) -> None:
-        """labels: names of their columns."""
         self._loss = RowLoss(loss, weighted, labels[0])
         self._forward = _Forward(precision, labels)
 
@@ -436,7 +433,6 @@ class _Forward:
     """Computes the model's output, under autocast if a precision is set. Losses get it in float32 or wider."""
 
     def __init__(self, precision: str | None, labels: Sequence[str]) -> None:
-        """labels: names of the label columns, in the order of the outputs."""
         self._precision, self._labels = precision, list(labels)
 
     def __call__(self, model: nn.Module, part: Batch) -> Any:
@@ -463,7 +459,6 @@ def autocast(precision: str | None) -> AbstractContextManager[Any]:
 
 
 def return_loss(value: Any, *labels: Tensor) -> Any:
-    """The loss of a model or function that has computed its loss already."""
     return value
 
 

@@ -29,8 +29,6 @@ from spark_elastic.training.torch.loss import (
 
 
 class Metrics(StepMetrics):
-    """The metrics of training, or those of validation."""
-
     def __init__(
         self, metrics: Mapping[str, Any], labels: Sequence[str], logs: bool, prefix: str = ""
     ) -> None:
@@ -48,7 +46,6 @@ class Metrics(StepMetrics):
         self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []  # divisors, sums, columns
 
     def add(self, result: LossResult, labels: Sequence[Tensor]) -> None:
-        """Add a part of this rank's rows."""
         if not (self._given or self._logs):
             return
         sums = [torch.as_tensor(total, dtype=torch.float64) for total, _ in result.logged.values()]

@@ -62,11 +62,9 @@ class FrozenCopies:
         return {key: known[3] for key, known in self._kept.items()}
 
     def list_copies(self) -> dict[tuple[str, int, int], Kept]:
-        """The copies by what they contain."""
         return {kept.key: kept for *_, kept in self._kept.values()}
 
     def holds(self, tensor: Tensor, kept: Kept) -> bool:
-        """Whether the parameter still has that content."""
         known = self._kept.get(id(tensor))
         if known is None or known[3].key != kept.key or known[1] != (tensor.data_ptr(), tensor._version):
             return False
@@ -74,7 +72,6 @@ class FrozenCopies:
         return torch.equal(known[2], sample)
 
     def put(self, tensor: Tensor, kept: Kept) -> None:
-        """The parameter has got that content."""
         (sample,) = _sample([tensor])
         self._kept[id(tensor)] = tensor, (tensor.data_ptr(), tensor._version), sample, kept
 
@@ -117,8 +114,6 @@ _FEW = 64  # most entries of a list, tuple or dict of them; looking through more
 
 
 class TensorRef(NamedTuple):
-    """A tensor in a snapshot."""
-
     extent: Extent | Kept  # its bytes in the memory of the snapshot, or a copy that many snapshots share
     dtype: torch.dtype  # with which these bytes are viewed
     shape: tuple[int, ...]  # () for a scalar
@@ -138,7 +133,6 @@ class Buffer(NamedTuple):
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is part of `state_dict`."""
         return self.name not in self.owner._non_persistent_buffers_set
 
 
@@ -155,7 +149,6 @@ def list_buffers(model: Module, parts: Parts | None = None) -> dict[str, Buffer]
 
 
 def put_buffer(model: Module, name: str, value: Tensor | None, *, is_saved: bool) -> None:
-    """Register a buffer, or replace it."""
     path, _, own = name.rpartition(".")
     owner = model.get_submodule(path)
     owner._buffers[own] = value
@@ -233,7 +226,6 @@ class ModelStateHandler(SnapshotHandler):
         self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
 
     def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """The parameters that each rank has whole, by name."""
         model: Module = self.value
         return model.named_parameters()
 
@@ -481,7 +473,6 @@ class OptimizerStateHandler(SnapshotHandler):
             follow()
 
     def reset(self) -> None:
-        """Drop the gradients of the former world."""
         self.value.zero_grad()
 
     def _add_tensors(self, values: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:

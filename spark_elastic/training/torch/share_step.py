@@ -48,8 +48,6 @@ MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
 
 
 class ShareCheck(NamedTuple):
-    """A virtual share that several ranks compute."""
-
     share: int  # its number among the step's shares
     owner: int  # the rank whose share it is
     witnesses: tuple[int, ...]  # one or two ranks that compute it, too
@@ -63,7 +61,6 @@ class GradientDigest:
         self.loss: tuple[float, float] = 0.0, 0.0
 
     def add(self, index: int, gradient: Tensor | None) -> None:
-        """Add the gradient of a parameter; None: the share has none."""
         if gradient is None:
             return
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
@@ -103,7 +100,6 @@ class ShareChecker:
         return ShareCheck(share, owner, tuple(others[number] for number in drawn))
 
     def read(self, check: ShareCheck, position: Position) -> Batch:
-        """The share's rows, read by this rank."""
         shares = self._spec.plan.shares
         each_alone = Division.equal(shares, shares)
         with self._loader.steps(position.epoch, position.step, check.share, shares, each_alone) as steps:
@@ -142,8 +138,6 @@ Floats = npt.NDArray[np.float64]
 
 
 class ShareStep(TrainStep):
-    """Takes steps whose batches have virtual shares."""
-
     checker: ShareChecker | None = None  # has some shares computed by several ranks; None: no share is
     _attributes: Attributes  # of the model's parts, as the newest share left them
 
@@ -197,7 +191,6 @@ class ShareStep(TrainStep):
         return step_loss.compute(group, batch, self.key, self._metrics, self._scaling.backward, self.work)
 
     def _backward_share(self, parts: Sequence[Batch], number: int, planned: int) -> tuple[HostSum, float]:
-        """`_backward` of a share. planned: rows of the step."""
         if self._step_loss is None:
             with seeded_rng(*self.key, number):
                 return self._backward(parts)

@@ -115,7 +115,6 @@ def _describe_scheduler(scheduler: Any) -> list[Any]:
 
 
 def digest_weights(module: Module) -> str:
-    """Digest of all values of a module's state: 16 hex digits."""
     hasher = hashlib.sha256()
     for name, tensor in _list_tensors(module):
         hasher.update(name.encode())
@@ -144,8 +143,6 @@ def _list_settings(thing: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class TorchUserObjects:
-    """The objects that the user gave to the estimator, checked."""
-
     model: Module  # may be a LightningModule
     # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
     # LightningModule, which builds its own.

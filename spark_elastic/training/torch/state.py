@@ -64,7 +64,6 @@ class TorchTrainingState:
         schedulers: Sequence[Any] = (),
         progress: TrainingProgress | None = None,
     ) -> None:
-        """schedulers: anything with `state_dict` and `load_state_dict`."""
         self.model = model
         self.optimizer = optimizer
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
@@ -80,7 +79,6 @@ class TorchTrainingState:
         return TorchCodec()
 
     def capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
-        """See `TrainingState.capture`."""
         add = partial(Views().put_leaf, builder)
         return {
             "model": self.module.capture(builder),
@@ -93,7 +91,6 @@ class TorchTrainingState:
         }
 
     def load(self, snapshot: Snapshot) -> None:
-        """Load a snapshot; parameters keep their identity."""
         memory, others = snapshot.memory, dict(snapshot.values)
         self.module.load(others.pop("model"), memory)
         self._optimizer.load(others.pop("optimizer"), memory)
@@ -120,8 +117,6 @@ class TorchTrainingState:
 
 
 class TorchCodec:
-    """Values in torch's own format."""
-
     def dumps(self, values: Any) -> bytes:
         return dump_values(values)
 
@@ -184,7 +179,6 @@ def _build_not_storable_error(value: Any, name: str) -> InvalidInput:
 
 
 def _restore(value: Any) -> Any:
-    """What `_simplify` was given."""
     if isinstance(value, dict):
         if value.keys() == {ARRAY}:
             return value[ARRAY].numpy()

@@ -52,7 +52,6 @@ class StepLoss:
         self.compares, self.differs = False, False  # outputs with those that were gathered
 
     def add(self, output: Any, part: Batch) -> None:
-        """Add the model's output for a chunk. Its graph is not kept."""
         self._output = tree_map_only(Tensor, Tensor.detach, output)
         self._device = next((tensor.device for tensor in list_tensors(output)), CPU)
         labels, weights = part.on_host or (part.labels, part.weights)
@@ -110,7 +109,6 @@ class StepLoss:
         )
 
     def seek(self, place: int) -> None:
-        """Go to where the rows of the next chunk begin among those of the step."""
         self._place = place
 
     def backward(self, output: Any, part: Batch) -> None:
@@ -156,7 +154,6 @@ class GradientScaling:
         self.skipped = 0  # steps since training began that were not applied
 
     def backward(self, total: Tensor, divisor: int) -> None:
-        """The backward pass of total / divisor."""
         if self._scaler is not None:
             self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
         else:  # the gradient of the division, without a node in the graph
@@ -189,8 +186,6 @@ class GradientScaling:
 
 
 class TrainStep(ModelStep[Tensor]):
-    """Takes steps on one state."""
-
     _state: TorchTrainingState
     _metrics: Metrics
 

@@ -64,8 +64,6 @@ class TorchTrainProgram(TrainingLoop):
 
 
 class ArrivingBatch(NamedTuple):
-    """A batch on its way to the device."""
-
     rows: StepRows  # what it is made of
     batch: Batch  # on the device; complete once `arrival` is
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
