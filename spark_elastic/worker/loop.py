@@ -420,8 +420,9 @@ class DriverWatch:
 
     def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
-        for name, target in (("watch", partial(self._watch, handle_event)), ("report", self._send_regularly)):
-            threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True).start()
+        watch = partial(self._watch, handle_event)
+        threading.Thread(target=watch, name="spark-elastic-watch", daemon=True).start()
+        threading.Thread(target=self._send_regularly, name="spark-elastic-report", daemon=True).start()
 
     def close(self) -> None:
         self._closing.set()
