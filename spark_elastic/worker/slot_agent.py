@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from threading import Thread
 from typing import Any, TypeVar
@@ -80,9 +81,9 @@ class SlotAgent:
         self._gpu_claims = GpuClaims()
         # What this host keeps of the run; None: the job has no run, or keeps nothing.
         self._kept = None if self.spec.commit_key is None else KeptCommits(self.spec.commit_key)
-        self._released = ""  # why the driver has told the slot to end; "": it has not
-        self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
-        self._later: list[tuple[float, Callable[[], str | None]]] = []  # when, and what; main thread only
+        self._reason: str | None = None  # why the slot ends; None: it does not
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._later: list[tuple[float, Callable[[], object]]] = []  # when, and what; main thread only
         self._lines: queue.SimpleQueue[tuple[WorkerId | None, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
@@ -127,10 +128,9 @@ class SlotAgent:
             if answer.accepted:
                 self._promote()
             # A refused slot waits as well: a return would end the task's other attempts: R14 (duplicates).
-            while True:
-                reason = self._next_event()()
-                if reason is not None:
-                    return reason
+            while self._reason is None:
+                self._next_event()()
+            return self._reason
         finally:
             self._close()
 
@@ -161,12 +161,14 @@ class SlotAgent:
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
 
-    def _handle_exit(self, child: Child, code: int) -> str | None:
-        if child is self._spare:
-            self._spare = None  # no other one before the worker's next crash, or spares could crash in a loop
-        elif child is self._active:
-            assert child.worker is not None
-            try:
+    def _handle_exit(self, child: Child, code: int) -> None:
+        try:
+            if child is self._spare:
+                self._spare = (
+                    None  # no other one before the worker's next crash, or spares could crash in a loop
+                )
+            elif child is self._active:
+                assert child.worker is not None
                 killed = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
                 reason = "out of memory: killed by the kernel" if killed else describe_exit(code)
@@ -175,36 +177,31 @@ class SlotAgent:
                     end = code, reason, killed, crashed_at
                     self._ask(messages.WorkerExited(self.identity.slot, child.worker, *end))
                 self._promote(successor)
-            finally:
-                child.close()
-            return None
-        child.close()
-        return None
+        finally:
+            child.close()
 
-    def _handle_warm(self, child: Child) -> str | None:
+    def _handle_warm(self, child: Child) -> None:
         """Have a spare started, now that this no longer slows the worker's start down: the first one after
         `spare_after`, as a short job does without (two that import torch cost as much as a small training), a
         replacement at once."""
         child.warm = True
         if child is self._active and self._started > 1:
-            return self._prepare_spare(child)
-        if child is self._active:
+            self._prepare_spare(child)
+        elif child is self._active:
             self._check_memory(child)
             self._call_later(self.spec.spare_after, lambda: self._prepare_spare(child))
-        return None
 
-    def _check_memory(self, child: Child) -> str | None:
+    def _check_memory(self, child: Child) -> None:
         """Check the memory, and again later until a shortage was reported: training needs more than a warm process."""
         if child is not self._active:
-            return None
+            return
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
         if shortage := self.find_shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{SLOT_LINE_PREFIX}{shortage}")
         else:
             self._call_later(MEMORY_CHECK_EVERY, lambda: self._check_memory(child))
-        return None
 
-    def _prepare_spare(self, child: Child) -> str | None:
+    def _prepare_spare(self, child: Child) -> None:
         if child is self._active and self._spare is None:
             try:
                 self._spare = self._start_child()
@@ -212,9 +209,8 @@ class SlotAgent:
                 why = f"{type(error).__name__}: {error}"
                 self._on_line(child, f"{SLOT_LINE_PREFIX}no spare was started: {why}")
                 self._call_later(SPARE_RETRY, lambda: self._prepare_spare(child))
-        return None
 
-    def _execute(self, commands: SlotCommands) -> str | None:
+    def _execute(self, commands: SlotCommands) -> None:
         for stop in commands.workers_to_stop:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
@@ -222,15 +218,17 @@ class SlotAgent:
                 else:
                     self._stopping = self._active
                     self._call_later(STOP_GRACE, self._active.kill)
-        self._released = commands.release or ""
-        if commands.release is not None and self._active is not None and self._stopping is self._active:
+        self._reason = commands.release
+        if self._reason is not None and self._active is not None and self._stopping is self._active:
             self._active.wait(STOP_GRACE)
-        return commands.release
 
-    def _call_later(self, seconds: float, call: Callable[[], str | None]) -> None:
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+
+    def _call_later(self, seconds: float, call: Callable[[], object]) -> None:
         self._later.append((self.clock.now() + seconds, call))
 
-    def _next_event(self) -> Callable[[], str | None]:
+    def _next_event(self) -> Callable[[], object]:
         """What comes next: an event of another thread, or a call whose time has come."""
         if not self._later:
             return self._events.get()
@@ -248,7 +246,7 @@ class SlotAgent:
                 child.close()
         # R23 (kept commits): a slot that is given back in mid-job may be where the newest state is, and the next driver
         # goes on with what is left by a job that has lost its run or Spark.
-        why = self._released
+        why = self._reason or ""
         others = messages.TAKEN_OVER, messages.SPARK_STOPPED
         is_done = why.startswith(messages.JOB_OVER) and not any(other in why for other in others)
         if self._kept is not None and is_done:
@@ -286,12 +284,12 @@ class SlotAgent:
                     return
                 is_final = isinstance(error, ElasticError) and not isinstance(error, DriverUnreachable)
                 if self._seconds_left() < 0.0 or is_final:
-                    self._events.put(lambda text=str(error): text)  # type: ignore[misc]
+                    self._events.put(partial(self._end, str(error)))
                     return
                 self._closing.wait(0.2)
                 continue
             seen = commands.seen
-            self._events.put(lambda commands=commands: self._execute(commands))  # type: ignore[misc]
+            self._events.put(partial(self._execute, commands))
 
     # The slot sends heartbeats for its training process: a held GIL does not silence another process, which also sees
     # when the child is stopped.

@@ -179,7 +179,8 @@ def test_an_error_of_the_machine_ends_no_thread_that_listens_to_the_driver(error
         clock,
     )
     agent._watch()
-    assert agent._events.get()() == "enough"
+    agent._events.get()()
+    assert agent._reason == "enough"
     events.clear()
     updated = FailingDriver(WorkerUpdate(INITIAL_VERSION.next(job_ends=True)), clock)
     watch = DriverWatch(WorkerId("1-0.1"), cast("Any", updated), clock, TIMEOUT)
