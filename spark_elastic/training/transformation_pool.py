@@ -99,7 +99,9 @@ class TransformationPool:
         self._workers = workers if transformation is not None else 0
         self._executor: ThreadPoolExecutor | None = None
         self._processes: list[TransformationProcess] = []
-        self._free: queue.SimpleQueue[TransformationProcess] = queue.SimpleQueue()  # as often as it takes one
+        self._free: queue.SimpleQueue[TransformationProcess] = (
+            queue.SimpleQueue()
+        )  # those that no thread uses
 
     def start(self) -> None:
         """Start the workers; does not wait until the processes have imported what they need."""
@@ -107,11 +109,10 @@ class TransformationPool:
             return
         if self._kind == "process":
             pickled = cloudpickle.dumps(self._transformation)
-            self._processes = [TransformationProcess.spawn(pickled) for _ in range(self._workers)]
-            for process in self._processes * STEPS_AHEAD:
+            self._processes = [TransformationProcess(pickled) for _ in range(self._workers)]
+            for process in self._processes:
                 self._free.put(process)
-        threads = len(self._processes) * STEPS_AHEAD or self._workers
-        self._executor = ThreadPoolExecutor(threads, "transformation")
+        self._executor = ThreadPoolExecutor(self._workers, "transformation")
 
     def transform(self, steps: StepStream, plan: DataPlan, group: Group, augments: bool) -> PendingSteps:
         """The steps of a stream, in order. augments: whether the function gets random numbers for the rows."""
@@ -138,7 +139,7 @@ class TransformationPool:
         return PendingStep(rows, self._executor.submit(apply, batch))
 
     def _apply_in_process(self, batch: RowBatch) -> ColumnArrays:
-        process = self._free.get()  # it has as many entries as there are threads
+        process = self._free.get()  # there are as many as threads
         try:
             return process.apply(batch)
         finally:

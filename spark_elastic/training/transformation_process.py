@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -37,47 +36,34 @@ Answer = tuple[Columns | None, bytes | None, str]  # columns; or error and its t
 
 
 class TransformationProcess:
-    """The training process's end. Several threads may call `apply`: the next request waits in the process, so that it
-    need not wait for the training process between two."""
+    """The training process's end. One thread at a time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-        """channel: a socket whose other end the process has."""
-        self._process, self._socket = process, channel
-        self._sending = threading.Lock()
-        self._sent = 0  # requests
-        self._turn = threading.Condition()  # guards the next one, and the receiving end
-        self._received = 0  # answers
-
-    @classmethod
-    def spawn(cls, transformation: bytes) -> TransformationProcess:
+    def __init__(self, transformation: bytes) -> None:
         """Start a process from the main thread, with which it ends (PR_SET_PDEATHSIG).
         transformation: a `BatchTransformation`, by cloudpickle."""
-        channel, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         with theirs:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), files],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=dict(os.environ, PYTHONPATH=path),
             )
-        _send(channel, transformation)
-        return cls(process, channel)
+        _send(self._socket, transformation)
 
     def apply(self, batch: Any) -> Columns:
         """As `BatchTransformation.apply`. Raises RuntimeError if the process has died."""
         try:
-            with self._sending:
-                number = self._sent
-                _send(self._socket, batch)
-                self._sent += 1
-            columns, error, text = self._receive_in_turn(number)
+            _send(self._socket, batch)
+            answer: Answer = _receive(self._socket)
         except (EOFError, OSError):
             raise RuntimeError(
                 f"a process of transformation_fn has ended with exit code {self._process.wait(_END_WAIT)} (a negative "
                 "one is a signal): if the kernel killed it for its memory, use fewer transformation_workers."
             ) from None
+        columns, error, text = answer
         if columns is None:
             raised = _restore_error(error, text)
             add_note(raised, f"in a process of transformation_fn:\n{text}")
@@ -88,17 +74,6 @@ class TransformationProcess:
         self._process.kill()
         self._process.wait()
         self._socket.close()
-
-    def _receive_in_turn(self, number: int) -> Answer:
-        """The answer to a request. Answers come in the order of the requests."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._received == number)  # the user's code takes any time
-            try:
-                answer: Answer = _receive(self._socket)
-            finally:
-                self._received += 1
-                self._turn.notify_all()
-        return answer
 
 
 def main() -> None:
