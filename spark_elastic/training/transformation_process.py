@@ -100,19 +100,14 @@ def _answer_requests(channel: socket.socket) -> None:
                 transformation = cloudpickle.loads(pickled)
             answer: Answer = transformation.apply(request), None, ""
         except Exception as error:
-            answer = None, _pickle_error(error), traceback.format_exc()
+            answer = None, None, traceback.format_exc()
+            with suppress(Exception):  # it may hold something that cannot be pickled
+                answer = None, cloudpickle.dumps(error), answer[2]
         del request  # its memory
         _send(channel, answer)
 
 
 # ---- errors and messages between the two
-
-
-def _pickle_error(error: Exception) -> bytes | None:
-    try:
-        return bytes(cloudpickle.dumps(error))
-    except Exception:  # it holds something that cannot be pickled
-        return None
 
 
 def _restore_error(error: bytes | None, text: str) -> Exception:
