@@ -134,11 +134,8 @@ def pair_states(callbacks: Sequence[Any], classes: Sequence[str], states: Sequen
     left: dict[str, list[Any]] = {}
     for name, state in zip(classes, states, strict=True):
         left.setdefault(name, []).append(state)
-    return [
-        (callback, left[name].pop(0))
-        for callback, name in zip(callbacks, name_classes(callbacks), strict=True)
-        if left.get(name)
-    ]
+    named = zip(callbacks, name_classes(callbacks), strict=True)
+    return [(callback, left[name].pop(0)) for callback, name in named if left.get(name)]
 
 
 def check_watched_names(

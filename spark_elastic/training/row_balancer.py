@@ -89,10 +89,8 @@ class RowBalancer:
         """Parts by rank that are expected to be quicker by enough, if there are. means: seconds of a step, by rank."""
         counts, equal = self.parts, self._equal_parts
         speeds = [count / mean for count, mean in zip(counts, means, strict=True)]
-        most = [
-            max(count + 1, int(count * MAX_GROWTH)) if count < each else self._total
-            for count, each in zip(counts, equal, strict=True)
-        ]
+        pairs = list(zip(counts, equal, strict=True))
+        most = [max(n + 1, int(n * MAX_GROWTH)) if n < each else self._total for n, each in pairs]
         chosen = _allot(self._total, speeds, self._least, most)
         expected, as_equal = _compute_longest(chosen, speeds), _compute_longest(equal, speeds)
         within = all(each <= limit for each, limit in zip(equal, most, strict=True))

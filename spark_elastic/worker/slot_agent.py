@@ -95,11 +95,9 @@ class SlotAgent:
         self._registered_at = self.clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
-        targets = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
-        self._threads = {
-            name: Thread(target=call, name=f"spark-elastic-{name}", daemon=True)
-            for name, call in targets.items()
-        }
+        calls = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
+        named = [(name, f"spark-elastic-{name}", call) for name, call in calls.items()]
+        self._threads = {key: Thread(target=call, name=name, daemon=True) for key, name, call in named}
 
     def run(self) -> str:
         """Serve until released; returns why the slot ended.

@@ -327,11 +327,8 @@ class CompiledMetrics(StepMetrics):
     def results(self) -> dict[str, Any]:
         losses = {name: self.sums[name] for name in self._names if name in self.sums}
         compiled = [] if self._compiled is None else [self._compiled]
-        return {
-            **{name: total / (rows or 1) for name, (total, rows) in losses.items()},
-            **compute_results(compiled),
-            **self._layers.results(self.sums),
-        }
+        means = {name: total / (rows or 1) for name, (total, rows) in losses.items()}
+        return {**means, **compute_results(compiled), **self._layers.results(self.sums)}
 
     def reset(self) -> None:
         self.sums = {}

@@ -74,10 +74,8 @@ class RunningStats:
                 change, earlier = (now - before) * np.asarray(weight, before.dtype), self._changes[number]
                 self._changes[number] = change if earlier is None else earlier + change
                 variable.assign(before)
-        self._counts = [
-            np.maximum(count, np.asarray(read_value(v)))
-            for count, v in zip(self._counts, self._counters, strict=True)
-        ]
+        counts = [np.asarray(read_value(v)) for v in self._counters]
+        self._counts = [np.maximum(*pair) for pair in zip(self._counts, counts, strict=True)]
         for variable, before in zip(self._counters, self._before[len(self.variables) :], strict=True):
             variable.assign(before)
 
@@ -249,13 +247,9 @@ class TrainStep(ModelStep[Array]):
         sent = [*gradients, *self._running_stats.take_changes(group)]
         self._sums = self._allreduce(group, sent)
         self._metrics.gather(group)
-        return summarize(
-            layout=self._layout_hash,
-            loss=loss * batch.planned,
-            denominator=float(len(batch)),
-            present=np.array([each is not None for each in sent]),
-            seconds=worked,
-        )
+        present, layout = np.array([each is not None for each in sent]), self._layout_hash
+        sums = {"loss": loss * batch.planned, "denominator": float(len(batch))}
+        return summarize(layout=layout, present=present, seconds=worked, **sums)
 
     def _apply(self, decision: StepDecision, planned: int) -> None:
         present, count = decision.present, self._count

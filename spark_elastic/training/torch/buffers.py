@@ -101,10 +101,10 @@ class BufferSnapshot:
                 self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named.items()}
 
     def _holds(self, named: Mapping[str, Tensor]) -> bool:
-        return named.keys() == self._buffers.keys() and all(
-            self._buffers[name][0] is buffer and self._buffers[name][1].shape == buffer.shape
-            for name, buffer in named.items()
-        )
+        if named.keys() != self._buffers.keys():
+            return False
+        pairs = [(buffer, *self._buffers[name]) for name, buffer in named.items()]
+        return all(now is buffer and held.shape == now.shape for now, buffer, held in pairs)
 
     def get(self, name: str) -> Tensor | None:
         return self._buffers[name][1] if name in self._buffers else None
@@ -250,11 +250,8 @@ class BufferMerge:
         buffers = list_buffers(self._model)
         live = {name: each.tensor for name, each in sorted(buffers.items()) if each.tensor is not None}
         changed = before.find_changed(live.items())
-        written = {
-            name: tensor.clone() if keep else tensor
-            for (name, tensor), flag in zip(live.items(), changed, strict=True)
-            if flag
-        }
+        pairs = zip(live.items(), changed, strict=True)
+        written = {name: each.clone() if keep else each for (name, each), flag in pairs if flag}
         self._saved.update((name, buffers[name].is_saved) for name in written)
         self._parts.append((number, factor, written))
 

@@ -393,26 +393,20 @@ class MultiOutputLoss(LossFn):
                 "each."
             )
         host_labels, host_weights = part.on_host or (part.labels, part.weights)
-        sums = [
-            loss(output, (label,), part.weights, ((host,), host_weights))
-            for loss, output, label, host in zip(self._losses, outputs, part.labels, host_labels, strict=True)
-        ]
+        given = zip(self._losses, outputs, part.labels, host_labels, strict=True)
+        sums = [loss(out, (y,), part.weights, ((host,), host_weights)) for loss, out, y, host in given]
         each = [own.total.to(torch.float64) * scale for own, scale in zip(sums, self._scales, strict=True)]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
-        logged = {
-            name: (read_later(scaled.detach()), float(len(part)))
-            if loss.is_summed
-            else (read_later(own.total.detach()), own.denominator)
-            for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True)
-        }
+        logged = {}
+        for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True):
+            value, divisor = (scaled, float(len(part))) if loss.is_summed else (own.total, own.denominator)
+            logged[name] = read_later(value.detach()), divisor
         return LossResult(total, float(len(part)), _detach(outputs), logged)
 
     def _compute_denominators(self, part: Batch) -> list[float]:
         labels, weights = part.on_host or (part.labels, part.weights)
-        return [
-            loss.compute_denominator((label,), weights) if len(part) else 0.0
-            for loss, label in zip(self._losses, labels, strict=True)
-        ]
+        pairs = zip(self._losses, labels, strict=True)
+        return [loss.compute_denominator((y,), weights) if len(part) else 0.0 for loss, y in pairs]
 
 
 class FunctionLoss(LossFn):

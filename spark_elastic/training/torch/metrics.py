@@ -100,10 +100,7 @@ class Metrics(StepMetrics):
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        objects = {
-            name: (given, type(metric).__name__, _state_of(metric))
-            for name, (given, metric) in self._objects.items()
-        }
+        objects = {n: (given, type(m).__name__, _state_of(m)) for n, (given, m) in self._objects.items()}
         return {"sums": dict(self.sums), "updates": self._updates, "objects": objects}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

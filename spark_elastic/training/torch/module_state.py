@@ -383,10 +383,8 @@ class OptimizerStateHandler(SnapshotHandler):
     def has_own_format(self) -> bool:
         """Whether the optimizer's class has a `state_dict` or `load_state_dict` of its own."""
         kind = type(self.value)
-        return any(
-            not method.__module__.startswith(("torch.optim.", "accelerate."))
-            for method in (kind.state_dict, kind.load_state_dict)
-        )
+        places = [method.__module__ for method in (kind.state_dict, kind.load_state_dict)]
+        return not all(place.startswith(("torch.optim.", "accelerate.")) for place in places)
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         if is_of(self.value, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
@@ -402,12 +400,9 @@ class OptimizerStateHandler(SnapshotHandler):
         plain = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         settings = self._add_tensors(plain, builder, deferred=False)
         others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        return (
-            names,
-            settings,
-            [self._add_tensors(state.get(p), builder, deferred=True) for g in groups for p in g["params"]],
-            self._add_tensors(others, builder, deferred=False),
-        )
+        parameters = [p for group in groups for p in group["params"]]
+        states = [self._add_tensors(state.get(p), builder, deferred=True) for p in parameters]
+        return names, settings, states, self._add_tensors(others, builder, deferred=False)
 
     def load(self, values: Any, memory: Bytes) -> None:
         names, *rest = values

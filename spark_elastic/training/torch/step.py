@@ -229,14 +229,8 @@ class TrainStep(ModelStep[Tensor]):
         self._metrics.gather(group)
         mode = self._exchange.mode
         self._gather = mode.carry if isinstance(mode, OneBucketMode) else None
-        return summarize(
-            layout=mode.layout.hash,
-            loss=loss,
-            denominator=denominator,
-            present=mode.present,
-            found_sparse=mode.found_sparse,
-            seconds=self._worked,
-        )
+        found = {"layout": mode.layout.hash, "present": mode.present, "found_sparse": mode.found_sparse}
+        return summarize(loss=loss, denominator=denominator, seconds=self._worked, **found)
 
     def _finalize(self, previous: Callable[[], None]) -> None:
         """Call the function while the model has the buffers before the step, not those that this rank's rows made."""
