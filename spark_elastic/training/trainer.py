@@ -238,7 +238,11 @@ class ModelStep(ABC, Generic[R]):
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
-            own = {"rows": len(batch), "has_weight": batch.has_weight, "wants_stop": wants_stop}
+            own: dict[str, Any] = {
+                "rows": len(batch),
+                "has_weight": batch.has_weight,
+                "wants_stop": wants_stop,
+            }
             summary = self._exchange_sums(group, batch, partial(StepSummary, position, call.version, **own))
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
