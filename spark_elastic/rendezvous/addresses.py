@@ -17,9 +17,8 @@ def find_address_towards(host: str, port: int) -> str:
     """This machine's own address on the way to the driver, where peers of the cluster reach it, too.
     Raises DriverUnreachable: there is no way to that host."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_DGRAM
-        )[0]
+        answers = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = answers[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])

@@ -142,9 +142,8 @@ def _allot(parts: int, speeds: Sequence[float], least: int, most: Sequence[int])
             total += speeds[rank]
         ideal = {rank: left * speeds[rank] / total for rank in free}
         # Those that are too low first: what they take lowers the others.
-        bound = {rank: least for rank in free if ideal[rank] < least} or {
-            rank: most[rank] for rank in free if ideal[rank] > most[rank]
-        }
+        bound = {rank: least for rank in free if ideal[rank] < least}
+        bound = bound or {rank: most[rank] for rank in free if ideal[rank] > most[rank]}
         if not bound or len(bound) == len(free):
             break
         fixed |= bound

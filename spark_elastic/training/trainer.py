@@ -238,12 +238,9 @@ class ModelStep(ABC, Generic[R]):
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
-            own: dict[str, Any] = {
-                "rows": len(batch),
-                "has_weight": batch.has_weight,
-                "wants_stop": wants_stop,
-            }
-            summary = self._exchange_sums(group, batch, partial(StepSummary, position, call.version, **own))
+            own: dict[str, Any] = {"rows": len(batch), "has_weight": batch.has_weight}
+            summarize = partial(StepSummary, position, call.version, wants_stop=wants_stop, **own)
+            summary = self._exchange_sums(group, batch, summarize)
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
             if self._config.loss.terminate_on_nan:

@@ -99,9 +99,7 @@ class TransformationPool:
         self._workers = workers if transformation is not None else 0
         self._executor: ThreadPoolExecutor | None = None
         self._processes: list[TransformationProcess] = []
-        self._free: queue.SimpleQueue[TransformationProcess] = (
-            queue.SimpleQueue()
-        )  # those that no thread uses
+        self._free: queue.SimpleQueue[TransformationProcess] = queue.SimpleQueue()  # that no thread uses
 
     def start(self) -> None:
         """Start the workers; does not wait until the processes have imported what they need."""

@@ -163,7 +163,7 @@ class SlotAgent:
         try:
             if child is self._spare:
                 self._spare = (
-                    None  # no other one before the worker's next crash, or spares could crash in a loop
+                    None  # no other one before the worker's next crash: spares could crash in a loop
                 )
             elif child is self._active:
                 assert child.worker is not None

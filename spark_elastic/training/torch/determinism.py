@@ -108,10 +108,10 @@ def align_batch(batch: Any) -> Any:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    on_host = (
-        tensor.layout is torch.strided and tensor.device.type == "cpu"
-    )  # on a device it may be arriving still
-    return not on_host or tensor.data_ptr() % ALIGN == 0
+    is_there = (
+        tensor.device.type == "cpu" and tensor.layout is torch.strided
+    )  # on a device it may arrive still
+    return not is_there or tensor.data_ptr() % ALIGN == 0
 
 
 def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:

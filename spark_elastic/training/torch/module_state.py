@@ -262,9 +262,7 @@ class ModelStateHandler(SnapshotHandler):
     def copy(self, *, weights: bool) -> dict[str, Any]:
         """What `export` returns, with copies of the buffers and, if wanted, of the parameters; for `load`."""
         live = () if weights else set(map(id, self.value.parameters()))
-        return self._collect(
-            lambda tensor: tensor.detach() if id(tensor) in live else tensor.detach().clone()
-        )
+        return self._collect(lambda each: each.detach() if id(each) in live else each.detach().clone())
 
     def _check_parts(self, now: dict[str, type | None]) -> None:
         before = self._first_parts

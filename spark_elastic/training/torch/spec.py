@@ -243,9 +243,7 @@ class BatchBuilder:
         self._features, self._labels, self._weight, self._copier = features, labels, weight, copier
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype
-        self._label_dtype = torch.promote_types(
-            dtype, torch.float32
-        )  # of labels that are floats, and weights
+        self._label_dtype = torch.promote_types(dtype, torch.float32)  # of floats, also of weights
         self._label_shapes, self._reshapes = label_shapes, reshapes
 
     def build(self, rows: StepRows) -> Batch:

@@ -12,7 +12,6 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -107,12 +106,10 @@ class TorchTrainingState:
         hasher = hashlib.sha256()
         tensors = {**self.model.state_dict(), **dict(self.model.named_buffers())}
         values = {"model": tensors, "optimizer": self.optimizer.state_dict()}
-        named = ((keystr(path), leaf) for path, leaf in tree_leaves_with_path(values))
-        for name, tensor in sorted(
-            ((n, leaf) for n, leaf in named if torch.is_tensor(leaf)), key=itemgetter(0)
-        ):
+        leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(values)}
+        for name in sorted(name for name, leaf in leaves.items() if torch.is_tensor(leaf)):
             hasher.update(name.encode())
-            hasher.update(view_bytes(tensor)[0].data)
+            hasher.update(view_bytes(leaves[name])[0].data)
         return hasher.hexdigest()
 
 
