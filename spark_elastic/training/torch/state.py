@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU
@@ -106,11 +105,21 @@ class TorchTrainingState:
         hasher = hashlib.sha256()
         tensors = {**self.model.state_dict(), **dict(self.model.named_buffers())}
         values = {"model": tensors, "optimizer": self.optimizer.state_dict()}
-        leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(values)}
-        for name in sorted(name for name, leaf in leaves.items() if torch.is_tensor(leaf)):
+        for name, tensor in _iter_tensors(values, ""):
             hasher.update(name.encode())
-            hasher.update(view_bytes(leaves[name])[0].data)
+            hasher.update(view_bytes(tensor)[0].data)
         return hasher.hexdigest()
+
+
+def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _iter_tensors(value[key], f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _iter_tensors(item, f"{name}.{index}")
 
 
 class TorchCodec:
