@@ -205,8 +205,7 @@ class RendezvousClient:
         return self.clock.now()
 
     def last_answered_at(self) -> float:
-        """When the newest answered request was sent: its answer says not when the driver received it (R18,
-        publication)."""
+        """When the newest answered request was sent, by when the driver is sure to have lived (R18)."""
         return self._last_answered
 
     def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:

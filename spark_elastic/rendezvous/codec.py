@@ -105,8 +105,7 @@ def to_plain(value: Any) -> Any:
 
 
 def read(cls: type[T], value: object) -> T:
-    """`value` (JSON types) as the dataclass `cls`. Raises MalformedMessage: a field is missing, unknown or of another
-    type."""
+    """`value` (JSON types) as the dataclass `cls`. Raises MalformedMessage: a field is missing, unknown or wrong."""
     return typing.cast("T", read_as(cls, value, cls.__name__))
 
 

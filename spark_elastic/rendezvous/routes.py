@@ -320,8 +320,7 @@ class Dispatcher:
     def _respond(
         self, path: str, credentials: auth.Credentials, compute: Callable[[], object]
     ) -> Response | LongPoll | None:
-        """What `compute` gives, signed, or the error that it raises. A long poll, or None of one that waits, stays as
-        it is."""
+        """What `compute` gives, signed, or the error that it raises. A long poll, or None, stays as it is."""
         try:
             reply = compute()
             if reply is None or isinstance(reply, LongPoll):

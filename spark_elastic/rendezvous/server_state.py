@@ -79,8 +79,7 @@ class KeyValueStore:
         return tuple(key for key in self._scope(scope) if key.startswith(prefix))
 
     def compare_and_set(self, request: CompareAndSet) -> Comparison:
-        """A request that is sent again changes nothing again; if the first one changed nothing, it gets the value of
-        now."""
+        """A request that is sent again changes nothing again; one that failed gets the value of now."""
         entries = self._scope(request.scope, create=True)
         comparisons = self._comparisons.setdefault(request.scope, {})
         if request.token in comparisons:

@@ -76,8 +76,7 @@ class PendingSteps:
         return self._coming.popleft()
 
     def get_next_rows(self) -> StepRows | None:
-        """The rows of the next step, which stays the next; None if they are not there yet. Raises what the user's
-        function raised."""
+        """The rows of the next step, which stays the next; None: not there yet. Raises what the function raised."""
         if not self._coming and self._has_more and self._steps.is_ready():
             self._take()
         return self._coming[0].finish() if self._coming and self._coming[0].is_ready() else None

@@ -39,8 +39,7 @@ class TransformationProcess:
     """The training process's end. One thread at a time."""
 
     def __init__(self, transformation: bytes) -> None:
-        """Start a process from the main thread, with which it ends (PR_SET_PDEATHSIG).
-        transformation: a `BatchTransformation`, by cloudpickle."""
+        """Start it from the main thread, with which it ends. transformation: a `BatchTransformation`, by cloudpickle."""
         self._socket, theirs = socket.socketpair()
         files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
@@ -137,8 +136,7 @@ def _send(channel: socket.socket, thing: Any) -> None:
 
 
 def _receive(channel: socket.socket) -> Any:
-    """What the other end sent. Its arrays are views of the memory, which is freed with the last of them.
-    Raises EOFError: the other end is gone."""
+    """What the other end sent; arrays are views of the memory. Raises EOFError: the other end is gone."""
     head, descriptors, _, _ = socket.recv_fds(channel, _PLACE.size, 1)
     if len(head) < _PLACE.size:
         raise EOFError

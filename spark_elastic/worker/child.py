@@ -45,8 +45,7 @@ _FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 @dataclass(eq=False, repr=False)
 class Child:
-    """A running training process. Daemon threads write its input, read its output and status pipe, and wait for its
-    end."""
+    """A running training process, with daemon threads for its input, output, status pipe and end."""
 
     process: ForkedProcess | subprocess.Popen[bytes]
     reader: StackReader

@@ -66,8 +66,7 @@ class CollectiveThread:
         return future
 
     def run_pending_until_done(self, future: Future[Any]) -> None:
-        """For who waits anyway: run submitted work here until the future is done, which saves two changes of
-        threads."""
+        """For who waits anyway: run submitted work here until it is done, which saves two changes of threads."""
         while not future.done() and self._run_next(wait=False):
             pass
 

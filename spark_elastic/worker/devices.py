@@ -173,8 +173,7 @@ def collect_gpu_facts(environment: Mapping[str, str], devices: Path = DEVICES) -
 def check_host_device(
     host: Mapping[str, object], device: str, needs: Sequence[str], assigned: bool
 ) -> str | None:
-    """Why a host cannot give its slots the device of a job. assigned: Spark gives GPUs to slots, and its word is
-    taken."""
+    """Why a host cannot give its slots the device of a job. assigned: Spark gives GPUs, and its word is taken."""
     if device != "cuda":
         return None
     name = host.get("host", "unknown")

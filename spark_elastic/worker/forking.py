@@ -34,8 +34,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 @dataclass(frozen=True)
 class InheritedSettings:
-    """What processes inherit from their server, which serves equal slots only. They may hold secrets, and are not
-    shown."""
+    """What processes inherit from their server. They may hold secrets, and are not shown."""
 
     imports: tuple[str, ...] = field(repr=False)  # early ones of the program, made by the server
     environment: Mapping[str, str] = field(repr=False)  # of the server

@@ -76,8 +76,7 @@ def _follow(module: ModuleType, follower: str) -> None:
 
 
 def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ...]:
-    """What a process imports before it runs this program, with the program's variables; first what was asked for by
-    name."""
+    """What a process imports before it runs this program; first what was asked for by name."""
     variables = [f"{name}={value}" for name, value in getattr(program, "environment", {}).items()]
     aliases = [f"{AS_HOROVOD}?"] if AS_HOROVOD in sys.modules else []
     return tuple(dict.fromkeys([*variables, *aliases, *preload, *getattr(program, "imports", ())]))

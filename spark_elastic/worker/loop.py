@@ -87,8 +87,7 @@ class GroupConnector:
         return self._endpoint.address
 
     def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
-        """The group of that world. addresses: of all members; none: the driver is asked for those that a collective
-        needs."""
+        """The group of that world. addresses: of all members; none: the driver is asked for those that it needs."""
 
         def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
@@ -196,8 +195,7 @@ class WorkerLoop:
         return world, group
 
     def _join_others(self) -> tuple[WorldView, Group] | None:
-        """For a program that enters its loop: go to the world that it is a member of, or ask for one. None: it is
-        there."""
+        """For a program that enters its loop: go to the world that it is a member of. None: it is there."""
         if self._alone is None:
             return None
         _, context = self._alone
@@ -262,8 +260,7 @@ class WorkerLoop:
         return command.world, self._group
 
     def handle_event(self, event: on.WorkerEvent) -> int | None:
-        """For the thread of `DriverWatch`: execute what must not wait for the main thread. Returns an exit code, if
-        any."""
+        """For the thread of `DriverWatch`: execute what must not wait. Returns an exit code, if any."""
         code = None
         for command in self._post(event):
             if isinstance(command, do.AbortGroup):

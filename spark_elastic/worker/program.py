@@ -179,8 +179,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def encode_result(value: object, rank: int) -> str:
-    """A function's return value as JSON text, which only messages that prove the job's key carry. rank: of the
-    worker."""
+    """A function's return value as JSON text, for messages that prove the job's key. rank: of the worker."""
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:  # objects may raise anything while they are pickled

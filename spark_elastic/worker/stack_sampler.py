@@ -109,8 +109,7 @@ class StackSampler(WaitRecorder):
         self._set(-self._clock.now())
 
     def driver_seen_at(self) -> float:
-        """When the driver last answered the slot's heartbeats, which no long poll delays; 0: never. R12 (driver
-        silence)."""
+        """When the driver last answered a heartbeat, which no long poll delays; 0: never. R12 (driver silence)."""
         seen_at: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
         return seen_at
 
@@ -242,8 +241,7 @@ class StackReader:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """Once for each sample that was stale at two readings in a row: at the first the child may just have been
-        continued."""
+        """Once for each sample that was stale at two readings: at the first the child may have been continued."""
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False
@@ -262,8 +260,7 @@ class StackReader:
 
 
 def parse_newest_stack(text: str) -> str:
-    """The newest stack in one line, "": none. text: a line with the newest sample, then what `faulthandler` has
-    written."""
+    """The newest stack in one line, "": none. text: a line with a sample, then what `faulthandler` has written."""
     sample, _, dumps = text.partition("\n")
     for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
         lines = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be incomplete
