@@ -345,7 +345,7 @@ class TrainingLoop:
         return entry
 
     def _validate(self, world: WorldView, group: Group, handle: WorkerHandle) -> bool:
-        """Take the steps of validation that are left. False: all stopped at a boundary, for no drain waits for the end."""
+        """Take the steps of validation that are left. False: all stopped at a boundary; no drain waits for the end."""
         assert self._validation is not None
         assert self._spec.validation is not None
         plan, position, (_, loader) = self._spec.validation.plan, self._state.position, self._validation

@@ -39,7 +39,7 @@ class TransformationProcess:
     """The training process's end. One thread at a time."""
 
     def __init__(self, transformation: bytes) -> None:
-        """Start it from the main thread, with which it ends. transformation: a `BatchTransformation`, by cloudpickle."""
+        """Start it from the main thread, with which it ends. transformation: a pickled `BatchTransformation`."""
         self._socket, theirs = socket.socketpair()
         files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
