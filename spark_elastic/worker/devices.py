@@ -1,14 +1,8 @@
 """The one place that decides which device a worker trains on.
 
-A slot's process decides once, from the setting `device` and from what Spark gave to the slot: `GpuClaims`. Each
-training process applies it before anything of CUDA is loaded: `apply_device`. A worker sees only the GPU of its slot,
-which is then `cuda:0` to it, whatever its rank on the machine is.
-
-| `device` | Spark gave the slot a GPU | Spark gave it none |
-|---|---|---|
-| auto | that GPU | the CPU; what a hand-written loop sees is not changed |
-| cuda | that GPU | the first GPU of the machine that no other slot of this user has taken |
-| cpu | the CPU; no GPU is visible | the CPU; no GPU is visible |
+A slot's process decides once, from the setting `device` and from what Spark gave to the slot (`GpuClaims`; docs/gpu.md
+has the table). Each training process applies it before CUDA is loaded: `apply_device`. A worker sees only the GPU of
+its slot, which is then `cuda:0` to it, whatever its rank on the machine is.
 """
 
 from __future__ import annotations

@@ -510,7 +510,7 @@ def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> An
             with torch.no_grad():
                 return live.copy_(arrived)
         on_host = isinstance(saved, Tensor) or saved.on_host
-        return arrived.to(CPU if on_host else device, copy=True)
+        return arrived.clone() if on_host else arrived.to(device, copy=True)
     if isinstance(saved, dict):
         known = live if isinstance(live, dict) else {}
         return {key: load_value(item, known.get(key), memory, device) for key, item in saved.items()}
