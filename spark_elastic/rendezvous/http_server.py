@@ -1,6 +1,7 @@
-"""HTTP server on one thread with an event loop, which other threads pass calls by `submit`: it never blocks.
+"""HTTP server on one thread that outlives crashes of its event loop; its connections are in `connections.py`.
 
-The connections themselves are in `connections.py`.
+When a loop dies, the next one takes over the bound socket, so clients only wait; a socket that no longer listens is
+replaced on the same port. A second socket may listen on localhost; it is dropped when it breaks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import resource
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -71,9 +73,11 @@ def format_address(bind: Bind, listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+RESTART_DELAY = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
+MAX_RESTART_DELAY = 1.0  # seconds
+ACCEPT_PAUSE = 0.5  # seconds without accepting, once the process can open no more files
 CLOSE_TIMEOUT = 10.0
 GRACE = 1.0  # seconds for open requests to be answered, once the server closes
-ACCEPT_PAUSE = 0.5  # seconds without accepting, once the process can open no more files
 
 
 @dataclass(eq=False, repr=False)
@@ -87,48 +91,99 @@ class HttpServer:
     loopback: socket.socket | None = None
 
     def __post_init__(self) -> None:
-        self._listeners = [self.listener] if self.loopback is None else [self.listener, self.loopback]
-        self._loop: asyncio.AbstractEventLoop | None = None  # after `start`
+        self._address: tuple[str, int] = self.listener.getsockname()[:2]
+        self._calls: deque[Callable[[], None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: Connections | None = None  # of that loop
-        self._is_closing = False
+        self._served = False  # this loop came up
+        self._started = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-rendezvous", daemon=True)
 
     def start(self) -> None:
-        self._loop = asyncio.SelectorEventLoop()
-        self._loop.call_soon(self._begin)
+        """Returns when requests are answered."""
         self._thread.start()
+        if not self._started.wait(CLOSE_TIMEOUT):
+            self.close()
+            raise RuntimeError("the rendezvous server's event loop did not come up")
 
     def submit(self, call: Callable[[], None]) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(call)
+        self._calls.append(call)
+        self._call_in_loop(self._drain)  # a loop that is not there yet begins by draining
 
     def close(self) -> None:
         """Let open requests end, then stop the thread and free the port."""
-        self.submit(self._finish)
+        self._closing.set()
+        self._call_in_loop(self._finish)
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT)
-        for listener in self._listeners:
-            listener.close()
+        self.listener.close()
+        if self.loopback is not None:
+            self.loopback.close()
+
+    def _call_in_loop(self, call: Callable[[], None]) -> None:
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # that loop just died
+                loop.call_soon_threadsafe(call)
+
+    def _drain(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception:  # one bad call must not lose those after it
+                log.exception("a call to the rendezvous server failed")
 
     # ---- the thread
 
     def _run(self) -> None:
-        assert self._loop is not None
+        pause = RESTART_DELAY
+        while not self._closing.is_set():
+            self._served = False
+            try:
+                self._run_loop()
+            except BaseException:  # whatever killed the loop, SystemExit too: the job needs the next one
+                log.exception("the rendezvous server's event loop died")
+            pause = RESTART_DELAY if self._served else min(2 * pause, MAX_RESTART_DELAY)
+            if not self._closing.wait(pause):
+                log.warning("the rendezvous server starts again on the same port")
+
+    def _run_loop(self) -> None:
+        if not _is_listening(self.listener):
+            self.listener.close()
+            self.listener = listen(Bind(*self._address))
+        if self.loopback is not None and not _is_listening(self.loopback):
+            self.loopback.close()
+            self.loopback = None
+        loop = self._loop = asyncio.SelectorEventLoop()
         try:
-            self._loop.run_forever()
-            if self._connections is not None:
-                self._loop.run_until_complete(self._connections.abandon())
+            loop.call_soon(self._begin)
+            loop.run_forever()
         finally:
-            self._loop.close()
+            self._loop = None
+            try:
+                if self._connections is not None:
+                    loop.run_until_complete(self._connections.abandon())
+            finally:
+                self._connections = None
+                loop.close()
 
     def _begin(self) -> None:
         self._connections = Connections(self.app, self.limits, self.tls, self._on_empty)
-        for listener in self._listeners:
+        for listener in self._listeners():
             self._watch(listener)
+        self._drain()
+        self._served = True
+        self._started.set()
+        if self._closing.is_set():
+            self._finish()
+
+    def _listeners(self) -> list[socket.socket]:
+        return [self.listener] if self.loopback is None else [self.listener, self.loopback]
 
     def _watch(self, listener: socket.socket) -> None:
-        if self._loop is not None and not self._is_closing:
+        if self._loop is not None and not self._closing.is_set():
             self._loop.add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -137,23 +192,33 @@ class HttpServer:
         try:
             self._connections.accept(listener)
         except OSError as error:
+            if not _is_listening(listener):
+                log.error("the rendezvous server's socket is broken (%s)", error)
+                self._loop.stop()
+                return
             log.warning("the rendezvous server cannot accept a connection now (%s)", error)
             self._loop.remove_reader(listener)
             self._loop.call_later(ACCEPT_PAUSE, self._watch, listener)
 
     def _finish(self) -> None:
-        assert self._loop is not None
-        self._is_closing = True
+        if self._loop is None or self._connections is None:
+            return
         self._loop.call_later(GRACE, self._loop.stop)
-        for listener in self._listeners:
+        for listener in self._listeners():
             self._loop.remove_reader(listener)
-        if self._connections is not None:
-            self._connections.finish()
+        self._connections.finish()
         self._on_empty()
 
     def _on_empty(self) -> None:
-        if self._is_closing and self._loop is not None and not self._connections:
+        if self._closing.is_set() and self._loop is not None and not self._connections:
             self._loop.stop()
+
+
+def _is_listening(listener: socket.socket) -> bool:
+    try:
+        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False  # it was closed
 
 
 FILES_PER_WORKER = 6  # two long polls, and four requests at the same time

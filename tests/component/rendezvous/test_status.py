@@ -17,6 +17,7 @@ import pytest
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.server import RendezvousServer
 from tests.component.rendezvous.driver_side import PATIENCE, Visitor, get, serve_pages
+from tests.patience import until
 
 PREFIX = "/driver-proxy/4040"
 ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
@@ -116,3 +117,16 @@ def test_without_pages_nothing_listens_on_localhost() -> None:
         host, port = on_localhost(server).split(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_a_failure_of_the_page_on_localhost_does_not_disturb_the_rendezvous(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serve_pages(bind=Bind(ELSEWHERE)) as (server, status_app):
+        assert server._http_server is not None
+        http_server, beside = server._http_server, server._http_server.loopback
+        assert beside is not None
+        beside.shutdown(socket.SHUT_RDWR)
+        until(lambda: http_server.loopback is None)
+        assert get(status_app.url(server.url)).status == 200
+    assert "starts again on the same port" in caplog.text
