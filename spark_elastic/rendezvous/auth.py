@@ -21,6 +21,7 @@ import ssl
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
@@ -154,8 +155,7 @@ def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | 
 def load_certificate(certificate: str, key: str) -> Certificate:
     """A certificate from PEM files; after it, `certificate` may hold the chain that signed it."""
     try:
-        with open(certificate, encoding="ascii") as file:
-            return _load_certificate(file.read(), certificate, key)
+        return _load_certificate(Path(certificate).read_text(encoding="ascii"), certificate, key)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise InvalidInput(
             f"tls_certificate {certificate} and tls_key {key} cannot be used ({error}): give a certificate and its "

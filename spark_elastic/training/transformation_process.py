@@ -84,10 +84,8 @@ def main() -> None:
     get_process_context().files = files
     import_followers()
     with socket.socket(fileno=descriptor) as channel:
-        try:
+        with suppress(EOFError, OSError):  # the training process is gone, or wants no more
             _answer_requests(channel)
-        except (EOFError, OSError):
-            pass  # the training process is gone, or wants no more
 
 
 def _answer_requests(channel: socket.socket) -> None:

@@ -123,19 +123,17 @@ class Archive:
 @contextmanager
 def _make_temporary_file(content: bytes) -> Iterator[str]:
     with make_scratch_folder() as folder:
-        path = str(folder / "model.keras")
-        with open(path, "wb") as file:
-            file.write(content)
-        yield path
+        path = folder / "model.keras"
+        path.write_bytes(content)
+        yield str(path)
 
 
 def save_model(model: Any) -> bytes:
     """A `.keras` file of weights, architecture, and what the model is compiled with."""
     with make_scratch_folder() as folder:
-        path = str(folder / "model.keras")
-        model.save(path)
-        with open(path, "rb") as file:
-            return file.read()
+        path = folder / "model.keras"
+        model.save(str(path))
+        return path.read_bytes()
 
 
 def _find_adapters(model: Any) -> list[Any]:

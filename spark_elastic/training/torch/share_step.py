@@ -9,7 +9,9 @@ that they read themselves, and compare the bits of its gradients, before the ste
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +19,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -134,9 +135,6 @@ class ShareChecker:
         self._reader.close()
 
 
-Floats = npt.NDArray[np.float64]
-
-
 class ShareStep(TrainStep):
     checker: ShareChecker | None = None  # has some shares computed by several ranks; None: no share is
     _attributes: Attributes  # of the model's parts, as the newest share left them
@@ -218,7 +216,9 @@ class ShareStep(TrainStep):
     def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
         def reduce(tensors: list[Tensor], op: str) -> Tensor:
             gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
-            return torch.from_numpy(_sum_rows(gathered) if op == "sum" else gathered.max(axis=0))
+            return torch.from_numpy(
+                functools.reduce(operator.add, gathered) if op == "sum" else gathered.max(axis=0)
+            )
 
         rows = next((share for share in batch.shares if len(share)), batch)
         self._buffers.exchange(group, before, rows, self._try, reduce)
@@ -231,14 +231,8 @@ class ShareStep(TrainStep):
 
 def sum_over_shares(group: Group, own: Sequence[Sequence[float]]) -> list[float]:
     """The sums over all shares, one after the other. Collective. own: of this rank's shares, in order."""
-    total: list[float] = _sum_rows(np.concatenate(group.allgatherv(np.array(own, np.float64)))).tolist()
-    return total
-
-
-def _sum_rows(rows: Floats) -> Floats:
-    total: Floats = rows[0].copy()
-    for row in rows[1:]:
-        total += row
+    rows = np.concatenate(group.allgatherv(np.array(own, np.float64)))
+    total: list[float] = functools.reduce(operator.add, rows).tolist()
     return total
 
 
