@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import operator
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -216,9 +215,7 @@ class ShareStep(TrainStep):
     def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
         def reduce(tensors: list[Tensor], op: str) -> Tensor:
             gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
-            return torch.from_numpy(
-                functools.reduce(operator.add, gathered) if op == "sum" else gathered.max(axis=0)
-            )
+            return torch.from_numpy(functools.reduce(np.add if op == "sum" else np.maximum, gathered))
 
         rows = next((share for share in batch.shares if len(share)), batch)
         self._buffers.exchange(group, before, rows, self._try, reduce)
@@ -232,7 +229,7 @@ class ShareStep(TrainStep):
 def sum_over_shares(group: Group, own: Sequence[Sequence[float]]) -> list[float]:
     """The sums over all shares, one after the other. Collective. own: of this rank's shares, in order."""
     rows = np.concatenate(group.allgatherv(np.array(own, np.float64)))
-    total: list[float] = functools.reduce(operator.add, rows).tolist()
+    total: list[float] = functools.reduce(np.add, rows).tolist()
     return total
 
 
