@@ -16,7 +16,7 @@ from tests.component.collectives import calls
 from tests.component.collectives.ranks import Failed, Pool, Rank, answers, call_all
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1), (4, 0), (5, 3)])
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (5, 3)])
 def test_every_survivor_names_the_killed_rank(
     pool: Pool, size: int, victim: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -162,22 +162,18 @@ def test_a_reason_that_is_no_text_is_an_error_of_its_kind_nevertheless() -> None
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "bcube"])
-def test_other_sizes_are_a_mismatch_on_every_rank(pool: Pool, algorithm: str) -> None:
+def test_other_sizes_are_a_mismatch_on_every_rank_and_the_group_never_works_again(
+    pool: Pool, algorithm: str
+) -> None:
     ranks = pool.take(4)
     pool.world(ranks)
     call_all(ranks, calls.barrier)  # word of a failure goes along connections, so let all be open
     ends = call_all(ranks, calls.reduce_own_size, [3, 3, 4, 3], algorithm)
     assert {end.kind for end in ends} == {"MismatchError"}
     assert all(2 in end.ranks and "24 bytes" in end.reason and "32 bytes" in end.reason for end in ends)
-
-
-def test_a_failed_group_never_works_again(pool: Pool) -> None:
-    ranks = pool.take(2)
+    assert call_all(ranks, calls.try_everything) == [{"MismatchError"}] * 4
     pool.world(ranks)
-    call_all(ranks, calls.reduce_own_size, [3, 4], "ring")
-    assert call_all(ranks, calls.try_everything) == [{"MismatchError"}] * 2
-    pool.world(ranks)
-    assert call_all(ranks, calls.reduce_once, 10) == [3.0, 3.0]
+    assert call_all(ranks, calls.reduce_once, 10) == [10.0] * 4
 
 
 @pytest.mark.parametrize("hosts", [(), (3,)], ids=["sockets", "shared memory"])

@@ -57,7 +57,7 @@ def test_a_timeout_does_not_blame_ranks_that_wait_themselves(pool: Pool) -> None
     ranks = pool.take(13)
     pool.world(ranks, timeout=60)
     for number, rank in enumerate(ranks):
-        rank.call(calls.gather_late, 4.6 if number == 12 else 0.0)
+        rank.call(calls.reduce_late, 4.6 if number == 12 else 0.0, 60.0, True)
     told = [line for lines in answers(ranks) for line in lines]
     assert {missing for _, ranks in told for missing in ranks} == {12}
 
