@@ -82,12 +82,12 @@ class BlockedServerJob(Job):
 
 
 def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fault) -> None:
-    last = 150
+    last = 110
     job = BlockedServerJob(
         HeldProgram(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last
     )
-    job.act_at_step(10, lambda: fault(job.delay_answers, 5.0))
-    result = job.run(lease=3.0)
+    job.act_at_step(10, lambda: fault(job.delay_answers, 3.2))
+    result = job.run(lease=2.0)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
     assert leap > 20, "steps went on while nobody served"

@@ -332,13 +332,3 @@ def test_r14_a_slot_on_an_unfit_host_starts_no_worker_and_waits_for_its_release(
         assert all(is_heartbeat(event) for event in driver.events.queue)
     finally:
         driver.close()
-
-
-def test_a_slot_whose_driver_is_gone_names_the_drivers_address(driver: Driver) -> None:
-    def play() -> None:
-        driver.await_event(WorkerStarted)
-        await_children(2)
-        driver.server._http_server.close()  # type: ignore[union-attr] - dies without a word
-
-    ended = serve(driver, CountingProgram(1), play, driver_timeout=5.0)
-    assert driver.server.address in ended
