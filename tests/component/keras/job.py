@@ -228,7 +228,6 @@ def train_elastic(
 
 
 JOBS = {
-    "one output": Job(build_dense, validates=True),
     "row weights": Job(build_dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
     "ignored labels": Job(build_ignoring),

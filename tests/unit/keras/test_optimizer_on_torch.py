@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,13 +44,17 @@ state.restore()
 assert state.batch == 3
 for a, w in zip(weights, ours.weights, strict=True):
     assert np.array_equal(a, keras.ops.convert_to_numpy(w.value))
+ours.save(sys.argv[1])
+loaded = hvd.load_model(sys.argv[1])
+loaded.fit(np.ones((12, 3)), np.ones(12), batch_size=4, verbose=0)
+assert int(loaded.optimizer.iterations) == 2, "it sums three passes as before"
 sys.exit("spark_elastic.tensorflow" in sys.modules)
 """
 
 
 @pytest.mark.timeout(150)
-def test_keras_on_torch_uses_the_torch_half() -> None:
+def test_keras_on_torch_uses_the_torch_half(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": PYTHONPATH, "KERAS_BACKEND": "torch"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "model.keras")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=140, env=environment)
     assert done.returncode == 0, done.stderr
