@@ -72,23 +72,29 @@ class RateRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         self._rates.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 6))
 
 
+def fit_with_interruptions(state: Position, epochs: int, *callbacks: Any) -> int:
+    """Six steps an epoch; how often `fit` was called."""
+    model, calls = build_compiled(keras.optimizers.SGD(0.4)), 0
+    while state.epoch < epochs:
+        calls += 1
+        how: dict[str, Any] = {"batch_size": 4, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
+        try:
+            model.fit(X, Y, initial_epoch=state.epoch, epochs=epochs, **how)
+        except hvd.HostsUpdatedInterrupt:
+            state.restore()
+    return calls
+
+
+def make_updates(state: Position) -> list[Any]:
+    return [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
+
+
 def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -> None:
     def rates(interrupt_at: tuple[int, ...]) -> list[float]:
         state, seen = Position(interrupt_at), list[float]()
-        model = build_compiled(keras.optimizers.SGD(0.4))
-        while state.epoch < 2:
-            callbacks = [
-                RateRecorder(seen),
-                hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False),
-                hvd.elastic.UpdateBatchStateCallback(state),
-                hvd.elastic.UpdateEpochStateCallback(state),
-                hvd.elastic.CommitStateCallback(state),
-            ]
-            how: dict[str, Any] = {"batch_size": 4, "steps_per_epoch": 6, "verbose": 0}
-            try:
-                model.fit(X, Y, initial_epoch=state.epoch, epochs=2, callbacks=callbacks, **how)
-            except hvd.HostsUpdatedInterrupt:
-                state.restore()
+        ramp = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False)
+        commit = hvd.elastic.CommitStateCallback(state)
+        fit_with_interruptions(state, 2, RateRecorder(seen), ramp, *make_updates(state), commit)
         return seen
 
     assert rates((3, 5, 9)) == rates(()) == [round(0.4 / (1 + k / 6), 6) for k in range(12)]
@@ -97,20 +103,14 @@ def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -
 @pytest.mark.parametrize("commit_first", [True, False])
 def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first: bool) -> None:
     state = Position(interrupt_at=(2, 4, 5, 9, 14))
-    commit = hvd.elastic.CommitStateCallback(state)
-    update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
-    seen, model = PositionRecorder(state), build_compiled()
+    commit, update, seen = (
+        hvd.elastic.CommitStateCallback(state),
+        make_updates(state),
+        PositionRecorder(state),
+    )
     callbacks = [commit, *update, seen] if commit_first else [*update, commit, seen]
-    fit = {"epochs": 3, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
-    rounds = 0
-    while state.epoch < 3:
-        rounds += 1
-        try:
-            model.fit(X, Y, batch_size=4, initial_epoch=state.epoch, **fit)
-        except hvd.HostsUpdatedInterrupt:
-            state.restore()
+    assert fit_with_interruptions(state, 3, *callbacks) == 6
     assert seen.steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
-    assert rounds == 6
     assert (state.epoch, state.batch, state.kept) == (3, 0, (3, 0))
 
 
@@ -121,8 +121,7 @@ def test_a_fit_that_a_callback_has_ended_is_not_interrupted_at_its_last_commit()
 
     state = Position(interrupt_at=(2,))
     commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=100)
-    update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
-    build_compiled().fit(X, Y, epochs=6, verbose=0, callbacks=[commit, Stop(), *update])
+    build_compiled().fit(X, Y, epochs=6, verbose=0, callbacks=[commit, Stop(), *make_updates(state)])
     assert (state.commits, state.kept) == (2, (2, 0))
 
 
@@ -179,17 +178,6 @@ def test_learning_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduled.fit(X, Y, verbose=0, callbacks=[steps.__class__(0.4, 0.5)])
 
 
-def test_one_rank_logs_the_end_of_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1, verbose=1)
-    warm.set_model(build_compiled())
-    for number in (0, 1):
-        monkeypatch.setattr(schedules, "rank", lambda number=number: number, raising=False)
-        warm.on_epoch_end(0)
-    assert caplog.text.count("warm-up is over") == 1
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_momentum_is_corrected_as_the_learning_rate_changes(scaled: bool) -> None:
     steps = keras.optimizers.SGD(0.4, momentum=0.5)
@@ -220,18 +208,6 @@ def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_on
         loaded.fit(X, Y, verbose=0)
     with pytest.raises(InvalidInput, match="once"):
         hvd.DistributedOptimizer(optimizer)
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class Registered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
-    """An optimizer of the user's that Keras knows."""
-
-
-@SAVES
-def test_an_optimizer_registered_with_keras_is_found_by_its_name(tmp_path: Path) -> None:
-    model = build_compiled(hvd.DistributedOptimizer(Registered(0.1)))
-    model.save(tmp_path / "model.keras")
-    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
 
 @SAVES
@@ -300,10 +276,3 @@ def test_metrics_of_several_numbers_are_averaged_number_by_number() -> None:
     assert logs["confused"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
     assert (logs["loss"], logs["lr"]) == (3.0, 0.5)
     assert isinstance(logs["loss"], float)
-
-
-def test_metrics_of_a_single_process_stay_as_they_are() -> None:
-    assert hvd.allreduce(2.0, op=hvd.Sum) == 2.0
-    assert hvd.allgather(keras.ops.ones((2, 1))).tolist() == [[1], [1]]
-    assert hvd.broadcast([1, 2], 0).tolist() == [1, 2]
-    assert hvd.reducescatter([1.0, 2.0]).tolist() == [1, 2]
