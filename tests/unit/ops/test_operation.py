@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -91,12 +91,6 @@ class HalfPrecision(Compressor):
     wire = "fp16"
 
 
-@pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
-def test_reducescatter_refuses_other_reductions_and_no_tensors(count: int, op: Any) -> None:
-    with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
-        ReduceOptions.from_reducescatter_args(count, op, (1.0, 1.0), global_process_set)
-
-
 @pytest.mark.parametrize(
     ("op", "predivide", "says"),
     [
@@ -147,20 +141,16 @@ def add(accumulator: GradientAccumulator[Array], *values: float | None) -> list[
     return None if sums is None else [None if total is None else float(total) for total in sums]
 
 
-def test_sums_are_not_written_into_the_gradients_of_a_pass() -> None:
-    accumulator, first = make_accumulator(2), np.array([1.0])
-    accumulator.add([first])
-    accumulator.add([np.array([2.0])])
-    assert first.tolist() == [1.0]
-
-
 def test_a_new_world_starts_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(fence=(1, 1))
     monkeypatch.setattr(distributed_optimizer, "world", lambda: world)
     accumulator = make_accumulator(2)
     assert add(accumulator, 1.0) is None
     world.fence = (1, 2)
-    assert [add(accumulator, 2.0), add(accumulator, 4.0)] == [None, [6.0]]
+    first = np.array(2.0)
+    assert accumulator.add([first]) is None
+    assert add(accumulator, 4.0) == [6.0]
+    assert first == 2.0, "the sum was written into the gradient of a pass"
 
 
 def test_a_step_has_at_least_one_backward_pass() -> None:
@@ -171,17 +161,13 @@ def test_a_step_has_at_least_one_backward_pass() -> None:
 
 def test_arrays_of_one_dtype_lie_next_to_each_other_and_begin_aligned() -> None:
     buffer = FlatBuffer([(2, 3), (4,), (), (0,)], ["float32", "float64", "float32", "int64"])
+    buffer.fill([np.ones((2, 3), np.float32), np.ones(4), np.array(2.0, np.float32), np.zeros(0, np.int64)])
+    buffer.fill([None, np.ones(4), np.array(3.0, np.float32), None])
+    assert [float(view.sum()) for view in buffer.views] == [0.0, 4.0, 3.0, 0.0]
     lengths = [("float32", ALIGN // 4 + 1), ("float64", 4), ("int64", 0)]
     assert [(flat.dtype.name, len(flat)) for flat in buffer.flat] == lengths
     assert [view.shape for view in buffer.views] == [(2, 3), (4,), (), (0,)]
     assert all(view.ctypes.data % ALIGN == 0 for view in buffer.views if view.size)
-
-
-def test_filling_copies_arrays_in_and_writes_zeros_for_none() -> None:
-    buffer = FlatBuffer([(2,), (2,)], ["float32", "float32"])
-    buffer.fill([np.array([1, 2], np.float32), np.array([3, 4], np.float32)])
-    buffer.fill([None, np.array([5, 6], np.float32)])
-    assert [view.tolist() for view in buffer.views] == [[0.0, 0.0], [5.0, 6.0]]
 
 
 @pytest.mark.parametrize("size", [1, 3])
