@@ -94,22 +94,6 @@ def test_a_value_that_does_not_fit_is_named(environment: dict[str, str], sentenc
         from_env(environment)
 
 
-WRONG_KINDS: dict[str, Any] = {
-    "lease": "5",
-    "tls": "false",
-    "gather_timeout": None,
-    "worker_port_range": 7000,
-    "cooldown_range": (1, 2, 3),
-    "host_discovery": {"a": 1},
-}
-
-
-@pytest.mark.parametrize("name", WRONG_KINDS)
-def test_a_value_of_another_kind_is_refused_with_the_one_that_is_wanted(name: str) -> None:
-    with pytest.raises(InvalidInput, match=rf"^{name} must be (a|text|True|two).*; got "):
-        ElasticConfig(**{name: WRONG_KINDS[name]})
-
-
 @pytest.mark.parametrize(
     "variable",
     ["HOROVOD_FUSION_THRESHOLD", "SPARK_ELASTIC_WARN_AFTER", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"],
@@ -135,6 +119,8 @@ def test_none_in_a_variable_stands_for_none_where_that_is_a_value() -> None:
     assert operations_from_env(operations) == OperationConfig()
     with pytest.raises(InvalidInput, match=r"^SPARK_ELASTIC_LEASE='none' must be a number\.$"):
         from_env({"SPARK_ELASTIC_LEASE": "none"})
+    with pytest.raises(InvalidInput, match="^host_discovery must be text.*; got "):
+        ElasticConfig(host_discovery={"a": 1})  # type: ignore[arg-type]
 
 
 def test_a_variable_that_nothing_reads_is_named_once_with_the_nearest(
@@ -207,7 +193,3 @@ def test_none_overrides_the_environment_where_none_is_a_value(name: str) -> None
     assert getattr(from_env({}, **{name: None}), name) is None
     assert getattr(parse({name: None}).config, name) is None
     assert from_env({}, lease=None, checkpoint_steps=None) == from_env({})
-
-
-def test_settings_without_a_text_form_have_no_variable() -> None:
-    assert from_env({"SPARK_ELASTIC_HANDLE": "x"}).handle is None

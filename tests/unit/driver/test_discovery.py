@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -48,74 +47,39 @@ def _read_hosts(event: DriverEvent) -> dict[str, int]:
     return dict(event.hosts)
 
 
-def test_discovery_posts_changes_only() -> None:
-    answers: list[dict[str, int]] = [{"a": 1}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 2}]
+def test_discovery_posts_changes_only_and_keeps_its_last_answer_while_it_fails_or_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, both, b = {"a": 1}, {"a": 1, "b": 2}, {"b": 2}
+    answers: list[Any] = [a, a, OSError("the cluster manager restarts"), both, both, None, b]
     told: list[Mapping[str, int]] = []
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    polling = HostPoller(lambda: answers.pop(0) if len(answers) > 1 else answers[0], CLOCK, told.append)
-    polling.start(posted.put)
-    try:
-        assert [_read_hosts(posted.get(timeout=10)) for _ in range(3)] == [
-            {"a": 1},
-            {"a": 1, "b": 2},
-            {"b": 2},
-        ]
-        with pytest.raises(Empty):
-            posted.get(timeout=0.2)
-    finally:
-        polling.close()
-    assert told == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
-
-
-def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptureFixture) -> None:
-    calls = 0
+    late = threading.Event()
 
     def find() -> dict[str, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError("the cluster manager restarts")
-        return {"a": calls if calls > 3 else 1}
-
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    polling = HostPoller(find, CLOCK)
-    with caplog.at_level(logging.WARNING):
-        polling.start(posted.put)
-        try:
-            assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 4}]
-        finally:
-            polling.close()
-    assert "its last answer holds: the cluster manager restarts" in caplog.text
-
-
-def test_a_hanging_call_is_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    calls, late = 0, threading.Event()
-
-    def find() -> dict[str, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        if answer is None:
             late.wait(30)
-        return {"a": calls}
+            return both
+        return answer  # type: ignore[no-any-return]
 
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-
-    def post(event: DriverEvent) -> None:
-        monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 0.05)  # from the second call on
-        posted.put(event)
-
-    polling = HostPoller(find, CLOCK)
-    polling.start(post)
+    polling = HostPoller(find, CLOCK, told.append)
+    polling.start(posted.put)
+    monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 0.05)  # from the second call on
     try:
-        assert _read_hosts(posted.get(timeout=10)) == {"a": 1}
+        assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [a, both]
         until(lambda: caplog.text.count("no answer within") > 1)
-        assert calls == 2  # no second question beside the open one
+        assert len(answers) == 1, "a second question beside the open one"
         assert posted.empty()
         late.set()
-        assert _read_hosts(posted.get(timeout=10)) == {"a": 2}
+        assert _read_hosts(posted.get(timeout=10)) == b
     finally:
         late.set()
         polling.close()
+    assert told == [a, both, b]
+    assert "its last answer holds: the cluster manager restarts" in caplog.text
 
 
 @pytest.mark.scenario("U1")
@@ -169,12 +133,9 @@ def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
 def test_a_malformed_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_hosts(text)
-
-
-@pytest.mark.parametrize("text", ["No hosts found", ":", "a:b:2"])
-def test_what_is_no_host_is_refused_where_slots_have_a_default(text: str) -> None:
-    with pytest.raises(InvalidInput, match="is no host with a number of slots"):
-        parse_hosts(text, 4)
+    for other in ("No hosts found", ":", "a:b:2"):  # also where slots have a default
+        with pytest.raises(InvalidInput, match="is no host with a number of slots"):
+            parse_hosts(other, 4)
 
 
 def test_a_slow_script_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

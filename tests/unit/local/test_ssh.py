@@ -53,9 +53,6 @@ def test_the_key_and_the_environment_travel_over_standard_input_only(monkeypatch
     header: dict[str, Any] = json.loads(launcher._make_header("main"))
     assert header["environment"]["TOKEN"] == "marked-51"
     assert "SSH_AUTH_SOCK" not in header["environment"]
-
-
-def test_variables_of_the_machine_or_the_login_are_not_sent() -> None:
     own, sent = (
         {"HOME": "/h", "XDG_RUNTIME_DIR": "/run/1", "BASH_FUNC_x%%": ""},
         {"PATH": "/bin", "LR": "0.1"},
