@@ -44,7 +44,9 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = _parse_options(monkeypatch, *line.split())
     assert (wanted.num_proc, wanted.min_np, wanted.max_np) == (4, 2, 8)
     assert wanted.command == ("python", "train.py", "--lr", "0.1", "-np", "9")
+    monkeypatch.setenv("SPARK_ELASTIC_WORKER_PORT_RANGE", "7000-7010")
     config = cli._make_config(wanted)
+    assert config.worker_port_range == (7000, 7010)
     assert (config.cooldown_range, config.reset_limit, config.start_timeout) == ((10.0, 100.0), 3, 60.0)
     assert (config.gather_timeout, config.collective_timeout, config.device) == (5.0, 7.0, "cpu")
 

@@ -114,24 +114,6 @@ def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
     assert replace(bench.state.workers[name(2)], last_seen=0.0) == before
 
 
-def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
-    bench = Bench.running(1, 2, 3, 4)
-    bench.exit(name(1), -9)
-    for job in (2, 3, 4):
-        bench.join(name(job))
-    assert bench.members() == [name(2), name(3), name(4)]
-    assert bench.world.source is None
-
-
-def test_reset_limit_counts_new_worlds() -> None:
-    bench = Bench.running(1, 2, 3, 4, reset_limit=1)
-    for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
-        bench.exit(name(lost), -9)
-        bench.regroup(3, *(name(job) for job in left))
-    assert bench.end.outcome is do.JobOutcome.RESET_LIMIT
-    assert len(bench.find_commands(do.PublishWorld)) == 2
-
-
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
 def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
     bench = Bench.running(1, 2, reset_limit=1)
@@ -169,14 +151,16 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
     assert not bench.find_commands(do.AbortWorld)
 
 
-def test_a_planned_change_that_is_undone_changes_nothing() -> None:
+@pytest.mark.scenario("U1")
+def test_w14_all_workers_hear_of_a_change_once_also_when_another_comes_while_it_is_under_way() -> None:
     bench = Bench.running(1, 2)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
-    bench.exit(name(3), -9)
-    bench.stop_planned(6, name(1), name(2))
-    assert bench.members() == [name(1), name(2)]
-    assert bench.world.receivers == ()
+    bench.join(name(1), bench.fence, at(5), planned=True)
+    bench.start_warm(4)
+    bench.join(name(2), bench.fence, at(5), planned=True)
+    assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
+    assert [announce.version for announce in bench.find_commands(do.AnnounceChange)] == [ONE_JOINS]
 
 
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:

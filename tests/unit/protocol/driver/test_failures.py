@@ -47,16 +47,6 @@ def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
     assert "all 3 workers of world 1 raised" in bench.end.reason
 
 
-def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:
-    """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
-    bench = Bench.running(1, 2, 3, 4, failure_budget=1, all_results=True)
-    bench.exit(name(2), -9)
-    for job in (1, 3, 4):
-        _raise(bench, name(job), f"connection {job} closed by peer", step=0)
-    assert not bench.find_commands(End)
-    assert not bench.state.blacklist
-
-
 def _kill_worker(bench: Bench, world: int) -> None:
     bench.exit(name(3, world), -9)
     bench.restart(name(3, world + 1))
