@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,14 +50,23 @@ def test_discovery_posts_changes_only_and_keeps_its_last_answer_while_it_fails_o
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, both, b = {"a": 1}, {"a": 1, "b": 2}, {"b": 2}
-    answers: list[Any] = [a, a, OSError("the cluster manager restarts"), both, both, None, b]
+    answers: list[Any] = [
+        a,
+        a,
+        OSError("the cluster manager restarts"),
+        SystemExit("gone"),
+        both,
+        both,
+        None,
+        b,
+    ]
     told: list[Mapping[str, int]] = []
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
     late = threading.Event()
 
     def find() -> dict[str, int]:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, OSError):
+        if isinstance(answer, BaseException):
             raise answer
         if answer is None:
             late.wait(30)
@@ -80,6 +88,7 @@ def test_discovery_posts_changes_only_and_keeps_its_last_answer_while_it_fails_o
         polling.close()
     assert told == [a, both, b]
     assert "its last answer holds: the cluster manager restarts" in caplog.text
+    assert "ended with SystemExit" in caplog.text
 
 
 @pytest.mark.scenario("U1")
@@ -225,28 +234,10 @@ def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
     assert closed == parts
 
 
-def test_no_error_ends_discovery(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    calls = 0
-
-    def find() -> dict[str, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            sys.exit("no such cluster")
-        return {"a": calls}
-
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-
-    def post(event: DriverEvent) -> None:
-        posted.put(event)
-
+def test_a_question_for_which_there_is_no_thread_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 5.0)
-    polling = HostPoller(find, CLOCK)
-    polling._handle_answer(polling._poll(), post)
-    with pytest.raises(InvalidInput, match="ended with SystemExit"):
-        polling._poll()
+    polling = HostPoller(lambda: {"a": 1}, CLOCK)
     refuse_next_thread(monkeypatch)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         polling._poll()
-    polling._handle_answer(polling._poll(), post)
-    assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 3}]
+    assert polling._poll() == {"a": 1}

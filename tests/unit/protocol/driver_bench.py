@@ -66,15 +66,15 @@ class Bench:
         self.log.extend(self.commands)
         return self.commands
 
-    def wait(self, seconds: float, heartbeats_of: Sequence[int] = ()) -> None:
-        """Let time pass in ticks; the slots of these launches send heartbeats every half a second."""
+    def wait(self, seconds: float, heartbeats_of: Sequence[int | str] = ()) -> None:
+        """Let time pass in ticks; these slots, or the first ones of these launches, send heartbeats every 0.5 s."""
         end, beat = self.now + seconds, self.now
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)
             if self.now > beat:
                 beat = self.now + 0.45
                 for job in heartbeats_of:
-                    slot = self.state.slots.get(f"{job}-0")
+                    slot = self.state.slots.get(f"{job}-0" if isinstance(job, int) else job)
                     if slot is not None:
                         self.on(Heartbeat(slot.slot, slot.worker, "S"))
             self.on(on.Tick(0))
@@ -108,6 +108,11 @@ class Bench:
     def slot(self, job: int, host: str = "") -> None:
         self.on(RegisterSlot(SlotId(f"{job}-0"), host or f"h{job}", job))
         self.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
+
+    def copy(self, job: int, host: str = "h9") -> None:
+        """Another attempt of that slot's task comes up on that host, with a warm worker."""
+        self.on(RegisterSlot(SlotId(f"{job}-1"), host, job))
+        self.join(WorkerId(f"{job}-1.1"))
 
     def start_warm(self, *jobs: int) -> None:
         """Slots come up and their workers get warm."""

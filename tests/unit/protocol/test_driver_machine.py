@@ -10,7 +10,6 @@ from spark_elastic.protocol.messages import (
     RegisterSlot,
     WorkerDone,
     WorkerRaised,
-    WorkerStarted,
 )
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
@@ -19,7 +18,6 @@ from spark_elastic.protocol.types import (
     Phase,
     Position,
     SlotId,
-    WorkerId,
 )
 from tests.unit.protocol.driver_bench import Bench, at, name
 
@@ -44,9 +42,7 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
 
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench = Bench.running(1, 2, max_workers=2, num_workers=2)
-    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
-    bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
-    bench.join(WorkerId("1-1.1"))
+    bench.copy(1)
     bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.find_commands(do.AnnounceChange)
     assert not bench.released
@@ -59,8 +55,7 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
 def test_r14_slots_of_second_attempts_join_after_others() -> None:
     bench = Bench(max_workers=3, num_workers=3, min_workers=3)
     bench.start_warm(1)
-    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
-    bench.join(WorkerId("1-1.1"))
+    bench.copy(1)
     bench.start_warm(2)
     assert bench.members() == [name(1), name(2), "1-1.1"]
 

@@ -141,15 +141,6 @@ def test_a_running_process_with_a_stale_sample_is_asked_once_for_a_dump(
     assert [wants_dump(117.0), wants_dump(118.0), wants_dump(119.0)] == [False, True, False]
 
 
-def test_a_closed_reader_still_returns_its_last_sample() -> None:
-    reader = StackReader()
-    os.write(reader.stacks, b"sampled (a.py:1)\n")
-    reader.read(0.0)
-    for _ in range(2):
-        reader.close()
-    assert reader.read(0.0).stack == "sampled (a.py:1)"
-
-
 STARTS_THREADS = """
 import gc, threading, time
 from spark_elastic.clock import SystemClock
