@@ -63,15 +63,6 @@ def build_two_heads() -> Any:
     return model
 
 
-def build_ignoring() -> Any:
-    """Labels of one class do not count, so that the ranks' rows have different numbers of labels that do."""
-    x = keras.Input((WIDTH,), name="x")
-    model = keras.Model(x, keras.layers.Dense(CLASSES)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
-    model.compile(keras.optimizers.SGD(0.1), loss)
-    return model
-
-
 def compare_pairs(label: Any, output: Any) -> Any:
     """InfoNCE: each row is to be nearest to itself, and far from those of other classes; a number for each row."""
     left, right = keras.ops.split(keras.ops.normalize(output), 2, axis=-1)
@@ -113,28 +104,6 @@ def build_written() -> Any:
     coded = keras.layers.SpectralNormalization(keras.layers.Dense(8, activity_regularizer="l2"))(x)
     model = keras.Model(x, keras.layers.Dense(1)(Written()(coded)))
     model.compile(keras.optimizers.Adam(0.01, loss_scale_factor=1e6), "mse")
-    return model
-
-
-@keras.saving.register_keras_serializable("tests")
-class Watched(keras.layers.Layer):
-    """Has a metric of its own."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.positive = keras.metrics.Mean("positive")
-
-    def call(self, x: Any) -> Any:
-        self.positive.update_state(keras.ops.cast(x > 0, x.dtype))
-        return x
-
-
-def build_watched() -> Any:
-    """A layer inside of another model has a metric."""
-    inner = keras.Sequential([keras.Input((WIDTH,)), Watched(), keras.layers.Dense(8)])
-    x = keras.Input((WIDTH,), name="x")
-    model = keras.Model(x, keras.layers.Dense(1)(inner(x)))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
     return model
 
 
@@ -230,10 +199,8 @@ def train_elastic(
 JOBS = {
     "row weights": Job(build_dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
-    "ignored labels": Job(build_ignoring),
     "weights written in training": Job(build_written, labels=("w",)),
     "rows of a step compared": Job(build_pairs, weight="w", validates=True, loss_scope="step"),
-    "metrics of layers": Job(build_watched, labels=("w",), validates=True),
 }
 
 
