@@ -66,9 +66,7 @@ def test_a_value_that_fits_is_kept_as_pythons_own(check: Check, value: Any, kept
         (FUNCTION, "secret" * 20, "name must be a function; got str."),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_in_one_sentence(
-    check: Check, value: Any, sentence: str
-) -> None:
+def test_a_value_that_does_not_fit_is_refused_in_a_sentence(check: Check, value: Any, sentence: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         check("name", value)
     assert str(raised.value) == sentence

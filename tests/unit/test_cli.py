@@ -65,10 +65,7 @@ NO_MEANING = [
     ("line", "sentence"),
     [
         ("python {}", "needs -np"),
-        (
-            "-np 2 --restarts 2 python {}",
-            "needs --run-id and --store: by them the next driver continues the run.",
-        ),
+        ("-np 2 --restarts 2 python {}", "needs --run-id and --store: by them the next driver continues"),
         ("-np 3 --max-np 2 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 3 <= 2."),
         ("-H localhost:2 --min-np 3 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 2 <= 2."),
         ("-np 2 cat {}", "cat ended and has started no `python` or `python3` of its PATH, so that no worker"),
@@ -84,20 +81,14 @@ NO_MEANING = [
         ("-np 2 --hostfile none python {}", "cannot be read"),
         ("-np 2 --hostfile {marked} python {}", "names no host: write one"),
         ("-np 2 --hostfile {latin_1} python {}", "cannot be read: 'utf-8' codec"),
-        (
-            "-np 2 --network-interface nowhere0 python {}",
-            "='nowhere0' is no network interface of this machine",
-        ),
+        ("-np 2 --network-interface nowhere0 python {}", "='nowhere0' is no network interface of this"),
         ("-np 2 -H localhost python {}", "write host:slots"),
         ("-np 2 -H , python {}", "-H names no host: write one"),
         ("-np 2 --hostfile /dev/null python {}", "/dev/null names no host: write one"),
         ("-np 2 -H localhost:1 python {}", "the hosts have 1 slots and the job needs 2 workers"),
         ("-np 2 --min-np 3 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 2 <= 2."),
         ("-np 2 --host-discovery-script /nowhere/s.sh python {}", "host discovery failed at its first call"),
-        (
-            "-np 3 --device cuda python {}",
-            "2 GPUs, for 2 slots, where the job needs 3 workers: give --min-np",
-        ),
+        ("-np 3 --device cuda python {}", "2 GPUs, for 2 slots, where the job needs 3 workers: give"),
         ("-np 3 --device cuda python {}", "device='cuda', and this host shows no GPU"),
         *(
             (f"-np 2 {option} 0 python {{}}", f"Invalid value for '{option}'")
@@ -127,9 +118,7 @@ def test_a_mistake_is_one_sentence(
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_each_loss_each_join_and_how_a_process_ended_is_a_line(
-    verbose: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_joins_and_ends_are_lines(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     listener = cli.CommandOutput(None, stream, FakeClock(), False, verbose, True)
     listener.on_world(2, "begins")
@@ -208,9 +197,7 @@ def test_options_of_operations_reach_the_training_processes_and_win_over_variabl
     assert getattr(operations_from_env(environment), setting) == value
 
 
-def test_variables_of_options_are_in_the_programs_environment(
-    script: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_options_are_in_its_environment(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
     prepare = cli.prepare
 

@@ -34,9 +34,7 @@ def test_an_explicit_argument_wins_over_the_environment() -> None:
         (GLOO | {"SPARK_ELASTIC_COLLECTIVE_TIMEOUT": "5"}, {"collective_timeout": 5.0}),
     ],
 )
-def test_a_job_follows_horovods_variables_where_ours_are_unset(
-    environment: dict[str, str], expected: dict[str, float]
-) -> None:
+def test_a_job_follows_horovods_variables(environment: dict[str, str], expected: dict[str, float]) -> None:
     assert from_env(environment) == ElasticConfig(**expected)  # type: ignore[arg-type]
     other: dict[str, Any] = dict.fromkeys(expected, 3.0)
     assert from_env(environment, **other) == ElasticConfig(**other)
@@ -123,9 +121,7 @@ def test_none_in_a_variable_stands_for_none_where_that_is_a_value() -> None:
         ElasticConfig(host_discovery={"a": 1})  # type: ignore[arg-type]
 
 
-def test_a_variable_that_nothing_reads_is_named_once_with_the_nearest(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_variable_that_nothing_reads_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         from_env({"SPARK_ELASTIC_LEESE": "3", "SPARK_ELASTIC_TIMELINE": "t", "SPARK_ELASTIC_XYZ": "1"})
     assert caplog.messages == [
@@ -159,9 +155,7 @@ def test_variables_of_training_processes_are_checked_before_a_job() -> None:
         ({"HOROVOD_LOG_LEVEL": "fatal", "SPARK_ELASTIC_LOG_LEVEL": "info"}, {"log_level": "INFO"}),
     ],
 )
-def test_operations_follow_horovods_variables_where_ours_are_unset(
-    environment: dict[str, str], expected: dict[str, Any]
-) -> None:
+def test_operations_follow_horovods_variables(environment: dict[str, str], expected: dict[str, Any]) -> None:
     assert operations_from_env(environment) == OperationConfig(**expected)
 
 

@@ -73,9 +73,7 @@ def test_the_end_of_the_coordinators_job_is_that_of_the_clients() -> None:
         (True, CoordinatorLost, "was lost: it has sent nothing for 60 s"),  # its executor is gone
     ],
 )
-def test_a_coordinator_that_is_not_heard_of_has_a_deadline(
-    taken: bool, error: type[Exception], sentence: str
-) -> None:
+def test_a_silent_coordinator_has_a_deadline(taken: bool, error: type[Exception], sentence: str) -> None:
     clock, store = FakeClock(), make_memory_store()
     began, closed = threading.Event(), threading.Event()
     launcher: Any = SimpleNamespace(
@@ -157,9 +155,7 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
         ClientCall("log", "emit", ({"level": 20, "logger": "x"},)),
     ],
 )
-def test_p6_a_coordinator_has_only_listed_methods_called_with_arguments_of_their_types(
-    call: ClientCall,
-) -> None:
+def test_p6_a_coordinator_has_only_listed_methods_called_with_their_types(call: ClientCall) -> None:
     channel_end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     called: list[Any] = []
     launcher: Any = SimpleNamespace(launch=called.append, close=called.append)

@@ -241,9 +241,7 @@ def test_every_rank_fails_at_once_on_a_mismatch(make: Make, what: str, odd_one: 
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 17])
-def test_alltoall_fails_on_all_ranks_if_one_sends_another_number_of_rows_than_expected(
-    make: Make, rows: int
-) -> None:
+def test_alltoall_fails_on_all_ranks_if_one_sends_more_rows_than_expected(make: Make, rows: int) -> None:
     def call(group: Group) -> Any:
         array, usual = np.full((SIZE * rows, 2), group.rank), [rows] * SIZE
         received, counts = group.alltoall(array, incoming=usual)

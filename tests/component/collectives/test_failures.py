@@ -50,9 +50,7 @@ def test_a_rank_that_died_before_it_connected_is_named_as_missing(pool: Pool, ho
 
 
 @BOTH_WAYS
-def test_a_kill_is_noticed_although_a_forked_child_of_the_rank_survives(
-    pool: Pool, hosts: tuple[int, ...]
-) -> None:
+def test_a_kill_is_noticed_although_a_child_of_the_rank_lives(pool: Pool, hosts: tuple[int, ...]) -> None:
     """As a DataLoader's workers do for some seconds."""
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
@@ -108,9 +106,7 @@ def test_a_kill_ends_every_collective(pool: Pool, hosts: tuple[int, ...], victim
 
 
 @pytest.mark.parametrize(("hosts", "victim", "work"), cross(slow=True))
-def test_a_stopped_rank_is_named_by_every_collective(
-    pool: Pool, hosts: tuple[int, ...], victim: int, work: str
-) -> None:
+def test_every_collective_names_a_stopped(pool: Pool, hosts: tuple[int, ...], victim: int, work: str) -> None:
     stopped, others = begin_work(pool, hosts, victim, work, signal.SIGSTOP, 1.2 if not hosts else 1.5)
     ends = answers(others)
     stopped.send_signal(signal.SIGCONT)
@@ -142,9 +138,7 @@ def test_an_abort_ends_every_collective(pool: Pool, hosts: tuple[int, ...], vict
     [("x" + "é" * 2100, "x" + "é" * 2047), ("no file \udcff", "no file \\udcff")],
     ids=["longer than a close frame holds", "with a lone surrogate"],
 )
-def test_any_text_can_be_the_reason_of_an_abort(
-    pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]
-) -> None:
+def test_any_text_can_be_why_it_aborts(pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
     call_all(ranks, calls.barrier)
@@ -162,9 +156,7 @@ def test_a_reason_that_is_no_text_is_an_error_of_its_kind_nevertheless() -> None
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "bcube"])
-def test_other_sizes_are_a_mismatch_on_every_rank_and_the_group_never_works_again(
-    pool: Pool, algorithm: str
-) -> None:
+def test_other_sizes_are_a_mismatch_on_every_rank_and_end_the_group(pool: Pool, algorithm: str) -> None:
     ranks = pool.take(4)
     pool.world(ranks)
     call_all(ranks, calls.barrier)  # word of a failure goes along connections, so let all be open

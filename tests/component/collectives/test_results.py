@@ -74,9 +74,7 @@ def test_operands_in_shared_memory(pool: Pool, hosts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("refused", "limit"), [(0, "files"), (2, "mappings")])
-def test_all_ranks_of_a_host_use_sockets_if_one_gets_no_shared_memory(
-    pool: Pool, refused: int, limit: str
-) -> None:
+def test_all_ranks_of_a_host_use_sockets_if_one_gets_no_memory(pool: Pool, refused: int, limit: str) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
     call_all(ranks, calls.record_warnings)

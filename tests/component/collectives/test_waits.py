@@ -23,9 +23,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 @LAYOUTS
-def test_a_wait_without_limit_outlasts_the_timeout_and_reports_the_missing_ranks(
-    pool: Pool, hosts: tuple[int, ...]
-) -> None:
+def test_a_wait_without_limit_outlasts_its_timeout(pool: Pool, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
     pool.world(ranks, timeout=1.0, hosts=hosts)
     for number, rank in enumerate(ranks):
@@ -39,9 +37,7 @@ def test_a_wait_without_limit_outlasts_the_timeout_and_reports_the_missing_ranks
 
 
 @LAYOUTS
-def test_a_limit_that_is_set_during_a_wait_counts_from_that_moment(
-    pool: Pool, hosts: tuple[int, ...]
-) -> None:
+def test_a_limit_that_is_set_during_a_wait_counts_from_then(pool: Pool, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
     pool.world(ranks, timeout=60, hosts=hosts)
     for number, rank in enumerate(ranks):
@@ -63,9 +59,7 @@ def test_a_timeout_does_not_blame_ranks_that_wait_themselves(pool: Pool) -> None
 
 
 @pytest.mark.parametrize("hosts", [pytest.param((), id="sockets"), pytest.param((2,), id="one host")])
-def test_a_rank_that_was_stopped_does_not_time_out_its_peers_when_it_continues(
-    pool: Pool, hosts: tuple[int, ...]
-) -> None:
+def test_a_rank_that_was_stopped_does_not_time_out_its_peers(pool: Pool, hosts: tuple[int, ...]) -> None:
     first, second = ranks = pool.take(2)
     pool.world(ranks, timeout=1.5, hosts=hosts)
     assert call_all(ranks, calls.reduce_once, 10) == [3.0, 3.0]
@@ -120,9 +114,7 @@ def test_a_death_wakes_every_waiter(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_while_shared_memory_is_handed_out_is_reported_and_leaks_nothing(
-    pool: Pool, victim: int
-) -> None:
+def test_a_death_while_memory_is_handed_out_is_reported_and_leaks_nothing(pool: Pool, victim: int) -> None:
     """The host's first rank has made the memory, and waits for one that has not come: one of both dies."""
     ranks = pool.take(3)
     pool.world(ranks, timeout=3, hosts=(3,))

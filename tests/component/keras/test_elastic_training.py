@@ -65,9 +65,7 @@ class CallbackCheck(keras.callbacks.Callback):
         pytest.param("row weights", marks=pytest.mark.faults),
     ],
 )
-def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
-    tmp_path: Path, fault: Fault, name: str
-) -> None:
+def test_p1_p2_p3_p4_hold_under_two_kills(tmp_path: Path, fault: Fault, name: str) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
     killed: list[int] = []
 
@@ -98,9 +96,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
 
 @pytest.mark.faults  # many processes import TensorFlow; tests/component/torch/test_training_hooks.py is in each build
 @pytest.mark.scenario("G5")
-def test_p7_all_workers_are_lost_and_training_continues_from_the_last_step(
-    tmp_path: Path, fault: Fault
-) -> None:
+def test_p7_all_workers_are_lost_and_training_continues_at_its_step(tmp_path: Path, fault: Fault) -> None:
     killed: list[int] = []
 
     data = make_data(tmp_path)

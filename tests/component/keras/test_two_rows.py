@@ -67,24 +67,13 @@ CROSS_ENTROPY = "sparse_categorical_crossentropy"
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (
-            make(WIDTH + 1, CROSS_ENTROPY),
-            rf"'x' of float64 \(2, {WIDTH}\), .* with ValueError: .*incompatible",
-        ),
-        (
-            make(WIDTH, "categorical_crossentropy"),
-            r"two rows of the data, .*'y' of int64 \(2,\), with ValueError: .*target",
-        ),
-        (
-            make(WIDTH, Squares(), 1),
-            r"made \(2, 2\) out of the model's output \(2, 1\) and labels \(2,\): give",
-        ),
+        (make(WIDTH + 1, CROSS_ENTROPY), rf"'x' of float64 \(2, {WIDTH}\), .* ValueError: .*incompatible"),
+        (make(WIDTH, "categorical_crossentropy"), r"'y' of int64 \(2,\), with ValueError: .*target"),
+        (make(WIDTH, Squares(), 1), r"\(2, 2\) out of the model's output \(2, 1\) and labels \(2,\): give"),
         (make(WIDTH, compute_wrong_loss), "with InvalidArgumentError: .*Incompatible shapes"),
     ],
 )
-def test_a_model_or_loss_that_fails_is_refused_in_one_sentence(
-    data: Data, build: Callable[[], Any], sentence: str
-) -> None:
+def test_what_fails_is_refused_in_one_sentence(data: Data, build: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence) as caught:
         check(data, Job(build))
     assert not re.search(r"\n|\x1b|Arguments received", str(caught.value))
@@ -122,9 +111,7 @@ def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest
             check(data, job, {"max_workers": 3})
         check(data, job, {"max_workers": 3, "loss_scope": "step"})
     for scope in (None, "step"):
-        with pytest.raises(
-            InvalidInput, match=r"^what a layer adds .* compares the rows .* in the loss, and"
-        ):
+        with pytest.raises(InvalidInput, match=r"^what a layer adds .* compares the rows .* in the loss"):
             check(data, Job(make_spreading), {"max_workers": 3, "loss_scope": scope})
     caplog.clear()
     check(data, Job(make(WIDTH, compare_pairs, 4)), {"max_workers": 3, "loss_scope": "worker"})
@@ -161,9 +148,7 @@ def make_layers(*makers: Callable[[], Any], loss: Any = compare_pairs) -> Callab
     return build
 
 
-def test_the_scope_of_a_step_says_what_it_cannot_give_and_where_it_is_of_no_use(
-    data: Data, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_scope_of_a_step_says_what_it_cannot_give(data: Data, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"max_workers": 3, "loss_scope": "step"}
     check(
         data, Job(make_layers(lambda: keras.layers.Dropout(0.5), keras.layers.BatchNormalization)), settings

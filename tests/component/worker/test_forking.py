@@ -231,9 +231,7 @@ def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_se
         assert first.end() == 0
 
 
-def test_a_process_is_spawned_if_the_fork_server_dies_before_the_fork(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_spawned_if_its_server_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with ForkedChild(("written",), lambda: None, forked=False) as life:
         assert life.await_warm().ppid() == os.getpid()
@@ -280,18 +278,14 @@ def test_a_process_is_spawned_where_no_fork_is_safe(tmp_path: Path, monkeypatch:
         assert life.read_message() == "spawned"
 
 
-def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_is_spawned_if_the_slot_cannot_adopt_a_forked_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that was not adopted has not read the input that the spawned one needs."""
     monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
     with ForkedChild(FORKED, lambda: "spawned", forked=False) as life:
         assert life.read_message() == "spawned"
 
 
-def test_a_process_killed_before_its_fork_is_never_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_killed_before_its_fork_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import time; time.sleep(1.0)")
     with ForkedChild(("written",), lambda: "started") as life:
         assert life.child.state() == ""
@@ -304,9 +298,7 @@ def test_a_process_killed_before_its_fork_is_never_started(
         assert life.lines.empty()
 
 
-def test_each_forked_process_prints_what_the_imports_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_forked_process_prints_what_imports_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "print('written was imported')")
     for _ in range(2):
         with ForkedChild(("written",), lambda: "then") as life:

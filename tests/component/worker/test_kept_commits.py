@@ -150,9 +150,7 @@ def test_r23_nothing_stays_after_orphan_timeout(key: bytes) -> None:
     [(100, 4), (kept_commits.ARRAYS + 800, None), (kept_commits.ARRAYS + 8000 + 64 + 3, None)],
     ids=["header", "arrays", "values"],
 )
-def test_r23_what_is_not_whole_is_not_read(
-    key: bytes, keeper: CommitKeeper, offset: int, left: int | None
-) -> None:
+def test_r23_what_is_torn_is_unread(key: bytes, keeper: CommitKeeper, offset: int, left: int | None) -> None:
     """A header that is torn leaves the commit before it; what a checksum finds is refused."""
     buffer, weights = SnapshotBuffer(keeper), np.ones(1000)
     for step in (4, 5):
@@ -208,9 +206,7 @@ def test_r23_a_keeper_closes_what_strangers_send(key: bytes) -> None:
                 connection.connect(f"\0{name}")
                 socket.send_fds(connection, [message], [theirs])
                 os.close(theirs)
-                assert select.select([pipe], [], [], 20.0)[0], (
-                    f"the keeper has it still that came with {message!r}"
-                )
+                assert select.select([pipe], [], [], 20.0)[0], f"what came with {message!r} is kept"
         assert read_step(KeptCommits(key).find_newest(), key) == (1, 1000)
 
 
@@ -225,9 +221,7 @@ def test_r23_a_keeper_closes_what_strangers_send(key: bytes) -> None:
     ],
     ids=["success", "given back", "taken over", "without Spark"],
 )
-def test_r23_slots_end_the_keepers_of_their_host_once_no_driver_will_ask_for_them(
-    key: bytes, release: str, stays: bool
-) -> None:
+def test_r23_slots_end_keepers_that_no_driver_will_ask_for(key: bytes, release: str, stays: bool) -> None:
     """A slot that is given back may be on the host that keeps the newest state of all."""
     with Owner(key) as owner:
         owner.commit(1)

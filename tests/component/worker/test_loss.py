@@ -190,9 +190,7 @@ def test_p5_r24_a_stopped_worker_is_evicted_soon_and_named_with_its_last_stack(f
     assert entry(job, "world 1 is over")
 
 
-def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_p5_a_hanging_worker_and_its_stack_are_named_to_its_peers(caplog: pytest.LogCaptureFixture) -> None:
     """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot still sends
     heartbeats."""
     slow_to_name = ElasticConfig(stall_after=4.0)  # its stack is known three seconds after it hangs

@@ -47,9 +47,7 @@ def break_server(job: Job) -> None:
         broken.shutdown(socket.SHUT_RDWR)
 
 
-def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
-    fault: Fault, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_r12_training_survives_the_end_of_its_server(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(HeldProgram(30, 0.03))
 
     def inject_fault() -> None:

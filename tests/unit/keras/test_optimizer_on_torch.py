@@ -50,7 +50,7 @@ def distribute(
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])
-def test_a_local_gradient_is_divided_as_an_average(
+def test_local_sums_are_averaged(
     monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
 ) -> None:
     monkeypatch.setattr(allreduce, "start", lambda tensors, *how, **when: lambda: tensors)

@@ -81,9 +81,7 @@ def test_the_exit_code_of_ssh_is_explained(end: tuple[Any, ...], sentence: str) 
     assert sentence in RemoteEnd(code, was_ready, "", tuple(errors)).explain()
 
 
-def test_a_job_begins_without_a_host_only_if_the_others_are_enough(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_others_must_do_for_a_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     launcher = _launcher()
     monkeypatch.setattr(launcher, "_check", lambda host: "host b.invalid cannot run workers: it is off")
     listed = {"localhost": 2, "b.invalid": 2}

@@ -81,9 +81,7 @@ def write_operation(label: str) -> Any:
     return timeline
 
 
-def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_new_rank_0_begins_anew_after_an_older_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The former rank 0 was lost before its first operation."""
     path, driver = tmp_path / "trace.json", _Driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
@@ -131,9 +129,7 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
     assert caplog.text.count("cannot be written") == 2
 
 
-def test_a_function_that_begins_again_continues_its_timeline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_function_begins_again_in_its_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the same process, and in another one, the first of which was killed."""
     path, driver = tmp_path / "trace.json", _Driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')

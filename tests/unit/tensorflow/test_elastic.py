@@ -75,9 +75,7 @@ def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[
 
 
 @pytest.mark.parametrize("make", [keras_state, make_plain_state])
-def test_a_state_is_synced_outside_of_the_run_loop(
-    make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_synced_outside_of_it(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[list[Any], int]:

@@ -211,9 +211,7 @@ def derive_twice(base: type, method: str, one: Any, other: Any) -> list[Any]:
         (ENDING, "callbacks", EarlyStopping, "on_epoch_end", (lambda s, t: None, lambda s, t: 1)),
     ],
 )
-def test_a_class_of_the_user_s_with_other_code_is_named(
-    name: str, field: str, base: type, method: str, functions: Any
-) -> None:
+def test_code_of_a_class_counts(name: str, field: str, base: type, method: str, functions: Any) -> None:
     kinds = derive_twice(base, method, *functions)
     made = [kind if field == "optimizer" else kind() for kind in kinds]
     one, other = ({field: (each,) if field in ("losses", "callbacks") else each} for each in made)

@@ -69,9 +69,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
     return build
 
 
-def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it(
-    reads: list[Checkpoint], training: Any
-) -> None:
+def test_p7_a_checkpoint_is_read_once_for_worlds_that_fail(reads: list[Checkpoint], training: Any) -> None:
     """Another one is read, as is the same one after its hand-over."""
     late = CollectiveError((1,), "timed out")
     loop = training([late, late, KEPT, late, KEPT, KEPT])
@@ -89,9 +87,7 @@ def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it
 @pytest.mark.parametrize(
     ("rows", "shares", "balances"), [(8, 0, True), (4, 0, True), (3, 0, False), (8, 2, False)]
 )
-def test_a_world_of_more_ranks_than_a_step_has_parts_divides_them_equally(
-    training: Any, rows: int, shares: int, balances: bool
-) -> None:
+def test_more_ranks_than_parts_share_equally(training: Any, rows: int, shares: int, balances: bool) -> None:
     loop = training([])
     plan = DataPlan((100,), rows, seed=0, lanes=1, shares=shares)
     loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(world=SimpleNamespace(balance_rows=True)))

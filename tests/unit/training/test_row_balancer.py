@@ -105,9 +105,7 @@ def test_equal_ranks_keep_the_equal_division(seed: int) -> None:
         *((8e3, fixed) for fixed in (0.0, 0.001, 0.003)),  # several steps are in a period
     ],
 )
-def test_a_processor_quota_of_a_quarter_leaves_nine_tenths_of_the_best_rate(
-    speed: float, fixed: float
-) -> None:
+def test_a_processor_quota_of_a_quarter_leaves_nine_tenths_of_its_rate(speed: float, fixed: float) -> None:
     """On average the rank may look quicker than the other, which waits for it in some steps. fixed: seconds of each."""
     best = min(max(fixed + (ROWS - own) / speed, 4 * (fixed + own / speed)) for own in range(ROWS))
     assert rate(Quota(0.25, (speed, speed), fixed), 120.0, RowBalancer(ROWS, 2)) > 0.9 * ROWS / best
@@ -141,9 +139,7 @@ def test_a_change_that_does_not_help_is_taken_back() -> None:
         (8, 8, (40.0, 40.0, 10.0), [4, 3, 1]),  # virtual shares are divided whole
     ],
 )
-def test_slow_ranks_keep_a_least_part(
-    rows: int, shares: int, speeds: tuple[float, ...], parts: list[int]
-) -> None:
+def test_slow_ranks_keep_a_part(rows: int, shares: int, speeds: tuple[float, ...], parts: list[int]) -> None:
     balancer = RowBalancer(rows, len(speeds), shares=shares)
     assert balancer.division == Division.equal(len(speeds), shares)
     simulate(at_speeds(*speeds), 60.0, balancer)

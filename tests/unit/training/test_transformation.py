@@ -62,9 +62,7 @@ def test_a_row_is_augmented_alike_in_any_part() -> None:
 )
 def test_what_is_no_dict_of_columns_is_refused(returned: Any, what: str) -> None:
     for change in (lambda columns: returned, reshape_results(lambda columns: returned, {"x": (2, 2)})):
-        with pytest.raises(
-            InvalidInput, match=f"^transformation_fn returned {what}: return a dict with an array"
-        ):
+        with pytest.raises(InvalidInput, match=f"^transformation_fn returned {what}: return a dict"):
             transform_columns({"x": np.zeros((3, 4))}, 3, ["x"], change)
 
 
@@ -72,9 +70,7 @@ def test_what_is_no_dict_of_columns_is_refused(returned: Any, what: str) -> None
 def test_rows_of_different_lengths_are_refused_by_name(make: Any) -> None:
     rows = make([np.arange(3), np.arange(2)])
     for change in (lambda columns: {"x": rows}, reshape_results(lambda columns: {"x": rows}, {"x": (2,)})):
-        with pytest.raises(
-            InvalidInput, match=r"rows of different shapes as column 'x': .*Ragged.of\(rows\).pad\(0\)"
-        ):
+        with pytest.raises(InvalidInput, match=r"different shapes as column 'x': .*Ragged.of\(rows\).pad"):
             transform_columns({"x": np.zeros((2, 4))}, 2, ["x"], change)
 
 

@@ -96,9 +96,7 @@ def write_machine(root: Path, groups: str, *files: str) -> None:
         ("", "proc/vmstat"),
     ],
 )
-def test_the_counter_of_memory_kills_closest_to_the_process_is_found(
-    groups: str, file: str, tmp_path: Path
-) -> None:
+def test_the_closest_counter_of_memory_kills_is_found(groups: str, file: str, tmp_path: Path) -> None:
     write_machine(tmp_path, groups, "proc/vmstat", file)
     assert find_oom_counter(tmp_path) == tmp_path / file
 

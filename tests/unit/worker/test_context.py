@@ -39,9 +39,7 @@ def test_an_error_reaches_only_the_future_of_its_own_work(thread: CollectiveThre
     assert fine.result() == 7
 
 
-def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
-    thread: CollectiveThread,
-) -> None:
+def test_the_thread_starts_with_its_first_work_and_again_after_a_close(thread: CollectiveThread) -> None:
     threads = threading.active_count()
     thread.drain()
     thread.close()
@@ -52,9 +50,7 @@ def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
     assert thread.submit(lambda: 3).result() == 3
 
 
-def test_a_thread_that_could_not_start_is_started_for_the_next_work(
-    thread: CollectiveThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_failed_starts_later(thread: CollectiveThread, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_next_thread(monkeypatch)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         thread.submit(lambda: 1)

@@ -76,9 +76,7 @@ def test_a_worker_sees_the_gpu_of_its_slot_alone(
 )
 def test_addresses_of_spark_are_names_of_cuda(address: str, visible: str | None, found: str) -> None:
     assert find_gpu(address, {} if visible is None else {VISIBLE: visible}) == found
-    with pytest.raises(
-        InvalidInput, match="Spark gave GPU '7' to this task, and CUDA shows 0, 1: let CUDA_VIS"
-    ):
+    with pytest.raises(InvalidInput, match="gave GPU '7' to this task, and CUDA shows 0, 1: let CUDA_VIS"):
         find_gpu("7", {VISIBLE: "0,1"})
 
 

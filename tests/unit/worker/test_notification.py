@@ -70,9 +70,7 @@ def test_removed_listeners_and_those_of_an_earlier_call_are_not_called() -> None
     assert former.heard.empty()
 
 
-def test_an_exception_in_a_listener_does_not_stop_the_other_listeners(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_exception_in_a_listener_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     listener = Listener()
     notification_manager.register_listener(cast("Any", SimpleNamespace()))  # it has no such method
     notification_manager.register_listener(listener)

@@ -112,7 +112,7 @@ def write_into_file(file: Path) -> None:
         (write_into_file, "spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///"),
     ],
 )
-def test_errors_that_are_sentences_are_reported_without_our_frames(
+def test_sentences_are_told_without_frames(
     fail: Callable[[Path], None], sentence: str, tmp_path: Path
 ) -> None:
     text = format_raised(lambda: fail(tmp_path / "file"))
@@ -128,9 +128,7 @@ def test_code_in_a_folder_with_a_similar_name_counts_as_the_users() -> None:
     beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
     code = compile("def step():\n    int('x')\nstep()", beside, "exec")
     assert format_raised(lambda: exec(code, {"int": as_number})).count(beside) == 2
-    assert "script.py" in format_raised(lambda: Script.read("missing.py")), (
-        "without user code it has all frames"
-    )
+    assert "script.py" in format_raised(lambda: Script.read("missing.py")), "all its frames"
 
 
 def test_any_picklable_result_comes_back_equal() -> None:

@@ -35,9 +35,7 @@ def test_a_script_runs_on_a_host_that_does_not_have_it(tmp_path: Path) -> None:
     assert not Path(told()).exists()
 
 
-def test_a_linked_script_imports_modules_beside_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_linked_script_imports_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "neighbour_of_a_linked_script", raising=False)
     own, link = tmp_path / "own", tmp_path / "train.py"
     own.mkdir()

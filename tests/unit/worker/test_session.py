@@ -65,9 +65,7 @@ def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> Non
         ({"epoch": np.float32("-inf")}, "takes a finite epoch, not -inf"),
     ],
 )
-def test_report_refuses_values_that_are_no_numbers_and_reserved_names(
-    given: dict[str, Any], says: str
-) -> None:
+def test_report_refuses_what_is_no_number_and_reserved_names(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         spark_elastic.report(**given)
 

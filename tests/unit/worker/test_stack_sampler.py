@@ -44,9 +44,7 @@ def sampler(reader: StackReader) -> Iterator[StackSampler]:
     made.close()
 
 
-def test_a_sample_has_the_main_threads_stack_innermost_frame_first(
-    reader: StackReader, sampler: StackSampler
-) -> None:
+def test_a_sample_has_the_stack_innermost_frame_first(reader: StackReader, sampler: StackSampler) -> None:
     def wait_for_sample() -> str:
         name = "wait_for_sample (worker/test_stack_sampler.py:"
         return until(lambda: name in (stack := reader.read(CLOCK.now()).stack) and stack) or ""
@@ -55,7 +53,7 @@ def test_a_sample_has_the_main_threads_stack_innermost_frame_first(
     assert stack.index("wait_for_sample") < stack.index("test_a_sample_has_the_main_threads_stack")
 
 
-def test_a_worker_in_a_collective_is_waiting_and_otherwise_works(
+def test_a_worker_waits_in_collectives_and_works_otherwise(
     reader: StackReader, sampler: StackSampler
 ) -> None:
     fabric = FakeFabric(2)
@@ -80,9 +78,7 @@ def join_late(reader: StackReader, fabric: FakeFabric) -> None:
     fabric.group(1).allreduce(np.ones(2))
 
 
-def test_r12_a_worker_sees_when_the_driver_answered_its_slot(
-    reader: StackReader, sampler: StackSampler
-) -> None:
+def test_r12_a_worker_sees_answers_to_its_slot(reader: StackReader, sampler: StackSampler) -> None:
     reader.record_driver_seen(5.0)
     assert sampler.driver_seen_at() == 5.0
     reader.close()
@@ -120,9 +116,7 @@ def read_sample_time(reader: StackReader) -> float:
     return number
 
 
-def test_a_running_process_with_a_stale_sample_is_asked_once_for_a_dump(
-    reader: StackReader,
-) -> None:
+def test_a_running_process_with_a_stale_sample_is_asked_once_for_a_dump(reader: StackReader) -> None:
     def wants_dump(now: float, stopped: bool = False) -> bool:
         return reader.read(now, stopped).wants_dump
 

@@ -99,9 +99,7 @@ def test_a_layer_with_adapters_still_learns() -> None:
     not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has no ScheduleFreeAdamW"
 )
 @pytest.mark.parametrize(("steps", "adapts"), [(0, False), (0, True), (2, False)])
-def test_an_optimizer_that_keeps_a_copy_of_the_weights_has_that_of_the_loaded_ones(
-    steps: int, adapts: bool
-) -> None:
+def test_an_optimizer_that_keeps_a_copy_of_weights_has_that_of_the_loaded(steps: int, adapts: bool) -> None:
     model = net()
     if adapts:
         model.layers[0].enable_lora(1)

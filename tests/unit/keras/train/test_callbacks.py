@@ -94,9 +94,7 @@ def test_a_newcomer_takes_over_the_state_of_callbacks() -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
-def test_what_counts_as_progress_stays_the_same_where_a_callback_is_taken_over(
-    kind: Any, breaks: bool
-) -> None:
+def test_what_counts_as_progress_stays_where_a_callback_is_taken_over(kind: Any, breaks: bool) -> None:
     """Keras makes min_delta negative in the first epoch that a process sees, so it would become positive in a newcomer,
     or where that epoch's end breaks: every epoch would count as progress."""
     first = kind("loss", patience=2, min_delta=0.1)

@@ -265,9 +265,7 @@ def run_in_world(size: int, work: Callable[[Group], Any]) -> list[Any]:
 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize(("size", "weighted", "eager"), [(1, False, False), (7, True, True)])
-def test_r08_r09_the_loss_of_a_step_is_that_of_one_process_in_any_world(
-    size: int, weighted: bool, eager: bool
-) -> None:
+def test_r08_r09_any_world_has_the_loss_of_one_process(size: int, weighted: bool, eager: bool) -> None:
     """7 ranks for 6 rows: one has none."""
     trainees = [Trainee(build(eager=eager, scale=64.0), weighted) for _ in range(size)]
     plain = build(eager=True)

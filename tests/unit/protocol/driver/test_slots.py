@@ -260,9 +260,7 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
     assert not bench.find_commands(End)
     bench.on(on.SlotsWanted(0, "another fit"))
     bench.wait(31.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS, (
-        "no other job is why its workers do not get warm"
-    )
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS  # no other job is why its workers are not warm
 
 
 def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_released() -> None:
