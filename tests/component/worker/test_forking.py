@@ -285,7 +285,7 @@ def test_a_process_is_spawned_if_the_slot_cannot_adopt_a_forked_one(monkeypatch:
         assert life.read_message() == "spawned"
 
 
-def test_a_process_killed_before_its_fork_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_before_the_fork_prevents_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import time; time.sleep(1.0)")
     with ForkedChild(("written",), lambda: "started") as life:
         assert life.child.state() == ""

@@ -50,9 +50,7 @@ def distribute(
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])
-def test_local_sums_are_averaged(
-    monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
-) -> None:
+def test_local_sums_are_divided(monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]) -> None:
     monkeypatch.setattr(allreduce, "start", lambda tensors, *how, **when: lambda: tensors)
     four: Any = SimpleNamespace(size=lambda: 4, included=lambda: True)
     optimizer: Any = distribute(RecordingOptimizer(), process_set=four, scale_local=scaled)

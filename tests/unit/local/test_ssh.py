@@ -81,7 +81,9 @@ def test_the_exit_code_of_ssh_is_explained(end: tuple[Any, ...], sentence: str) 
     assert sentence in RemoteEnd(code, was_ready, "", tuple(errors)).explain()
 
 
-def test_others_must_do_for_a_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_host_may_be_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     launcher = _launcher()
     monkeypatch.setattr(launcher, "_check", lambda host: "host b.invalid cannot run workers: it is off")
     listed = {"localhost": 2, "b.invalid": 2}

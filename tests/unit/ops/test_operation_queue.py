@@ -201,54 +201,37 @@ def test_operations_of_a_single_process_are_done_at_once_and_need_no_thread() ->
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]
 
 
-class _BusyRank:
-    """Keeps one rank's queue from its next rounds, as a call that holds the interpreter's lock does."""
-
-    def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._free = threading.Event()
-        self._free.set()
-        gather = group.allgather
-
-        def gather_when_free(array: Any) -> Any:
-            assert self._free.wait(PATIENCE)
-            return gather(array)
-
-        monkeypatch.setattr(group, "allgather", gather_when_free)
-
-    def __enter__(self) -> None:
-        self._free.clear()
-
-    def __exit__(self, *exception: object) -> None:
-        self._free.set()
-
-
-Pair = tuple[OperationQueue, OperationQueue, _BusyRank]
+Pair = tuple[OperationQueue, OperationQueue, threading.Event]
 
 
 @pytest.fixture
 def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Two queues that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
-    fabric = FakeFabric(2, timeout=0.5)
-    busy = _BusyRank(fabric.group(1), monkeypatch)
+    """Two queues that have met, of a group with a timeout of 0.5 s; where the event is not set, the second one is kept
+    from its next rounds, as by a call that holds the interpreter's lock."""
+    fabric, free = FakeFabric(2, timeout=0.5), threading.Event()
+    free.set()
+    gather = fabric.group(1).allgather
+    monkeypatch.setattr(fabric.group(1), "allgather", lambda array: free.wait(PATIENCE) and gather(array))
     first, second = map(make_queue, fabric.groups)
     for handle in [submit_sum(queue, "x", np.ones(1)) for queue in (first, second)]:
         handle.wait()
-    yield first, second, busy
+    free.clear()
+    yield first, second, free
+    free.set()
     for queue in (first, second):
         queue.close()
 
 
 def test_an_idle_round_has_no_timeout(pair_of: Pair) -> None:
-    first, second, busy = pair_of
-    with busy:
-        CLOCK.sleep(1.5)  # longer than the first one's idle time and the group's timeout
+    first, second, free = pair_of
+    CLOCK.sleep(1.5)  # longer than the first one's idle time and the group's timeout
+    free.set()
     handles = [submit_sum(queue, "y", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
 
 
 def test_an_operation_requested_in_an_idle_round_has_the_usual_timeout(pair_of: Pair) -> None:
-    first, _, busy = pair_of
-    with busy:
-        CLOCK.sleep(1.2)  # the first one is in such a round
-        with pytest.raises(CollectiveTimeout, match=r"waiting for rank\(s\) \[1\]"):
-            submit_sum(first, "y", np.ones(1)).wait()
+    first, _, _ = pair_of
+    CLOCK.sleep(1.2)  # the first one is in such a round
+    with pytest.raises(CollectiveTimeout, match=r"waiting for rank\(s\) \[1\]"):
+        submit_sum(first, "y", np.ones(1)).wait()
