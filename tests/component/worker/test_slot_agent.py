@@ -181,7 +181,8 @@ def test_a_crash_in_native_code_is_reported_with_its_python_frames(driver: Drive
 
 
 def make_folder() -> None:
-    sys.stdout.write(f"{make_scratch_folder().__enter__()}\n")
+    sys.folder = make_scratch_folder()  # type: ignore[attr-defined] # as long as the process lives
+    sys.stdout.write(f"{sys.folder.__enter__()}\n")  # type: ignore[attr-defined]
 
 
 def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
