@@ -21,7 +21,6 @@ from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceO
 from spark_elastic.horovod.keras.optimizer import TorchExchange
 from spark_elastic.horovod.ops.distributed_optimizer import GradientOptions, wrap_optimizer
 from spark_elastic.horovod.torch import allreduce
-from spark_elastic.runs.handlers import to_array
 from tests.sources import PYTHONPATH
 
 
@@ -79,10 +78,6 @@ def test_a_rank_outside_of_the_process_set_trains_alone() -> None:
 def test_wrong_arguments_are_refused(optimizer: Any, arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         distribute(optimizer, **arguments)
-
-
-def test_a_variable_of_bfloat16_has_an_array() -> None:
-    assert to_array(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
 
 
 PROGRAM = """

@@ -141,12 +141,9 @@ def test_a_slot_that_cannot_register_gives_its_gpu_back(tmp_path: Path) -> None:
         ("NoDevFiles", []),  # Slurm's word
     ],
 )
-def test_visible_gpus_are_those_that_cuda_reads(text: str, names: list[str]) -> None:
+def test_visible_gpus_are_those_that_cuda_reads(text: str, names: list[str], tmp_path: Path) -> None:
     assert list_visible_gpus({VISIBLE: text}) == names
-
-
-def test_a_container_has_the_numbers_of_its_host_in_the_names_of_files(tmp_path: Path) -> None:
-    for name in ("nvidia3", "nvidia5", "nvidiactl", "nvidia-uvm"):
+    for name in ("nvidia3", "nvidia5", "nvidiactl", "nvidia-uvm"):  # of the host, in a container
         (tmp_path / name).touch()
     assert list_visible_gpus({}, tmp_path) == ["0", "1"]
     assert collect_gpu_facts({}, tmp_path)["gpus"] == "2"

@@ -180,25 +180,19 @@ def enabled_collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_pause_of_the_collector_ends_with_its_outermost_block_and_leaves_a_disabled_one_disabled() -> None:
+def test_pauses_of_the_collector_nest_and_exclude_those_of_other_threads() -> None:
+    def pause_and_look(_: int) -> bool:
+        with gc_paused, gc_paused:
+            return not gc.isenabled()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(pause_and_look, range(2000)))
     with gc_paused:
-        with gc_paused:
-            assert not gc.isenabled()
+        assert pause_and_look(1)
         assert not gc.isenabled()
     with pytest.raises(KeyError), gc_paused:
         raise KeyError
     assert gc.isenabled()
     gc.disable()
-    with gc_paused:
-        pass
-    assert not gc.isenabled()
-
-
-def test_pauses_of_several_threads_do_not_overlap() -> None:
-    def pause_and_look(_: int) -> bool:
-        with gc_paused:
-            return not gc.isenabled()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(pause_and_look, range(2000)))
-    assert gc.isenabled()
+    assert pause_and_look(1)
+    assert not gc.isenabled(), "a collector that was disabled stays so"

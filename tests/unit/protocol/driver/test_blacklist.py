@@ -31,15 +31,6 @@ def test_cooldowns_double_from_the_lower_to_the_upper_limit() -> None:
     assert [compute_cooldown("h", count, math.inf, math.inf) for count in (1, 5)] == [math.inf] * 2
 
 
-def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
-    failed = _fail(_fail(Blacklist(), "1-0", 0.0), "1-0", 1.0)
-    assert failed.find_host_return("h", 1.0) is None
-    assert failed.find_slot_return("1-0", "h", 2.0) is not None
-    assert failed.find_slot_return("2-0", "h", 2.0) is None
-    only = _fail(Blacklist(), "1-0", 5.0, slots=1)
-    assert [only.find_host_return("h", now) for now in (5.0, 7.0)] == [7.0, None]
-
-
 @pytest.mark.parametrize(
     ("succeeded", "after", "failures"), [(True, 103.0, 1), (False, 103.0, 2), (True, 90.0, 2)]
 )

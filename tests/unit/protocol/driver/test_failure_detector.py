@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, NotifyUser, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.messages import (
     Heartbeat,
     RequestNextWorld,
@@ -63,16 +63,6 @@ def test_a_broken_connection_evicts_after_its_grace_period(
     assert (W2 not in bench.state.workers) is lost
 
 
-def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
-    bench = Bench.running(1, 2, 3, 4)
-    bench.join(name(1), bench.fence, suspects=(W2,))
-    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
-    assert W2 not in bench.state.workers
-    bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
-    assert isinstance(bench.commands[0], ReleaseSlot)
-
-
 def test_r15_a_worker_whose_slot_starts_a_new_process_for_it_may_take_long_to_connect() -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
@@ -99,13 +89,6 @@ def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted
     assert W2 in bench.find_commands(AbortWorld)[0].reason
 
 
-def test_after_a_mass_disconnect_the_lease_decides() -> None:
-    bench = Bench.running(1, 2, 3, 4)
-    _cut_everybody(bench)
-    bench.wait(5.5)
-    assert not bench.state.workers
-
-
 @pytest.mark.parametrize(
     ("letter", "lost"), [("S", False), ("R", False), ("", False), ("T", True), ("Z", True)]
 )
@@ -128,16 +111,6 @@ def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
     assert name(5) in bench.state.workers
     bench.wait(2.0, heartbeats_of=[1, 2, 3, 4])
     assert name(5) not in bench.state.workers
-
-
-def test_an_evicted_worker_gets_a_stop_for_every_message() -> None:
-    bench = Bench.running(1, 2, 3, 4)
-    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
-    bench.wait(1.1, heartbeats_of=[1, 3, 4])
-    bench.join(W2, bench.fence)
-    assert isinstance(bench.commands[0], StopWorker)
-    bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
-    assert bench.commands == (StopWorker(bench.commands[0].reason, W2, kill=True),)
 
 
 def test_a_late_message_about_an_older_worker_is_ignored() -> None:

@@ -283,15 +283,6 @@ def test_r17_a_survivor_that_does_not_drain_keeps_its_slot() -> None:
     assert set(bench.state.slots) == {"2-0"}
 
 
-def test_a_delayed_launch_does_not_count_as_a_slot_that_did_not_start() -> None:
-    bench = Bench(num_workers=1, max_workers=1)
-    while not bench.find_commands(End):
-        asked = bench.find_commands(LaunchSlot)[-1].launch
-        bench.on(on.LaunchEnded(0, asked, "no room"))
-        bench.wait(0.2)
-    assert "did not start" not in bench.end.reason
-
-
 def test_r17_a_world_keeps_its_slots() -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.SlotsWanted(0, "another fit"))

@@ -17,8 +17,8 @@ from spark_elastic.protocol.driver.forming import (
     group_by_machine,
 )
 from spark_elastic.protocol.driver.state import WorkerRecord
-from spark_elastic.protocol.messages import Heartbeat, WorldFormed
-from spark_elastic.protocol.types import Limits, Position, SlotId
+from spark_elastic.protocol.messages import WorldFormed
+from spark_elastic.protocol.types import Limits, Position
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 
@@ -146,15 +146,6 @@ def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came
     bench.wait(0.2, heartbeats_of=[1, 2])
     assert _find_killed(bench) == {name(1)}
     assert bench.members() == [name(2)]
-
-
-def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
-    bench = Bench.running(1, 2, limits=replace(SHORT, regroup_timeout=600.0))
-    bench.exit(name(2), -9)
-    for _ in range(int(SHORT.lease / 0.1) + 5):
-        bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))
-        bench.wait(0.1, heartbeats_of=[2])
-    assert name(1) in _find_killed(bench)
 
 
 def test_building_a_world_has_its_own_bound() -> None:
