@@ -128,9 +128,9 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
         assert not bench.find_commands(End)
         bench.on(WorkerStarted(name(2, started).slot, name(2, started)))
         bench.on(event)
-    assert bench.end.outcome is JobOutcome.OUT_OF_MEMORY
-    assert "ran out of memory 3 times within 100 s" in bench.end.reason
-    assert "spark.executor.memoryOverhead" in bench.end.reason
+    bench.check_end(
+        JobOutcome.OUT_OF_MEMORY, "ran out of memory 3 times within 100 s", "spark.executor.memoryOverhead"
+    )
 
 
 @pytest.mark.scenario("U1")
@@ -193,10 +193,12 @@ def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(ste
         _break_in_vain(bench, step)
         assert not bench.find_commands(End)
     _break_in_vain(bench, step)
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert f"3 worlds in a row, up to world {before + 3}" in bench.end.reason
-    assert f"broke at {format_position(None if step is None else at(step))} although" in bench.end.reason
-    assert "'loss' waited too long for rank(s) 1" in bench.end.reason
+    bench.check_end(
+        JobOutcome.USER_ERROR,
+        f"3 worlds in a row, up to world {before + 3}",
+        f"broke at {format_position(None if step is None else at(step))} although",
+        "'loss' waited too long for rank(s) 1",
+    )
 
 
 def test_progress_a_loss_and_a_newcomer_each_restart_the_count_of_worlds_without_progress() -> None:

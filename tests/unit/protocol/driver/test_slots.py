@@ -49,9 +49,9 @@ def test_slots_that_all_have_another_release_end_the_job_with_its_sentence() -> 
                 f"the last slot that ended before its worker was warm said: slot launch 6 ended: {refused}"
             )
             assert not bench.find_commands(End)
-    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
-    assert "slots have another release of spark_elastic than the driver" in bench.end.reason
-    assert refused in bench.end.reason
+    bench.check_end(
+        JobOutcome.NOT_ENOUGH_WORKERS, "slots have another release of spark_elastic than the driver", refused
+    )
 
 
 def _count_launches(bench: Bench, seconds: float, host: str) -> int:
