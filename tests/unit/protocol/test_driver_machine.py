@@ -6,11 +6,7 @@ import pytest
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.messages import (
-    RegisterSlot,
-    WorkerDone,
-    WorkerRaised,
-)
+from spark_elastic.protocol import messages as said
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Fence,
@@ -27,7 +23,7 @@ ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
 
 def _finish(bench: Bench, *jobs: int) -> None:
     for job in jobs:
-        bench.on(WorkerDone(name(job), bench.fence, CLOSE, f"result {job}"))
+        bench.on(said.WorkerDone(name(job), bench.fence, CLOSE, f"result {job}"))
 
 
 # ---- slots and jobs
@@ -189,7 +185,9 @@ def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cos
     _finish(bench, 1)
     bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    bench.on(WorkerRaised(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
+    bench.on(
+        said.WorkerRaised(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank")
+    )
     bench.exit(name(2), -9, out_of_memory=True)
     assert not bench.find_commands(do.AnnounceChange)
     assert not bench.find_commands(do.AbortWorld)
@@ -220,7 +218,7 @@ def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
     assert bench.end.outcome is do.JobOutcome.CANCELLED
-    bench.on(RegisterSlot(SlotId("9-0"), "h9", 9))
+    bench.on(said.RegisterSlot(SlotId("9-0"), "h9", 9))
     assert [type(command) for command in bench.commands] == [do.ReleaseSlot]
     bench.join(name(1), bench.fence, at(3))
     assert [type(command) for command in bench.commands] == [do.StopWorker]

@@ -8,14 +8,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, NotifyUser, PublishWorld, StopWorker
-from spark_elastic.protocol.driver.forming import (
-    LAST_STATE_FACTOR,
-    SHORT_TIMEOUT,
-    assign_ranks,
-    choose_members,
-    find_source,
-    group_by_machine,
-)
+from spark_elastic.protocol.driver import forming
 from spark_elastic.protocol.driver.state import WorkerRecord
 from spark_elastic.protocol.messages import WorldFormed
 from spark_elastic.protocol.types import Limits, Position
@@ -56,13 +49,13 @@ def _workers(spec: str) -> list[WorkerRecord]:
 )
 def test_survivors_come_first(survivors: str, newcomers: str, least: int, most: int, chosen: str) -> None:
     limits = Limits(num_workers=most, min_workers=least, max_workers=most)
-    found = choose_members(_workers(survivors), _workers(newcomers), limits)
+    found = forming.choose_members(_workers(survivors), _workers(newcomers), limits)
     assert "".join(worker.worker for worker in found) == chosen
 
 
 def test_r08_a_world_is_no_larger_than_its_batch() -> None:
     limits = Limits(num_workers=4, min_workers=1, max_workers=4, max_global_batch=2)
-    assert len(choose_members([], _workers("N O P"), limits)) == 2
+    assert len(forming.choose_members([], _workers("N O P"), limits)) == 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,7 @@ def test_local_and_cross_ranks_follow_the_machines(
 ) -> None:
     """Executors of one machine share its local ranks."""
     workers = [WorkerRecord(f"w{i}", f"s{i}", f"executor {i}", 0.0) for i in range(len(machines))]
-    members = assign_ranks(workers, {w.worker: m for w, m in zip(workers, machines, strict=True)})
+    members = forming.assign_ranks(workers, {w.worker: m for w, m in zip(workers, machines, strict=True)})
     assert [m.rank for m in members] == list(range(len(machines)))
     assert [m.host for m in members] == [w.host for w in workers], "shared memory is an executor's"
     assert [(m.local_rank, m.local_size) for m in members] == local
@@ -104,7 +97,7 @@ def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joinin
         [WorkerRecord(w, f"slot {w}", "h", 0.0) for w in group.split()] for group in (staying, joining)
     ]
     machines = {w.worker: w.worker[0] for group in workers for w in group}
-    assert " ".join(w.worker for w in group_by_machine(*workers, machines)) == ranked
+    assert " ".join(w.worker for w in forming.group_by_machine(*workers, machines)) == ranked
 
 
 @pytest.mark.parametrize(
@@ -113,7 +106,7 @@ def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joinin
 )
 def test_r04_the_source_is_lowest_of_newest(positions: list[Position | None], source: int | None) -> None:
     workers = [WorkerRecord(f"w{i}", f"s{i}", "h", 0.0, position=p) for i, p in enumerate(positions)]
-    assert find_source(workers) == source
+    assert forming.find_source(workers) == source
 
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
@@ -128,7 +121,7 @@ def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts(co
     bench = Bench.running(1, 2, 3, limits=SHORT)
     bench.exit(name(3), -9)
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
-    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
+    bench.wait(SHORT.regroup_timeout * forming.LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
     assert not _find_killed(bench)
     if comes:
         bench.regroup(7, name(1))
@@ -153,7 +146,7 @@ def test_building_a_world_has_its_own_bound() -> None:
     bench.start_warm(1, 2, 3, 4)
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
-    bench.wait(SHORT_TIMEOUT + 0.1, heartbeats_of=[1, 2, 3, 4])
+    bench.wait(forming.SHORT_TIMEOUT + 0.1, heartbeats_of=[1, 2, 3, 4])
     (abort,) = bench.find_commands(AbortWorld)
     assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
 
