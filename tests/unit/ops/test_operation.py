@@ -13,19 +13,9 @@ from elastic_collectives.operands import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients import reduction as ops
 from spark_elastic.gradients.flat_allreduce import ALIGN, FlatAllreduce, FlatBuffer
 from spark_elastic.gradients.process_sets import SingleProcessGroup, global_process_set
-from spark_elastic.gradients.reduction import (
-    Adasum,
-    Average,
-    Compressor,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    ReduceOptions,
-    Sum,
-)
 from spark_elastic.horovod.ops import distributed_optimizer
 from spark_elastic.horovod.ops.distributed_optimizer import GradientAccumulator
 from spark_elastic.horovod.ops.negotiation import OperationRequest
@@ -84,49 +74,49 @@ def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     assert results[0] == results[1]
 
 
-class HalfPrecision(Compressor):
+class HalfPrecision(ops.Compressor):
     wire = "fp16"
 
 
 @pytest.mark.parametrize(
     ("op", "predivide", "says"),
     [
-        (Max, 1.0, "op must be Average, Sum or Adasum; got"),
-        (Average, 0.0, "must be above 0"),
-        (Sum, 2.0, "left out with op=Sum"),
-        (Adasum, 2.0, "and op=Adasum"),
+        (ops.Max, 1.0, "op must be ops.Average, ops.Sum or ops.Adasum; got"),
+        (ops.Average, 0.0, "must be above 0"),
+        (ops.Sum, 2.0, "left out with op=Sum"),
+        (ops.Adasum, 2.0, "and op=Adasum"),
     ],
 )
-def test_exchanges_of_gradients_refuse_wrong_arguments(op: ReduceOp, predivide: float, says: str) -> None:
-    assert ReduceOptions.from_gradient_args(Average, 2, global_process_set).scale == (0.5, 2.0)
+def test_exchanges_of_gradients_refuse_wrong_arguments(op: ops.ReduceOp, predivide: float, says: str) -> None:
+    assert ops.ReduceOptions.from_gradient_args(ops.Average, 2, global_process_set).scale == (0.5, 2.0)
     with pytest.raises(InvalidInput, match=says):
-        ReduceOptions.from_gradient_args(op, predivide, global_process_set)
+        ops.ReduceOptions.from_gradient_args(op, predivide, global_process_set)
 
 
 @pytest.mark.parametrize(
     ("op", "compression", "all_float32", "wire"),
     [
-        (Sum, HalfPrecision, True, "fp16"),
-        (Sum, HalfPrecision, False, None),
-        (Adasum, HalfPrecision, True, None),
-        (Sum, Compressor, True, None),
+        (ops.Sum, HalfPrecision, True, "fp16"),
+        (ops.Sum, HalfPrecision, False, None),
+        (ops.Adasum, HalfPrecision, True, None),
+        (ops.Sum, ops.Compressor, True, None),
     ],
 )
 def test_only_float32_has_a_wire_format(
-    op: ReduceOp, compression: type[Compressor], all_float32: bool, wire: str | None
+    op: ops.ReduceOp, compression: type[ops.Compressor], all_float32: bool, wire: str | None
 ) -> None:
-    assert ReduceOptions(op, compression=compression).choose_wire_format(all_float32) == wire
+    assert ops.ReduceOptions(op, compression=compression).choose_wire_format(all_float32) == wire
 
 
 def test_the_gradient_factor_of_a_reducescatter() -> None:
     def fail_if_asked() -> int:
         raise AssertionError("an average's factor does not depend on the size")
 
-    assert ReduceOptions(Sum, (0.5, 3.0)).reducescatter_gradient_factor(lambda: 4) == 6.0
-    assert ReduceOptions(Average, (0.5, 3.0)).reducescatter_gradient_factor(fail_if_asked) == 1.5
-    for op in (Min, Max, Product):
+    assert ops.ReduceOptions(ops.Sum, (0.5, 3.0)).reducescatter_gradient_factor(lambda: 4) == 6.0
+    assert ops.ReduceOptions(ops.Average, (0.5, 3.0)).reducescatter_gradient_factor(fail_if_asked) == 1.5
+    for op in (ops.Min, ops.Max, ops.Product):
         with pytest.raises(InvalidInput, match="has no gradient"):
-            ReduceOptions(op).reducescatter_gradient_factor(fail_if_asked)
+            ops.ReduceOptions(op).reducescatter_gradient_factor(fail_if_asked)
 
 
 def make_accumulator(passes: int, average: bool = False) -> GradientAccumulator[Array]:

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.testing.fakes import FakeClock
-from spark_elastic.worker.child import (
-    LINE_AT_MOST,
-    PROGRESS_BAR_EVERY,
-    CrashLocation,
-    OomKillCounter,
-    find_oom_counter,
-    read_lines,
-)
+from spark_elastic.worker import child
 from spark_elastic.worker.fork_server import find_open_devices
 
 
@@ -28,11 +21,11 @@ class _SlowPipe(io.BytesIO):
         self._clock = clock
 
     def read1(self, size: int | None = -1, /) -> bytes:
-        self._clock.advance(PROGRESS_BAR_EVERY / 2)
+        self._clock.advance(child.PROGRESS_BAR_EVERY / 2)
         return next(self._writes, b"")
 
 
-LONG = "é" * LINE_AT_MOST
+LONG = "é" * child.LINE_AT_MOST
 
 
 @pytest.mark.parametrize(
@@ -53,13 +46,13 @@ LONG = "é" * LINE_AT_MOST
     ],
 )
 def test_lines_of_a_process_are_passed_on_as_printed(printed: bytes, told: list[str]) -> None:
-    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told
+    assert list(child.read_lines(io.BytesIO(printed), FakeClock())) == told
 
 
 def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
     clock = FakeClock()
     states = [f"\r{number}/6".encode() for number in range(7)]
-    told = list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock))
+    told = list(child.read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock))
     assert told == ["0/6", "2/6", "4/6", "6/6", "done"]
 
 
@@ -68,8 +61,8 @@ def test_a_crash_after_an_unfinished_line_has_a_location() -> None:
         b"\r 50%|##  | 5/10Fatal Python error: Segmentation fault\n\n"
         b'Current thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in f\n'
     )
-    site = CrashLocation()
-    for line in read_lines(io.BytesIO(printed), FakeClock()):
+    site = child.CrashLocation()
+    for line in child.read_lines(io.BytesIO(printed), FakeClock()):
         site.read_line(line)
     site.close()
     assert site.wait(0.0) == "b.py, line 3, in f"
@@ -98,14 +91,14 @@ def write_machine(root: Path, groups: str, *files: str) -> None:
 )
 def test_the_closest_counter_of_memory_kills_is_found(groups: str, file: str, tmp_path: Path) -> None:
     write_machine(tmp_path, groups, "proc/vmstat", file)
-    assert find_oom_counter(tmp_path) == tmp_path / file
+    assert child.find_oom_counter(tmp_path) == tmp_path / file
 
 
 def test_a_killed_process_ran_out_of_memory_only_if_the_counter_rose(tmp_path: Path) -> None:
-    assert not OomKillCounter(tmp_path).is_oom_kill(-9), "there is no counter"
+    assert not child.OomKillCounter(tmp_path).is_oom_kill(-9), "there is no counter"
     events = tmp_path / "sys/fs/cgroup/pod/box/memory.events"
     write_machine(tmp_path, V2, "sys/fs/cgroup/pod/box/memory.events")
-    kills = OomKillCounter(tmp_path)
+    kills = child.OomKillCounter(tmp_path)
     assert not kills.is_oom_kill(-9)
     events.write_text("oom 2\noom_kill 8\n")
     assert kills.is_oom_kill(-9)
