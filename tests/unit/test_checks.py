@@ -54,9 +54,7 @@ def test_a_value_that_fits_is_kept_as_pythons_own(check: checks.Check, value: An
         (checks.FUNCTION, "secret" * 20, "name must be a function; got str."),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_in_a_sentence(
-    check: checks.Check, value: Any, sentence: str
-) -> None:
+def test_a_value_that_does_not_fit_is_refused(check: checks.Check, value: Any, sentence: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         check("name", value)
     assert str(raised.value) == sentence

@@ -81,7 +81,7 @@ class HalfPrecision(ops.Compressor):
 @pytest.mark.parametrize(
     ("op", "predivide", "says"),
     [
-        (ops.Max, 1.0, "op must be ops.Average, ops.Sum or ops.Adasum; got"),
+        (ops.Max, 1.0, "op must be Average, Sum or Adasum; got"),
         (ops.Average, 0.0, "must be above 0"),
         (ops.Sum, 2.0, "left out with op=Sum"),
         (ops.Adasum, 2.0, "and op=Adasum"),
