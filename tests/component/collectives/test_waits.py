@@ -6,11 +6,13 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.component.collectives import calls
 from tests.component.collectives.ranks import Pool, answers, call_all
+from tests.patience import until
 
 LAYOUTS = pytest.mark.parametrize(
     "hosts",
@@ -108,10 +110,8 @@ def test_a_death_while_memory_is_handed_out_is_reported_and_leaks_nothing(pool: 
     ranks = pool.take(3)
     pool.world(ranks, timeout=3, hosts=(3,))
     ranks[0].call(calls.barrier)
-    until = time.monotonic() + 20
-    while "memfd:elastic-segment" not in _mappings(ranks[0].process.pid):
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    mappings = Path(f"/proc/{ranks[0].process.pid}/maps")
+    until(lambda: "memfd:elastic-segment" in mappings.read_text())
     if victim == 1:
         ranks[2].call(calls.barrier)
     ranks[victim].send_signal(signal.SIGKILL)
@@ -126,8 +126,3 @@ def test_a_death_while_memory_is_handed_out_is_reported_and_leaks_nothing(pool: 
     pool.world(survivors, hosts=(2,))
     assert call_all(survivors, calls.reduce_once, 1000) == [3.0, 3.0]
     assert call_all(survivors, calls.segments) == [1, 1]  # the new world's alone
-
-
-def _mappings(pid: int) -> str:
-    with open(f"/proc/{pid}/maps") as maps:
-        return maps.read()

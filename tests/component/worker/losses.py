@@ -74,6 +74,7 @@ class Job(JobListener):
             slots_per_host=self.slots_per_host,
             room=self.room or self.size,
             collective_timeout=self.collective_timeout,
+            spare_after=100.0,  # what a slot does with a spare is in test_slot_agent.py
         )
         self.moment = JobProgress()
         self.journal: list[str] = []  # its lines, once the job is over

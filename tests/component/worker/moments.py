@@ -20,7 +20,7 @@ from spark_elastic.protocol.types import Position, WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
-LONG = 1.5  # seconds
+LONG = 1.0  # seconds
 LOOK_EVERY = 0.03  # seconds
 HELD_AT_MOST = 60.0  # seconds in one world; then it continues, and the test sees what is missing
 

@@ -34,6 +34,7 @@ from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.pickling import pickle_for_workers
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
+from tests.patience import until
 
 pytestmark = pytest.mark.native
 
@@ -101,13 +102,12 @@ def serve(
 
 def await_children(count: int) -> list[psutil.Process]:
     """The slot's processes, oldest first, once there are so many. Other children are of other tests' fixtures."""
-    deadline = CLOCK.now() + 60.0
-    while True:
+
+    def find_all() -> list[psutil.Process]:
         living = [child for child in psutil.Process().children() if _is_training_process(child)]
-        if len(living) == count:
-            return sorted(living, key=lambda child: child.create_time())
-        assert CLOCK.now() < deadline, f"{len(living)} processes, not {count}"
-        CLOCK.sleep(0.02)
+        return living if len(living) == count else []
+
+    return sorted(until(find_all, 60.0), key=lambda child: child.create_time())
 
 
 def _is_training_process(child: psutil.Process) -> bool:
