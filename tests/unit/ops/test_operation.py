@@ -54,7 +54,8 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
     own = values.astype("uint16" if dtype == "bfloat16" else dtype)
     assert added.dtype == own.dtype
     assert reduce_parts([own, added], dtype, op, 1.0).tolist() == own.tolist()
-    for factor in (-2.0, 0.0) if dtype == "float32" else ():  # also after the prescale
+    factors = {"min": (-2.0, 0.0)}.get(op, (-2.0,)) if dtype == "float32" else ()
+    for factor in factors:  # also after the prescale
         request = OperationRequest("allreduce", "x", ("float32",), ((3,),), op, (factor, 1.0))
         (added,) = make_neutral_arrays(request)
         scaled = [np.float32(factor) * array for array in (own, added)]
