@@ -213,12 +213,14 @@ def fit(epochs: int, steps: int, lost: int, joined: int) -> dict[str, Any]:
 
     loop(state)
     alone = net()
-    alone.set_weights(state.initial)
-    alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-    warm = hvd.callbacks.LearningRateScheduleCallback(
-        0.05, lambda epoch: (epoch + 1 / steps + 1) / 2, end_epoch=1, staircase=False
-    )  # as for two workers
-    alone.fit(iterate_shares(0, 0, 1), epochs=epochs, steps_per_epoch=steps, verbose=0, callbacks=[warm])
+    if hvd.rank() == 0:
+        alone.set_weights(state.initial)
+        alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        warm = hvd.callbacks.LearningRateScheduleCallback(
+            0.05, lambda epoch: (epoch + 1 / steps + 1) / 2, end_epoch=1, staircase=False
+        )  # as for two workers
+        rows = iterate_shares(0, 0, 1)
+        alone.fit(rows, epochs=epochs, steps_per_epoch=steps, verbose=0, callbacks=[warm])
     return told | {
         "weights": model.get_weights(),
         "slots": [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables],

@@ -71,7 +71,7 @@ def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(backen
     epochs, steps, lost, joined = 3, 8, 12, 16
     env = QUIET | {"KERAS_BACKEND": backend}
     run = Run(loops.fit, (epochs, steps, lost, joined), room=2, num_workers=2, env=env, **limit)
-    run.at(lost - 2, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
+    run.at(lost - 2, lambda: fault(run.workers()[0].kill))
     leader, joiner = results = run.results()
     assert sizes_in(run.sizes())[:3] == [2, 1, 2]
     assert_replicas(results)
