@@ -49,27 +49,21 @@ class Position(dict[str, int]):
         self.epoch, self.batch = self.kept
 
 
-class PositionRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """The positions that were trained."""
+def record_positions(state: Position, steps: list[tuple[int, int]]) -> Any:
+    def record(batch: int, logs: Any) -> None:
+        steps.append((state.epoch, state.batch))
 
-    def __init__(self, state: Position) -> None:
-        super().__init__()
-        self.state = state
-        self.steps: list[tuple[int, int]] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.steps.append((self.state.epoch, self.state.batch))
+    return keras.callbacks.LambdaCallback(on_train_batch_begin=record)
 
 
-class RateRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+def record_rates(rates: list[float]) -> Any:
     """The learning rate of each batch."""
 
-    def __init__(self, rates: list[float]) -> None:
-        super().__init__()
-        self._rates = rates
+    def record(batch: int, logs: Any) -> None:
+        rates.append(round(float(np.asarray(recorder.model.optimizer.learning_rate)), 6))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._rates.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 6))
+    recorder = keras.callbacks.LambdaCallback(on_train_batch_end=record)
+    return recorder
 
 
 def fit_with_interruptions(state: Position, epochs: int, *callbacks: Any) -> int:
@@ -94,7 +88,7 @@ def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -
         state, seen = Position(interrupt_at), list[float]()
         ramp = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False)
         commit = hvd.elastic.CommitStateCallback(state)
-        fit_with_interruptions(state, 2, RateRecorder(seen), ramp, *make_updates(state), commit)
+        fit_with_interruptions(state, 2, record_rates(seen), ramp, *make_updates(state), commit)
         return seen
 
     assert rates((3, 5, 9)) == rates(()) == [round(0.4 / (1 + k / 6), 6) for k in range(12)]
@@ -103,14 +97,12 @@ def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -
 @pytest.mark.parametrize("commit_first", [True, False])
 def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first: bool) -> None:
     state = Position(interrupt_at=(2, 4, 5, 9, 14))
-    commit, update, seen = (
-        hvd.elastic.CommitStateCallback(state),
-        make_updates(state),
-        PositionRecorder(state),
-    )
+    steps = list[tuple[int, int]]()
+    commit, seen = hvd.elastic.CommitStateCallback(state), record_positions(state, steps)
+    update = make_updates(state)
     callbacks = [commit, *update, seen] if commit_first else [*update, commit, seen]
     assert fit_with_interruptions(state, 3, *callbacks) == 6
-    assert seen.steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
+    assert steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
     assert (state.epoch, state.batch, state.kept) == (3, 0, (3, 0))
 
 
@@ -131,10 +123,11 @@ def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     build_compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
     assert state.commits == 4  # after four batches, and at the end of each epoch
     state.batch = 2
-    seen = PositionRecorder(state)
-    rest = [hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6), seen]
+    steps = list[tuple[int, int]]()
+    update = hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6)
+    rest = [update, record_positions(state, steps)]
     build_compiled().fit(X, Y, batch_size=4, steps_per_epoch=4, verbose=0, callbacks=rest)
-    assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]
+    assert [batch for _, batch in steps] == [2, 3, 4, 5]
 
 
 def test_commits_count_the_batches_of_a_call() -> None:
@@ -149,7 +142,7 @@ def test_a_schedule_takes_the_steps_of_each_fit() -> None:
     rates: list[float] = []
     ramp = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
     for batch_size in (6, 12):
-        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, RateRecorder(rates)])
+        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, record_rates(rates)])
     assert rates == [0.0, 0.25, 0.5, 0.75, 0.0, 0.5]
 
 
@@ -169,7 +162,7 @@ def test_learning_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2)
     model = build_compiled(keras.optimizers.SGD(0.4, momentum=0.5))
     history = model.fit(
-        X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, RateRecorder(rates)]
+        X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, record_rates(rates)]
     )
     assert rates == pytest.approx([0.175, 0.25, 0.325, 0.4, 0.004, 0.004, 0.0004, 0.0004])
     assert history.history["lr"] == pytest.approx([0.25, 0.4, 0.004, 0.0004])
