@@ -231,6 +231,13 @@ def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_se
         assert first.end() == 0
 
 
+def test_a_process_is_spawned_if_its_server_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with ForkedChild(("written",), lambda: None, forked=False) as life:
+        assert life.await_warm().ppid() == os.getpid()
+        assert "the fork server is gone" in life.lines.get(timeout=60.0)
+
+
 def create_module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Install a module with the name `written`, for the server to import."""
     installed = folder / "site-packages"
@@ -263,26 +270,18 @@ def test_a_module_that_cannot_be_imported_in_advance_costs_the_others_nothing(
             assert json.loads(said[-1]) == [text == THREAD, True]
 
 
-@pytest.mark.parametrize(
-    ("because", "said"),
-    [
-        ("its server dies", "the fork server is gone"),
-        ("no fork is safe", "no process can be forked, so each starts anew"),
-        ("the slot cannot adopt it", None),  # and it has not read the input that the spawned one needs
-    ],
-)
-def test_a_process_is_spawned(
-    because: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    if because == "no fork is safe":
-        (tmp_path / "sitecustomize.py").write_text(THREAD)
-        monkeypatch.syspath_prepend(tmp_path)
-    elif because == "the slot cannot adopt it":
-        monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
-    imports = ("written",) if because == "its server dies" else FORKED
-    with ForkedChild(imports, lambda: "spawned", forked=False) as life:
-        assert said is None or said in life.lines.get(timeout=60.0)
+def test_a_process_is_spawned_where_no_fork_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(THREAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    with ForkedChild(FORKED, lambda: "spawned", forked=False) as life:
+        assert "no process can be forked, so each starts anew" in life.lines.get(timeout=60.0)
+        assert life.read_message() == "spawned"
+
+
+def test_a_process_is_spawned_if_the_slot_cannot_adopt_a_forked_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that was not adopted has not read the input that the spawned one needs."""
+    monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
+    with ForkedChild(FORKED, lambda: "spawned", forked=False) as life:
         assert life.read_message() == "spawned"
 
 
