@@ -38,11 +38,9 @@ def test_a_value_that_fits_is_kept_as_pythons_own(check: checks.Check, value: An
     ("check", "value", "sentence"),
     [
         (checks.COUNT, 0, "name must be a whole number of 1 or more; got 0."),
-        (checks.COUNT, 2.5, "name must be a whole number of 1 or more; got 2.5."),
         (checks.COUNT, True, "name must be a whole number of 1 or more; got True."),
         (checks.COUNT.or_none(), "3", "name must be a whole number of 1 or more, or None; got '3'."),
         (checks.ABOVE_0, math.nan, "name must be a number above 0; got nan."),
-        (checks.ABOVE_0, None, "name must be a number above 0; got None."),
         (checks.FLAG, 1, "name must be True or False; got 1."),
         (checks.TEXT, b"path", "name must be text; got b'path'."),
         (checks.VERBOSE, -1, "name must be 0, 1 or 2; got -1."),
@@ -50,7 +48,6 @@ def test_a_value_that_fits_is_kept_as_pythons_own(check: checks.Check, value: An
         (checks.make_choice("bf16", "fp16"), ["bf16"], "name must be one of 'bf16', 'fp16'; got ['bf16']."),
         (PORTS, (7010, 7000), "name must be two ports; got (7010, 7000)."),
         (PORTS, 7000, "name must be two ports; got 7000."),
-        (checks.FUNCTION, object(), "name must be a function; got object."),
         (checks.FUNCTION, "secret" * 20, "name must be a function; got str."),
     ],
 )

@@ -34,8 +34,6 @@ def _workers(spec: str) -> list[WorkerRecord]:
     ("survivors", "newcomers", "least", "most", "chosen"),
     [
         ("A5 B5", "N O", 1, 4, "ABNO"),
-        ("A5 B5", "N O P", 1, 4, "ABNO"),  # no more than fit
-        ("A5 B5 C5", "", 1, 3, "ABC"),
         ("A5 b5", "", 1, 4, "A"),  # who drains leaves
         ("A5 b5", "", 2, 4, "Ab"),  # unless it is needed
         ("A5 b5", "N", 2, 4, "AN"),
