@@ -4,7 +4,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +20,6 @@ from spark_elastic.driver.discovery import (
     build_discovery,
     parse_hosts,
 )
-from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
 from tests.full_process import refuse_next_thread
@@ -27,12 +28,7 @@ from tests.patience import until
 CLOCK = SystemClock()
 
 
-class SilentDiscovery:
-    def start(self, post: Post) -> None:
-        """Nothing to see."""
-
-    def close(self) -> None:
-        """Nothing."""
+SILENT: Any = SimpleNamespace(start=lambda post: None, close=lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +159,7 @@ def test_a_slow_script_ends_with_what_it_started(tmp_path: Path, monkeypatch: py
 def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
     handle, posted = JobHandle(), list[DriverEvent]()
     handle.drain(rank=2, reason="maintenance")
-    watch = build_discovery(SilentDiscovery(), lambda: {"a": 1}, handle, CLOCK)
+    watch = build_discovery(SILENT, lambda: {"a": 1}, handle, CLOCK)
     watch.start(posted.append)
     handle.drain(host="a")
     handle.cancel("enough")
@@ -178,7 +174,7 @@ def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
 def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> None:
     handle, first, second = JobHandle(), list[DriverEvent](), list[DriverEvent]()
     handle.drain(host="a")
-    one, other = (build_discovery(SilentDiscovery(), None, handle, CLOCK) for _ in range(2))
+    one, other = (build_discovery(SILENT, None, handle, CLOCK) for _ in range(2))
     one.start(first.append)
     other.start(second.append)
     handle.drain(host="b")
@@ -197,7 +193,7 @@ def test_a_drain_names_one_target(given: tuple[str, ...], choices: dict[str, obj
 
 def test_a_value_that_is_no_job_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
-        build_discovery(SilentDiscovery(), None, "handle", CLOCK)
+        build_discovery(SILENT, None, "handle", CLOCK)
 
 
 def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) -> None:
@@ -217,19 +213,10 @@ def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) 
 
 
 def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
-    closed = []
-
-    class Part:
-        def start(self, post: Post) -> None: ...
-
-        def close(self) -> None:
-            closed.append(self)
-            raise KeyboardInterrupt
-
-    parts = [Part(), Part()]
+    parts = [Mock(close=Mock(side_effect=KeyboardInterrupt)) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         CombinedDiscovery(*parts).close()
-    assert closed == parts
+    assert all(part.close.called for part in parts)
 
 
 def test_a_question_for_which_there_is_no_thread_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

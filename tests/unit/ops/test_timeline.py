@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,16 @@ def test_a_new_rank_0_continues_the_timeline(tmp_path: Path) -> None:
     assert events == [{"name": "of the former rank 0", "ph": "i"}, {}]
 
 
+def make_driver() -> Any:
+    """The driver's key-value store, in this process."""
+    values = KeyValueStore()
+    return SimpleNamespace(
+        ask=lambda request, *_, **__: values.compare_and_set(request),
+        now=lambda: 0.0,
+        last_answered_at=lambda: 0.0,
+    )
+
+
 def enter_as_process(monkeypatch: pytest.MonkeyPatch, generation: int, driver: Any) -> None:
     """Another process, alone in the world of that generation."""
     use_context_per_thread(monkeypatch)
@@ -83,7 +94,7 @@ def write_operation(label: str) -> Any:
 
 def test_a_new_rank_0_begins_anew_after_an_older_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The former rank 0 was lost before its first operation."""
-    path, driver = tmp_path / "trace.json", _Driver()
+    path, driver = tmp_path / "trace.json", make_driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
     for generation in (2, 3):
@@ -93,22 +104,6 @@ def test_a_new_rank_0_begins_anew_after_an_older_job(monkeypatch: pytest.MonkeyP
     text = path.read_text()
     assert all(f"of {generation}" in text for generation in (2, 3))
     assert "of an older job" not in text
-
-
-class _Driver:
-    """The driver's key-value store, in this process."""
-
-    def __init__(self) -> None:
-        self._values = KeyValueStore()
-
-    def ask(self, request: Any, hold: float = 0.0, within: float | None = None) -> Any:
-        return self._values.compare_and_set(request)
-
-    def now(self) -> float:
-        return 0.0
-
-    def last_answered_at(self) -> float:
-        return 0.0
 
 
 def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_without_it(
@@ -131,7 +126,7 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
 
 def test_a_function_begins_again_in_its_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the same process, and in another one, the first of which was killed."""
-    path, driver = tmp_path / "trace.json", _Driver()
+    path, driver = tmp_path / "trace.json", make_driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     for generation in (1, 2):
         enter_as_process(monkeypatch, generation, driver)
