@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
 
 def server_port(job: Job) -> int:
-    return int(job.cluster.contact.address.rpartition(":")[2])
+    return int(job.cluster.spec.address.rpartition(":")[2])
 
 
 def break_server(job: Job) -> None:
@@ -98,10 +98,10 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
 
     def attack() -> None:
         lie = {"worker": "1-0.1", "slot": "1-0", "exit_code": -9, "reason": ""}
-        body = json.dumps({"v": VERSION, "attempt": job.cluster.contact.attempt, "message": lie}).encode()
+        body = json.dumps({"v": VERSION, "attempt": job.cluster.spec.attempt, "message": lie}).encode()
         thief, insider = (
             RawClient(server_port(job), b"guess"),
-            RawClient(server_port(job), job.cluster.contact.key),
+            RawClient(server_port(job), job.cluster.spec.key),
         )
         path, session = path_of(WorkerExited), insider.session()
         for proof in (None, thief.sign(path, body, session)):
