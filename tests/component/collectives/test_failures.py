@@ -105,7 +105,7 @@ def test_a_kill_ends_every_collective(pool: Pool, hosts: tuple[int, ...], victim
 
 
 @pytest.mark.parametrize(("hosts", "victim", "work"), cross(slow=True))
-def test_every_collective_names_a_stopped(pool: Pool, hosts: tuple[int, ...], victim: int, work: str) -> None:
+def test_a_stop_is_named_by_collectives(pool: Pool, hosts: tuple[int, ...], victim: int, work: str) -> None:
     stopped, others = begin_work(pool, hosts, victim, work, signal.SIGSTOP, 1.2 if not hosts else 1.5)
     ends = answers(others)
     stopped.send_signal(signal.SIGCONT)
@@ -137,7 +137,7 @@ def test_an_abort_ends_every_collective(pool: Pool, hosts: tuple[int, ...], vict
     [("x" + "é" * 2100, "x" + "é" * 2047), ("no file \udcff", "no file \\udcff")],
     ids=["longer than a close frame holds", "with a lone surrogate"],
 )
-def test_any_text_can_be_why_it_aborts(pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]) -> None:
+def test_any_text_can_end_a_group(pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
     call_all(ranks, calls.barrier)
