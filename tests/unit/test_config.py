@@ -113,7 +113,7 @@ def test_none_in_a_variable_stands_for_none_where_that_is_a_value() -> None:
     assert operations_from_env(operations) == OperationConfig()
     with pytest.raises(InvalidInput, match=r"^SPARK_ELASTIC_LEASE='none' must be a number\.$"):
         from_env({"SPARK_ELASTIC_LEASE": "none"})
-    with pytest.raises(InvalidInput, match=r"^host_discovery must be text.*; got "):
+    with pytest.raises(InvalidInput, match=r"^host_discovery must be a function or the path.*; got "):
         ElasticConfig(host_discovery={"a": 1})  # type: ignore[arg-type]
 
 

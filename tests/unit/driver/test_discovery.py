@@ -225,4 +225,4 @@ def test_a_question_for_which_there_is_no_thread_is_asked_again(monkeypatch: pyt
     refuse_next_thread(monkeypatch)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         polling._poll()
-    assert polling._poll() == {"a": 1}
+    assert dict(polling._poll()) == {"a": 1}

@@ -75,7 +75,7 @@ def test_a_slot_that_could_not_be_started_ends_with_the_error(fails: str) -> Non
 def test_close_cancels_running_slots_until_they_end_and_names_those_that_do_not() -> None:
     slots, stuck = Slots(), Slots()
     slots.launch(1)
-    assert slots.close(30.0 * slots.grace) == []
+    assert slots.close(9.0 * slots.grace) == []
     assert slots.cancels == 2
     assert slots.posted.empty()
     stuck.ignores_cancels = True

@@ -96,7 +96,7 @@ def test_the_log_and_then_the_error_name_the_rank_of_the_world_that_does_not_req
     assert results[1] is None
     for error in (results[0], results[2]):
         assert isinstance(error, CollectiveTimeout)
-        assert error.ranks == (1,)
+        assert error.ranks == (3,)
     assert "operation 'late' has been waiting" in caplog.text
     assert "for rank(s) 3, which did not request it" in caplog.text
 

@@ -35,6 +35,11 @@ TIMEOUT = 8.0
 SHORT = 0.4  # seconds before its end, a refused request has no time for another try
 
 
+@pytest.fixture(autouse=True)
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "RETRY_EVERY", 0.0)
+
+
 class RefusingDriver:
     """A driver that answers once and then refuses connections."""
 
