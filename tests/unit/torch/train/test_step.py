@@ -51,7 +51,7 @@ def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int, one_bu
     done = run_in_world(size, partial(take_steps, model=NET, steps=2, one_bucket=one_bucket))
     assert len({trainee.state.digest() for trainee, _ in done}) == 1
     trainee, decision = done[0]
-    assert isinstance(trainee.exchange.mode, OneBucketMode) == (one_bucket and size > 1)
+    assert isinstance(trainee.mode, OneBucketMode) == (one_bucket and size > 1)
     assert (decision.rows, decision.denominator) == (ROWS, ROWS)
     assert have_equal_values(trainee.model, train_plain(NET, 2))
 

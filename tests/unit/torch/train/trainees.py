@@ -47,6 +47,8 @@ class Order(Ledger):
 class TrainedModel:
     """A state and what takes its steps."""
 
+    mode: Any = None  # of the exchange, before it was closed
+
     def __init__(
         self,
         model: nn.Module,
@@ -107,6 +109,7 @@ def take_steps(
     with closing(trainee.exchange):
         for _ in range(steps):
             decision = trainee.take(group, divide(group))
+        trainee.mode = trainee.exchange.mode
     return trainee, decision
 
 
