@@ -132,8 +132,7 @@ class JobHandle:
 
 
 class HandleDiscovery:
-    """`driver.ports.Discovery` that passes a handle's requests to one job. Those made after the last job's end wait for
-    a later job with this handle."""
+    """Passes a handle's requests to one job. Those made after the last job's end wait for the handle's next job."""
 
     def __init__(self, handle: JobHandle) -> None:
         self._handle = handle
@@ -159,17 +158,14 @@ class HostPoller:
     """
 
     def __init__(self, find: Find, clock: Clock, on_answer: OnAnswer = lambda hosts: None) -> None:
-        self._find = find
-        self._clock = clock
-        self._on_answer = on_answer
+        self._find, self._clock, self._on_answer = find, clock, on_answer
         self._closing = threading.Event()
         self._call: Future[Listed] | None = None  # the open question to the function
         self._last: Listed | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post) -> None:
-        """Ask once, then keep asking in a thread. Raises InvalidInput where the first answer failed or is missing, and
-        what `on_answer` raises for it."""
+        """Ask once, then keep asking in a thread. Raises InvalidInput: the first call failed or gave no answer."""
         try:
             listed = self._poll()
         except Exception as error:  # the user's function may raise anything
@@ -269,22 +265,6 @@ class ScriptFinder:
                 os.killpg(script.pid, signal.SIGKILL)
 
 
-class FixedHosts:
-    """A listing that never changes. on_answer: as of `HostPoller`."""
-
-    def __init__(
-        self, hosts: Mapping[str, int], clock: Clock, on_answer: OnAnswer = lambda hosts: None
-    ) -> None:
-        self._hosts, self._clock, self._on_answer = dict(hosts), clock, on_answer
-
-    def start(self, post: Post) -> None:
-        self._on_answer(self._hosts)
-        post(HostsDiscovered(self._clock.now(), tuple(self._hosts.items())))
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
 class CombinedDiscovery:
     """Combines several discoveries."""
 
@@ -301,7 +281,7 @@ class CombinedDiscovery:
                 closing.callback(discovery.close)
 
 
-def check_requests(hosts: str | Find | None, handle: object | None) -> None:
+def check_requests(hosts: str | Find | None, handle: object) -> None:
     """Raise InvalidInput where `hosts` is the path of no executable file, or `handle` is no JobHandle."""
     if isinstance(hosts, str) and shutil.which(hosts) is None:
         raise InvalidInput(
@@ -312,11 +292,8 @@ def check_requests(hosts: str | Find | None, handle: object | None) -> None:
         raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")
 
 
-def build_discovery(
-    own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock
-) -> Discovery:
-    """A cluster's own discovery, with the user's hosts and requests beside it. Raises InvalidInput as
-    `check_requests`."""
+def build_discovery(own: Discovery, hosts: str | Find | None, handle: object, clock: Clock) -> Discovery:
+    """A cluster's own discovery, with the user's hosts and requests beside it. Raises as `check_requests`."""
     check_requests(hosts, handle)
     parts = [own]
     if isinstance(hosts, str):

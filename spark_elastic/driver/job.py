@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from spark_elastic import errors
 from spark_elastic.clock import RunningClock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import build_discovery, check_requests
@@ -21,23 +22,13 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
 from spark_elastic.driver.ports import Discovery, Launcher, SlotScheduler
 from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
-from spark_elastic.errors import (
-    FailureBudgetExceeded,
-    JobCancelled,
-    JobFailed,
-    NotEnoughWorkers,
-    OutOfMemory,
-    StoreError,
-    TimeLimitReached,
-    WorkerFailed,
-)
+from spark_elastic.errors import JobCancelled, JobFailed, StoreError
 from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers, save_status
 from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
-from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind, reserve_files
@@ -51,12 +42,12 @@ log = logging.getLogger("spark_elastic")
 STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
 FIRST_ATTEMPT = 1  # of a job without a run
 ERRORS = {
-    JobOutcome.USER_ERROR: WorkerFailed,
-    JobOutcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
-    JobOutcome.OUT_OF_MEMORY: OutOfMemory,
-    JobOutcome.FAILURE_BUDGET: FailureBudgetExceeded,
-    JobOutcome.RESET_LIMIT: FailureBudgetExceeded,
-    JobOutcome.TIME_LIMIT: TimeLimitReached,
+    JobOutcome.USER_ERROR: errors.WorkerFailed,
+    JobOutcome.NOT_ENOUGH_WORKERS: errors.NotEnoughWorkers,
+    JobOutcome.OUT_OF_MEMORY: errors.OutOfMemory,
+    JobOutcome.FAILURE_BUDGET: errors.FailureBudgetExceeded,
+    JobOutcome.RESET_LIMIT: errors.FailureBudgetExceeded,
+    JobOutcome.TIME_LIMIT: errors.TimeLimitReached,
     JobOutcome.CANCELLED: JobCancelled,
 }
 
@@ -119,11 +110,11 @@ def supervise(
     events: EventQueue = EventQueue()
 
     # What people see of the job.
-    compute_interval = partial(heartbeat_interval, limits.lease)
+    interval = partial(heartbeat_interval, limits.lease)
     store_log = None
     if run is not None and config.log_bytes:
         store_log = StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
-    stalls = StallDetector(events.put, config.stall_after, compute_interval)
+    stalls = StallDetector(events.put, config.stall_after, interval)
     observers = [stalls, store_log] if store_log is not None else [stalls]
     monitor = JobMonitor(listener or JobListener(), clock, observers, options.scheduler)
     journal = Journal(config.journal, monitor.on_transition)
@@ -134,19 +125,17 @@ def supervise(
     certificate = auth.select_certificate(config, options.encrypted)
     bind = Bind(options.bind, config.driver_port, options.advertise, certificate)
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(
-        events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
-    )
+    callbacks = ServerCallbacks(events.put, monitor.on_lines, options.check_host, monitor.on_report, interval)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
-    publish = run.publish if run is not None else lambda kept: None
-    state = driver_machine.initial(limits, attempt, checkpoints)
-    loop = DriverLoop(state, events, partial(execute, server, launcher, publish), clock, journal)
 
     def describe() -> dict[str, object]:
         built = monitor.history.build_report()
         return {STATUS: build_status(monitor.history, name), REPORT: built.to_json()}
 
     board = None if run is None else RunBoard(run, describe, events.put, clock)
+    publish = board.publish if board is not None else lambda kept: None
+    state = driver_machine.initial(limits, attempt, checkpoints)
+    loop = DriverLoop(state, events, partial(execute, server, launcher, publish), clock, journal)
 
     # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
     with ExitStack() as closing:
@@ -155,9 +144,6 @@ def supervise(
         # After the notifier: what the user's functions ask of a `JobHandle` until then is asked of this job.
         closing.callback(discovery.close)
         closing.enter_context(monitor.notifier)
-        if run is not None:
-            closing.callback(run.close)
-            run.start(lambda reason: events.put(CancelRequested(clock.now(), reason)))
         if board is not None:
             closing.enter_context(board)
         if store_log is not None:

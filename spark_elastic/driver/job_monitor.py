@@ -9,9 +9,9 @@ from functools import partial
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post, SlotScheduler
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
+from spark_elastic.monitoring.listener import AsyncNotifier, Commands, JobListener
 from spark_elastic.monitoring.logs import ANNOUNCED
-from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
+from spark_elastic.protocol.commands import AbortWorld, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
@@ -48,9 +48,7 @@ class StallDetector(JobListener):
         self._named: set[tuple[Fence, WorkerId]] = set()
         self._next_check = 0.0
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
         if not isinstance(event, Received) or not isinstance(event.message, Heartbeat):
             return
         self._heartbeats[event.message.slot] = event.now, event.message
@@ -135,8 +133,8 @@ class JobMonitor:
     """Hands what happens in a job to its observers and to the user's listener. None of them can harm the job.
 
     Observers are our own: they are called directly and must not block. The user's listener may block: `notifier` calls
-    it, except for output, which the server delivers on a separate thread. Of an observer, only the first failure is
-    logged. A scheduler that fails is logged and called again.
+    it, except for output, which the server delivers on a separate thread. Of failures in a row the first is logged; of
+    a scheduler's, each.
 
     observers: in addition to the job's history. scheduler: told of each world and of lacking slots, on the driver's
     thread.
@@ -152,17 +150,14 @@ class JobMonitor:
         self._listener, self._scheduler = listener, scheduler
         self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
-        self._output_failed = False  # the listener has failed at the last line of output
-        self.notifier = AsyncNotifier()
+        self.notifier = notifier = AsyncNotifier()
         self.history = JobHistory(
-            clock, lambda change: self.notifier.submit(lambda: listener.on_message(str(change)))
+            clock, lambda change: notifier.submit(lambda: listener.on_message(str(change)))
         )
         self._observers = (self.history, *observers)
-        self._failed: set[JobListener] = set()  # observers that have failed
+        self._failed: set[JobListener] = set()  # which have failed when they were called last
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
         """Called on the driver's thread, before the commands are executed."""
         if state is not None and state.lacks_slots != self._lacks_slots:
             self._lacks_slots = state.lacks_slots
@@ -193,7 +188,7 @@ class JobMonitor:
             if line.startswith(SLOT_LINE_PREFIX):  # the slot's own line, which the user must see
                 log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), message.slot)
             else:
-                self._show_output(worker, rank, line)
+                self._call(self._listener, lambda shown, line=line: shown.on_output(worker, rank, line))  # type: ignore[misc]
 
     def on_report(self, report: Report) -> None:
         """What a worker reported. Called on the server's thread."""
@@ -215,18 +210,14 @@ class JobMonitor:
 
     def _observe(self, call: Callable[[JobListener], None]) -> None:
         for observer in self._observers:
-            try:
-                call(observer)
-            except Exception:
-                if observer not in self._failed:
-                    log.exception("%s failed", type(observer).__name__)
-                self._failed.add(observer)
+            self._call(observer, call)
 
-    def _show_output(self, worker: str, rank: int | None, line: str) -> None:
+    def _call(self, listener: JobListener, call: Callable[[JobListener], None]) -> None:
+        """Log the first of a row of failures: with a full disk each line fails."""
         try:
-            self._listener.on_output(worker, rank, line)
-            self._output_failed = False
+            call(listener)
+            self._failed.discard(listener)
         except Exception:
-            if not self._output_failed:  # a full disk fails at each line: log one traceback only
-                log.exception("the job listener failed")
-            self._output_failed = True
+            if listener not in self._failed:
+                log.exception("%s failed", type(listener).__name__)
+            self._failed.add(listener)

@@ -156,8 +156,7 @@ def execute(
     publish: Callable[[tuple[Checkpoint, ...]], None],
     command: DriverCommand,
 ) -> None:
-    """Execute one of the machine's commands without blocking, in the driver's thread. publish: publishes checkpoints,
-    newest first, and deletes others."""
+    """Execute one of the machine's commands without blocking. publish: publishes checkpoints, newest first."""
     match command:
         case do.LaunchSlot(_, launch):
             launcher.launch(launch)
@@ -175,5 +174,3 @@ def execute(
             publish(checkpoints)
         case do.End(reason):
             server.end(reason)
-        case do.NotifyUser():
-            pass  # for the journal's listener

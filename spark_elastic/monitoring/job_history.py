@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from spark_elastic.clock import Clock
 from spark_elastic.monitoring.console import POSITION_METRICS
-from spark_elastic.monitoring.listener import JobListener, Metrics
+from spark_elastic.monitoring.listener import Commands, JobListener, Metrics
 from spark_elastic.monitoring.report import (
     MAX_TEXT,
     PHASES,
@@ -44,7 +44,6 @@ MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
 MAX_LOST_SLOTS = 100
 LOST_SECONDS = 600.0  # for so long the status page shows a slot that is gone
-Commands = Sequence[do.DriverCommand]
 # There may be thousands of them: at the start, at the end, or during a long training.
 MERGED_ENTRIES = ("launch slot", "release slot", "stop worker", "publish checkpoint")
 MAX_SLOTS = 400
@@ -77,16 +76,6 @@ class HistoryEntry:
     times: int = 1  # successive entries of this kind that were merged; `text` is that of the last one
 
 
-@dataclass(frozen=True)
-class LostSlot:
-    at: float  # seconds since the launch
-    host: str  # Spark's id of the executor, or the host's name
-    node: str  # name of the machine
-    worker: str  # "" if it had none
-    rank: int | None  # None if it was in no world
-    reason: str  # why it is gone, in words
-
-
 class HistoryView(NamedTuple):
     """What the status page reads of a history at one time."""
 
@@ -96,19 +85,19 @@ class HistoryView(NamedTuple):
     metrics: Metrics  # newest report of rank 0
     throughput: Throughput  # from those reports
     entries: tuple[HistoryEntry, ...]  # what happened, oldest first
-    lost_slots: tuple[LostSlot, ...]  # those of the last `LOST_SECONDS`, newest first
+    lost_slots: list[dict[str, Any]]  # those of the last `LOST_SECONDS`, newest first, as the page has them
 
 
 class JobHistory(JobListener):
-    """Begins when it is created. on_world_change: called for each world once all members have built it, on the driver's
+    """Begins when it is created. on_complete: called for each world once all members have built it, on the driver's
     thread."""
 
     def __init__(
-        self, clock: Clock, on_world_change: Callable[[WorldChange], None] = lambda change: None
+        self, clock: Clock, on_complete: Callable[[WorldChange], None] = lambda change: None
     ) -> None:
         self._clock = clock
         self._started = clock.now()
-        self._on_world_change = on_world_change
+        self._on_complete = on_complete
         self._lock = threading.Lock()
         # What the driver decided.
         self._state: DriverState | None = None  # the newest
@@ -120,7 +109,7 @@ class JobHistory(JobListener):
         self._ended_at: float | None = None
         self._checkpoints = 0
         self._entries: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
-        self._lost: deque[LostSlot] = deque(maxlen=MAX_LOST_SLOTS)
+        self._lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST_SLOTS)
         # What rank 0 reported.
         self._metrics: Metrics = {}  # the newest
         self._series, self._throughput = MetricSeries(), Throughput()
@@ -138,7 +127,7 @@ class JobHistory(JobListener):
             if isinstance(event, on.WorkerStalled):
                 self._add_entry(at, "stall", event.text)
         if completed is not None:
-            self._on_world_change(completed)
+            self._on_complete(completed)
 
     def on_progress(self, metrics: Metrics) -> None:
         at = self._clock.now() - self._started
@@ -173,7 +162,7 @@ class JobHistory(JobListener):
                 reserved_hours=self._reserved / 3600,
                 useful_hours=useful / 3600,
             )
-            lost = tuple(slot for slot in reversed(self._lost) if at - slot.at <= LOST_SECONDS)
+            lost = [slot for slot in reversed(self._lost) if at - slot["at"] <= LOST_SECONDS]
             entries = tuple(self._entries)
             return HistoryView(now, self._state, report, self._metrics, self._throughput, entries, lost)
 
@@ -241,9 +230,8 @@ class JobHistory(JobListener):
             kind = WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
         lost = 0 if previous is None else self._count_steps_lost(world)
         sizes = len(before), len(now), len(now - before), len(before - now)
-        self._worlds.append(
-            WorldChange(world.fence.generation, at, kind, *sizes, world.reason, steps_lost=lost)
-        )
+        number = world.fence.generation
+        self._worlds.append(WorldChange(number, at, kind, *sizes, world.reason, steps_lost=lost))
 
     def _count_steps_lost(self, world: World) -> int | None:
         """Reported steps that the new world has to repeat; None if the program reports no steps. Call it once for each
@@ -267,10 +255,10 @@ class JobHistory(JobListener):
     def _add_lost_slots(self, at: float, before: DriverState, state: DriverState) -> None:
         for name, slot in before.slots.items():
             if name not in state.slots:
-                worker = None if slot.worker is None else before.workers.get(slot.worker)
-                rank = None if worker is None else worker.rank
-                reason = state.slots.departed.get(name, "")
-                self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
+                reason = state.slots.departed.get(name, "")[:MAX_TEXT]
+                seen = _describe_slot(before, slot, at)
+                own = {key: seen[key] for key in ("host", "node", "worker", "rank")}
+                self._lost.append({"at": at, **own, "reason": reason})
 
     def _add_entry(self, at: float, kind: str, text: str) -> None:
         times = 1
@@ -291,9 +279,6 @@ def _count_steps_before(position: Position | None, steps: int) -> int:
     return position.epoch * steps + (position.step if position.phase is Phase.TRAIN else steps)
 
 
-# ---- the status
-
-
 def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
     """The pages of a job by their path, relative to the status page: HTML without external assets, JSON, metrics."""
     html = read_page()
@@ -312,10 +297,8 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
         "name": name,
         **report.describe(),
         **(STARTING if state is None else _describe_state(state, now)),
-        "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
-        "metrics": {
-            name: n for name, n in metrics.items() if type(n) is not bool and isinstance(n, int | float)
-        },
+        "lost_slots": lost_slots,
+        "metrics": {name: n for name, n in metrics.items() if type(n) in (int, float)},
         "rows_per_second": 0.0 if stale else round(throughput.rows_per_second, 2),
         "seconds_left": None if stale else throughput.seconds_left,
         "events": _list_events(report, entries),
@@ -377,9 +360,6 @@ def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str
         "cooling_down": cooldown_end is not None,
         "stalled": worker is not None and worker.worker in state.current.stalled,
     }
-
-
-# ---- metrics in Prometheus' text format
 
 
 def format_prometheus(status: dict[str, Any]) -> bytes:

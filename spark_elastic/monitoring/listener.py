@@ -21,6 +21,7 @@ log = logging.getLogger("spark_elastic")
 MAX_PENDING = 10_000  # calls that wait for a listener
 CLOSE_SECONDS = 2.0  # how long the end of a job waits for a listener that blocks
 
+Commands: TypeAlias = Sequence[DriverCommand]
 Metrics: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = Callable[[], object]
 L = TypeVar("L", bound="JobListener")
@@ -29,9 +30,7 @@ L = TypeVar("L", bound="JobListener")
 class JobListener:
     """Hooks of a job, which all do nothing here. Several threads call them."""
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
         """The driver machine has handled an event. Only the observers of `JobMonitor` get this.
 
         Args:
@@ -49,8 +48,7 @@ class JobListener:
         """A sentence for people, such as a join, loss, drain or recovery with its cost."""
 
     def on_notice(self, text: str) -> None:
-        """A sentence that people need whatever else they want to see: how a worker's process ended, or what the job
-        waits for."""
+        """A sentence that people need in any case: how a worker's process ended, or what the job waits for."""
         self.on_message(text)
 
     def on_progress(self, metrics: Metrics) -> None:
@@ -80,8 +78,7 @@ class AsyncNotifier:
         max_pending: int = MAX_PENDING,
         overflow: str = "%d notifications were dropped: the job listener is too slow",
     ) -> None:
-        self._max_pending = max_pending
-        self._overflow = overflow
+        self._max_pending, self._overflow = max_pending, overflow
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
         self._dropped = 0  # calls since the last one that was made
         self._lock = threading.Lock()  # guards the next one

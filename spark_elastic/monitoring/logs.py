@@ -147,8 +147,7 @@ class _AsyncHandler(logging.Handler):
 
     def __init__(self, deliver: Callable[[logging.LogRecord], object], notifier: AsyncNotifier) -> None:
         super().__init__()
-        self._deliver = deliver
-        self.notifier = notifier
+        self._deliver, self.notifier = deliver, notifier
 
     def emit(self, record: logging.LogRecord) -> None:
         self.notifier.submit(lambda: self._try(record))

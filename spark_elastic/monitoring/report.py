@@ -34,9 +34,6 @@ MAX_TEXT = 4000  # characters of a message or a stack on a page
 _SCRIPT = "<script>"  # the only one of the page
 
 
-# ---- what rank 0 reports over time
-
-
 @dataclass(frozen=True)
 class MetricPoint:
     """What rank 0 reported at one time."""
@@ -133,9 +130,6 @@ def count_steps(metrics: Mapping[str, Any]) -> int:
     return int(metrics.get("epoch", 0)) * int(metrics.get("steps", 0)) + int(metrics.get("step", 0))
 
 
-# ---- changes of the world
-
-
 class WorldChangeKind(Enum):
     """Why a world was formed."""
 
@@ -180,9 +174,6 @@ class WorldChange:
         if self.bulk_seconds is not None:
             text += f", sums by NCCL after {self.bulk_seconds:.1f} s"
         return f"world of {self.size}: {text} ({self.reason})"
-
-
-# ---- the report
 
 
 @dataclass(frozen=True)
@@ -410,9 +401,6 @@ class JobReport:
             for rows in self.epochs
         ]
         return "\n".join(lines)
-
-
-# ---- the page
 
 
 def read_page() -> bytes:

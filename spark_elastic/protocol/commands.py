@@ -107,16 +107,9 @@ class End(Command):
     detail: str = ""  # the traceback, for USER_ERROR
 
 
+WorldCommand: TypeAlias = PublishWorld | AbortWorld | AnnounceChange
 DriverCommand: TypeAlias = (
-    LaunchSlot
-    | PublishWorld
-    | AbortWorld
-    | AnnounceChange
-    | StopWorker
-    | ReleaseSlot
-    | PublishCheckpoint
-    | NotifyUser
-    | End
+    LaunchSlot | ReleaseSlot | StopWorker | WorldCommand | PublishCheckpoint | NotifyUser | End
 )
 
 

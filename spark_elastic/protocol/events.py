@@ -74,9 +74,7 @@ class ConnectionLost(Event):
 
     slot: SlotId  # that holds the connection, or whose worker does
     worker: WorkerId | None = None  # None: it is the slot task's connection
-    reset: bool = (
-        False  # the network reset it or it timed out; False: a kernel closed it, as of a dead process
-    )
+    reset: bool = False  # reset by the network, or timed out; False: a kernel closed it, as of a dead process
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,10 @@ class CancelRequested(Event):
     reason: str  # a sentence; the job's error shows it
 
 
+ClusterEvent: TypeAlias = LaunchEnded | HostAppeared | HostLost | HostsDiscovered | SlotsWanted
+UserEvent: TypeAlias = DrainRequested | CancelRequested
 DriverEvent: TypeAlias = (
-    Tick
-    | Received
-    | LaunchEnded
-    | HostAppeared
-    | HostLost
-    | HostsDiscovered
-    | ConnectionLost
-    | ConnectionBack
-    | WorkerStalled
-    | DrainRequested
-    | SlotsWanted
-    | CancelRequested
+    Tick | Received | ConnectionLost | ConnectionBack | WorkerStalled | ClusterEvent | UserEvent
 )
 
 
@@ -171,9 +160,7 @@ class Synced(Event):
     """R5 (staging): received state was verified and swapped in together with its position."""
 
     fence: Fence  # of the world whose source sent the state
-    position: (
-        Position | None
-    )  # None: the program broadcasts its state while it runs, and keeps its old position
+    position: Position | None  # None: the program broadcasts its state as it runs, and keeps its old position
 
 
 @dataclass(frozen=True)
@@ -237,17 +224,7 @@ class DriverSilent(Event):
     seconds: float  # since its newest answer
 
 
+WorldEvent: TypeAlias = GroupFormed | Synced | Applied | Boundary | GroupBroken | Finished  # of one world
 WorkerEvent: TypeAlias = (
-    Warm
-    | WorldReceived
-    | GroupFormed
-    | Synced
-    | Applied
-    | Boundary
-    | GroupBroken
-    | AbortReceived
-    | UserRaised
-    | Finished
-    | StopReceived
-    | DriverSilent
+    Warm | WorldReceived | AbortReceived | UserRaised | StopReceived | DriverSilent | WorldEvent
 )

@@ -44,9 +44,6 @@ class WorkerRequest(DriverRequest[R_co]):
         return self.worker.slot
 
 
-# ---- replies
-
-
 @dataclass(frozen=True)
 class Acknowledged:
     """The driver has received the message."""
@@ -94,7 +91,7 @@ class RegisterSlot(SlotRequest[Admission]):
 
     host: HostId  # the executor's id; where there is no Spark, the machine's name
     launch: (
-        int  # number of the launch that carries it; several attempts of one may be alive: R14 (duplicates)
+        int  # number of the launch that carries it; several of its attempts may be alive: R14 (duplicates)
     )
     node: str = ""  # name of its machine, by which discovery may list it
     # Why the slot cannot take part, "" if it can: it has no device for its worker, or, as the server finds in `facts`,
@@ -163,9 +160,7 @@ class WorldFormed(WorkerRequest[Acknowledged]):
 class WorkerRaised(WorkerRequest[Acknowledged]):
     """User code raised an exception: R13 (deterministic failures). Sent before the worker closes its group."""
 
-    fence: (
-        Fence | None
-    )  # of the world that it entered last; None before its first, or if the program did not load
+    fence: Fence | None  # of the world that it entered last; None before its first, or if loading failed
     position: Position | None  # of the state that it held; None: it held none
     fingerprint: str  # equal for exceptions that count as the same failure
     traceback: str  # cut to what a message can carry
@@ -204,16 +199,7 @@ class WorkerStraggles(WorkerRequest[Acknowledged]):
     reason: str  # why it drains, as people read it
 
 
-DriverMessage: TypeAlias = (
-    RegisterSlot
-    | Heartbeat
-    | WorkerStarted
-    | WorkerExited
-    | RequestNextWorld
-    | WorldFormed
-    | WorkerRaised
-    | WorkerDone
-    | CheckpointWritten
-    | CheckpointStoreFull
-    | WorkerStraggles
-)
+SlotMessage: TypeAlias = RegisterSlot | Heartbeat | WorkerStarted | WorkerExited
+CheckpointMessage: TypeAlias = CheckpointWritten | CheckpointStoreFull
+WorkerMessage: TypeAlias = RequestNextWorld | WorldFormed | WorkerRaised | WorkerDone | WorkerStraggles
+DriverMessage: TypeAlias = SlotMessage | WorkerMessage | CheckpointMessage

@@ -354,8 +354,6 @@ def format_position(position: Position | None) -> str:
     return f"epoch {position.epoch + 1}, {position.phase.name.lower()}, step {position.step}"
 
 
-# ---- slots and workers, as they are told
-
 _SETTINGS = ElasticConfig()
 
 
@@ -371,12 +369,8 @@ class SlotSpec:
     key: bytes = field(repr=False)
     attempt: int  # number of the driver that holds the run: the first half of every fence
     job_name: str = ""  # the job's name, for logs and Spark's UI
-    certificate: str | None = (
-        None  # of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either
-    )
-    preload: tuple[
-        str, ...
-    ] = ()  # modules that a process must be able to import before it reports that it is warm
+    certificate: str | None = None  # PEM, of the driver's server. None: neither that nor workers encrypt
+    preload: tuple[str, ...] = ()  # modules that a process must be able to import before it is warm
     # Early imports of the program, of `worker.imports`: those and its variables, which may be secret.
     imports: tuple[str, ...] = field(default=(), repr=False)
     # The run's, with which hosts keep commits in memory: R23 (kept commits). None: they keep none.
@@ -427,7 +421,7 @@ class WorkerIdentity(SlotIdentity):
     worker: WorkerId  # its number grows from worker to worker of the slot
     ports: tuple[int, int] | None = None  # first and last port at which the worker may listen; None: any
     left: Fence | None = (
-        None  # the world that another process left as this worker, which begins its program again
+        None  # the world that another process left as this worker, to begin its program again
     )
     position: Position | None = None  # where that process stood
 

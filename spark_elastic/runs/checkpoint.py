@@ -95,8 +95,6 @@ class CheckpointStore:
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
 
-    # ---- called by the driver
-
     def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
         """Write the list of published checkpoints, newest first, of this attempt. `sweep` deletes the one before."""
         listed = [asdict(checkpoint) for checkpoint in checkpoints]
@@ -196,8 +194,7 @@ class CheckpointWriter:
         self._failures = 0  # since the last checkpoint that was written; the thread's own
 
     def offer(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
-        """Have a checkpoint written, unless it was offered before and does not fail. Returns at once. make_parts:
-        called in the thread."""
+        """Have a checkpoint written by the thread, unless it was offered before and does not fail. Returns at once."""
         with self._changed:
             self._offered_again = self._offered == (fence, position)
             if self._offered_again:
@@ -227,9 +224,7 @@ class CheckpointWriter:
                 if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
                     return
             log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
-        log.error(
-            "the last checkpoint is given up: the store does not answer; the newest one before it stays."
-        )
+        log.error("the last checkpoint is given up: the store does not answer; the one before it stays.")
 
     def close(self) -> None:
         """Write the checkpoint that waits, and end the thread."""
@@ -304,8 +299,7 @@ class SnapshotReader:
         self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def read(self, candidates: Sequence[Checkpoint]) -> Snapshot | None:
-        """The snapshot in the first undamaged candidate; StoreError if there is none. None: it was kept in memory and
-        is gone, and there is no other."""
+        """The snapshot in the first undamaged candidate; StoreError: there is none. None: it was kept, and is gone."""
         wanted = tuple(candidates)
         if self._kept is not None and wanted[0].is_kept:
             try:
@@ -345,18 +339,18 @@ class Checkpointer:
     """
 
     def __init__(
-        self, store: Store, policy: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
+        self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
     ) -> None:
         self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
-        self._policy, self._clock, self._codec = policy, clock, codec
+        self._due, self._clock, self._codec = due, clock, codec
         self._last, self._steps = clock.now(), 0  # when the last checkpoint was due, and steps since then
-        self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
+        self._writer = CheckpointWriter(CheckpointStore(store, due.run_id), report)
         self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due; the counts then begin again."""
         self._steps += 1
-        steps, seconds = self._policy.steps, self._policy.seconds
+        steps, seconds = self._due.steps, self._due.seconds
         by_steps = steps is not None and self._steps >= steps
         by_time = seconds is not None and self._clock.now() - self._last >= seconds
         if by_steps or by_time:
@@ -386,8 +380,7 @@ class Checkpointer:
         self._pending = None
 
     def offer(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot, which must not change any more, to the writer's thread, unless this world did so before and
-        it does not fail."""
+        """Pass a snapshot, which must not change any more, to the writer's thread: see `CheckpointWriter.offer`."""
         self._writer.offer(
             fence,
             snapshot.position,

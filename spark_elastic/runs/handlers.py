@@ -67,8 +67,7 @@ class SnapshotHandler(StateHandler):
 
     @abstractmethod
     def load(self, values: Any, memory: Bytes) -> None:
-        """Set the value to what it was, in place. values: what `capture` returned. memory: the snapshot's, over which
-        later ones write."""
+        """Set the value in place. values: what `capture` returned. memory: later snapshots write over it."""
 
     def save(self) -> None:
         self._snapshots.begin(START, self.capture)

@@ -128,8 +128,7 @@ class SnapshotBuilder:
         self.size = 0  # bytes that the snapshot needs so far
 
     def add_remote(self, nbytes: int, copy: Callable[[Bytes], None]) -> Extent:
-        """Have memory of another device copied. copy: begins to copy it to so many bytes; `wait_remote`
-        waits for its end."""
+        """Have memory of another device copied. copy: begins to copy it; `wait_remote` waits for its end."""
         extent = Extent(self.size, nbytes)
         self.remote.append((extent, copy))
         self.size += align(nbytes)
@@ -185,8 +184,7 @@ class _BackgroundCopy:
     """Copies what a snapshot defers, and has it kept. `torn` says afterwards whether some of it changed meanwhile."""
 
     def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: CommitKeeper | None) -> None:
-        self.snapshot = snapshot
-        self._keeper = keeper
+        self.snapshot, self._keeper = snapshot, keeper
         self.torn = False
         self._deferred, self._counters = builder.deferred, builder.change_counters
         self._before = [count() for count in self._counters]
@@ -289,8 +287,7 @@ class Codec(Protocol):
     def dumps(self, values: Any) -> bytes: ...
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
-        """The values that `dumps` encoded. trusted: the bytes come from a peer of the mesh, which has proved that it
-        holds the job's key; else from the store."""
+        """The values that `dumps` encoded. trusted: by a peer, which holds the job's key; else from the store."""
         ...
 
 

@@ -127,8 +127,7 @@ class ClusterFaults:
 
 
 def _find_target(kind: FaultKind) -> int:
-    """The process that gets the signal. Raises InvalidInput: this worker has no executor of its own among its
-    ancestors, as in Spark's local mode."""
+    """The process that gets the signal. Raises InvalidInput: no executor is among this worker's ancestors."""
     if kind == "kill slot":
         return os.getppid()
     if kind not in ("kill executor", "drain"):

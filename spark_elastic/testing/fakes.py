@@ -53,8 +53,7 @@ class ProcessLauncher(LocalLauncher):
         after its first worker each slot starts a warm spare, in seconds. Tests that kill whole slots need none; a spare
         imports frameworks for as long as a worker."""
         self._hosts = NumberedHosts(room, slots_per_host)
-        self._collective_timeout = collective_timeout
-        self._spare_after = spare_after
+        self._collective_timeout, self._spare_after = collective_timeout, spare_after
         super().__init__(program, self._hosts, clock, preload)
 
     def start(self, spec: SlotSpec, post: Post) -> None:

@@ -59,8 +59,7 @@ PATH=$(printf %s "$PATH" | sed "s|{folder}:||g") exec {run} python "$@"
 
 
 def take_python_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(the variables that stand for Python's options, the words from the script, -m or -c on). Raises InvalidInput: an
-    option has no variable."""
+    """(the variables that stand for Python's options, the words from the script, -m or -c on)."""
     variables: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "-m", "-c"):
@@ -103,9 +102,8 @@ def run_around(command: Sequence[str], options: Sequence[str], environment: Muta
         try:
             process = subprocess.Popen(list(command), env=inside, start_new_session=True)
         except OSError as error:
-            raise InvalidInput(
-                f"{command[0]!r} cannot be run ({error}): give a program or a Python."
-            ) from error
+            problem = f"{command[0]!r} cannot be run ({error})"
+            raise InvalidInput(f"{problem}: give a program or a Python.") from error
         try:
             code = process.wait()
         except BaseException:
@@ -133,8 +131,7 @@ class Interpreter:
 
     @classmethod
     def find(cls, name: str) -> Interpreter:
-        """The Python that a command names: by its path, or as the shell finds it. Raises InvalidInput: there is no such
-        executable."""
+        """The Python that a command names: by its path, or as the shell finds it."""
         if name in OWN_NAMES:
             return cls(sys.executable)
         path = shutil.which(name)
@@ -146,8 +143,7 @@ class Interpreter:
         return cls(sys.executable if same else path)
 
     def find_module(self, name: str, *arguments: str) -> Module:
-        """The module that `-m` names, as this Python finds it. Raises InvalidInput: there is none, or this Python
-        cannot run workers."""
+        """The module that `-m` names, as this Python finds it."""
         if self.is_own:
             return Module.find(name, *arguments)
         found: dict[str, str] = self._ask(name)["module"]

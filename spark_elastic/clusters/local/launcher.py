@@ -101,9 +101,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         super().__init__(clock)
         self._program = program
         self._payload = pickle_for_workers(program)
-        self._pool = pool
-        self._preload = preload
-        self.interpreter = interpreter
+        self._pool, self._preload, self.interpreter = pool, preload, interpreter
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
 
     def start(self, spec: SlotSpec, post: Post) -> None:

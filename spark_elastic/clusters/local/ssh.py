@@ -91,10 +91,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
         "give a key that the host accepts with --ssh-identity-file (or load it into ssh-agent), and a user with "
         "--ssh-user",
     ),
-    (
-        "Host key verification failed",
-        "connect once by hand and check the host's key, or add it to known_hosts",
-    ),
+    ("Host key verification failed", "connect once by hand and check its key, or add it to known_hosts"),
     *((said, "check that it is up and that its ssh port can be reached from here") for said in _SILENCE),
 )
 
@@ -205,8 +202,7 @@ class SshProcess:
         )
 
     def run(self, data: bytes, ready_within: float = READY_WITHIN) -> RemoteEnd:
-        """Write `data` to the process and read it to its end. Its standard input stays open so long:
-        if this process dies, it ends."""
+        """Write `data` to the process and read it to its end. Its input stays open so long: it ends with us."""
         process, unsent = self.process, memoryview(data)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -387,8 +383,7 @@ class SshLauncher(LocalLauncher):
         return self._ssh.build_command(host, self.interpreter, "-I", "-S", "-c", BOOTSTRAP)
 
     def _make_header(self, what: str) -> bytes:
-        """The input of `BOOTSTRAP`, whose Python continues with these arguments and variables, in this folder if it is
-        there. what: a function of `local.slot`."""
+        """The input of `BOOTSTRAP`. what: a function of `local.slot`, with which its Python continues."""
         own = f"{sys.version_info.major}.{sys.version_info.minor}"
         python = own if self.interpreter == sys.executable else ""
         arguments = ["-c", _START, what, spark_elastic.__version__, python]
@@ -403,8 +398,7 @@ def _explain(host: str, end: RemoteEnd) -> str:
 
 
 def choose_addresses(config: ElasticConfig, others: list[str], ssh: SshOptions) -> tuple[str, str]:
-    """Where the driver's server listens, and what the workers of all hosts dial. others: hosts that are not this
-    machine; empty if they are not known yet."""
+    """Where the driver's server listens, and what workers dial. others: hosts that are other machines, if known."""
     advertise = config.advertise_address or _find_own_address([ssh.resolve(host) for host in others])
     bind = advertise if is_own_address(advertise) else ANY_ADDRESS
     return config.bind_address or bind, advertise

@@ -133,8 +133,7 @@ class RunCall:
             return resume_after_coordinator_loss(launch, CheckpointStore(store, run_id).read_published)
 
     def take_run(self) -> OwnedRun | None:
-        """Take over the run for this driver. Returns None if the call has no `run_id`. Raises StoreError: the store
-        cannot be read or written."""
+        """Take over the run for this driver; None: the call has no `run_id`."""
         run_id, store = self.options.run_id, self.options.open_store()
         return None if run_id is None or store is None else OwnedRun.acquire(store, run_id)
 
@@ -163,17 +162,15 @@ class RunCall:
 def prepare(
     fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
 ) -> RunCall:
-    """Check a call, before anything is launched. given: what follows `fn` by position. Raises InvalidInput: as
-    `run`."""
+    """Check a call, before anything is launched. given: what follows `fn` by position."""
     if get_context() is not None:
         raise InvalidInput("run() was called on a worker: call it where the SparkSession lives.")
     named = dict(arguments)
     args, kwargs = named.pop("args", ()), named.pop("kwargs", None)
     if isinstance(fn, str | os.PathLike):
         if args or kwargs:
-            raise InvalidInput(
-                "a script takes its arguments one by one after its path: leave args and kwargs out."
-            )
+            advice = "leave args and kwargs out"
+            raise InvalidInput(f"a script takes its arguments one by one after its path: {advice}.")
         fn = Script.read(os.fspath(fn), *(str(argument) for argument in given))
         name, args, kwargs = os.path.basename(fn.path), (), {}
     else:
@@ -182,7 +179,6 @@ def prepare(
     chosen = options.parse(named, config)
     if not callable(fn):
         raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-    _check_arguments(fn, name, args, kwargs)
     imports = () if chosen.preload == () else _find_early_imports(fn)
     store, conf = chosen.open_store(), chosen.config
     checkpoints = None
@@ -212,7 +208,7 @@ def _place_positional(
     positions = ("args", "kwargs", "num_workers")
     if len(given) > len(positions):
         raise InvalidInput(
-            f"run() takes {', '.join(positions)} after the function by position; name the others."
+            f"run() takes {', '.join(positions)} by position, after the function; name the others."
         )
     placed = dict(zip(positions, given, strict=False))
     if ("args" in placed and args) or ("kwargs" in placed and kwargs):
@@ -227,19 +223,3 @@ def _place_positional(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
     return args, kwargs or {}, named
-
-
-def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises InvalidInput if the function's own signature does not take these arguments. What it wraps is not asked: a
-    decorator may add arguments."""
-    try:
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # a built-in function may have none
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        named = ", ".join(map(str, kwargs)) or "nothing"
-        raise InvalidInput(
-            f"{name}{signature} was given {len(args)} in args and {named} in kwargs: {error}."
-        ) from None

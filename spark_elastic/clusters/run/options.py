@@ -71,8 +71,7 @@ class Options:
         return None if self.store is None else Store.open(self.store, **self.storage_options)
 
     def resolve_workers(self, default: int) -> tuple[int, int, int]:
-        """(num_workers, min_workers, max_workers). default: num_workers, if the call does not say it. Raises
-        InvalidInput: they contradict each other."""
+        """(num_workers, min_workers, max_workers). default: num_workers, if the call does not say it."""
         number = self.num_workers
         if number is None:
             number = max(default, self.min_workers or 1)
@@ -110,7 +109,7 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
     own = {name: check(name, values.pop(name)) for name, check in _CHECKS.items() if name in values}
     if ("run_id" in own) is not ("store" in own):
         raise InvalidInput(
-            "run_id and store go together: the name of the run, and the folder or url where it is kept."
+            "run_id and store go together: the run's name, and the folder or url where it is kept."
         )
     if "storage_options" in own and "store" not in own:
         raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
@@ -140,9 +139,8 @@ def _to_modules(names: Any) -> tuple[str, ...]:
 
 def _to_stream(stream: Any) -> Any:
     """Refuse what is closed or known to take bytes. It need not be a file: notebooks have streams of their own."""
-    takes_bytes = isinstance(stream, io.RawIOBase | io.BufferedIOBase) or "b" in str(
-        getattr(stream, "mode", "")
-    )
+    mode = str(getattr(stream, "mode", ""))
+    takes_bytes = isinstance(stream, io.RawIOBase | io.BufferedIOBase) or "b" in mode
     if not hasattr(stream, "write") or takes_bytes or getattr(stream, "closed", False):
         raise TypeError
     return stream

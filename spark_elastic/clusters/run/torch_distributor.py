@@ -15,7 +15,7 @@ from spark_elastic.checks import COUNT
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.clusters.run.call import Results, RunCall, decode_results, prepare
-from spark_elastic.driver.discovery import FixedHosts
+from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.devices import require_gpus
@@ -78,15 +78,10 @@ class TorchDistributor:
         if is_script:
             function = Script.read(os.fspath(function), *map(str, args))
         if not callable(function):
-            raise InvalidInput(
-                f"run() takes a function or the path of a script; got a {type(function).__name__}."
-            )
-        own = (
-            tempfile.TemporaryDirectory()
-            if self.local_mode and self._store is None
-            else nullcontext(self._store)
-        )
-        with own as url:
+            kind = type(function).__name__
+            raise InvalidInput(f"run() takes a function or the path of a script; got a {kind}.")
+        needs_own = self.local_mode and self._store is None
+        with tempfile.TemporaryDirectory() if needs_own else nullcontext(self._store) as url:
             options = self._arguments.get("storage_options", {})
             results = None if url is None else ResultStore(url, options)
             program = Torchrun(function, self.local_mode, results)
@@ -104,5 +99,5 @@ def _run_here(call: RunCall) -> Results[Any]:
     launcher = LocalLauncher(call.program, HostSlots(hosts), clock, call.preload)
     driver = DriverOptions(run=call.take_run())
     with call.open_output() as listener:
-        discovery = FixedHosts(hosts, clock)
+        discovery = HostPoller(lambda: hosts, clock)
         return decode_results(supervise(launcher, discovery, driver, limits, config, call.name, listener))

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,8 @@ class ClassicPlatform(SparkPlatform):
         return self._sc.defaultParallelism if asked is None else asked
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
-        with find_progress_bar(self._sc):
+        bar: ProgressBar = vars(self._sc).setdefault("_spark_elastic_progress_bar", ProgressBar(self._sc))
+        with bar:
             return super().launch(job, listener)
 
     def _find_address(self) -> str:
@@ -108,9 +110,6 @@ class ClassicPlatform(SparkPlatform):
             ship(self._sc)
 
 
-# ---- slots
-
-
 class SparkLauncher(ThreadPerSlotLauncher):
     """`driver.ports.Launcher` over a SparkContext.
 
@@ -123,12 +122,9 @@ class SparkLauncher(ThreadPerSlotLauncher):
     def __init__(
         self, sc: SparkContext, make_task: MakeTask, clock: Clock, profile: ResourceProfile | None = None
     ) -> None:
-        """make_task: builds the task that is shipped, once the driver listens. profile: what a slot takes of its
-        executor; None: as any task."""
+        """make_task: builds the task, once the driver listens. profile: what a slot takes; None: as any task."""
         super().__init__(clock)
-        self._sc = sc
-        self._profile = profile
-        self._make_task = make_task
+        self._sc, self._profile, self._make_task = sc, profile, make_task
         self._tag = ""
         self._launches: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._dispatcher: InheritableThread | None = None
@@ -181,9 +177,6 @@ class SparkLauncher(ThreadPerSlotLauncher):
             super().launch(launch)
 
 
-# ---- what becomes of executors
-
-
 class ExecutorWatch:
     """`driver.ports.Discovery` by a thread that polls the scheduler's list of executors; idle in local mode.
 
@@ -191,8 +184,7 @@ class ExecutorWatch:
     """
 
     def __init__(self, sc: SparkContext, clock: Clock) -> None:
-        self._sc = sc
-        self._clock = clock
+        self._sc, self._clock = sc, clock
         self._closing = threading.Event()
         self._thread: InheritableThread | None = None
 
@@ -245,9 +237,6 @@ class ExecutorWatch:
         return self._sc._jsc.sc().schedulerBackend()
 
 
-# ---- checks of the hosts, before rows are materialized or slots launched
-
-
 def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) -> list[dict[str, str]]:
     """Probe the live executors in a Spark job of short tasks; returns the facts of each.
 
@@ -264,11 +253,9 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
             job = ProbeJob(f"spark_elastic-preflight-{probe.token}", timeout, number)
-            reports = _probe_executors(sc, probe.make_task(program), job, least)
-            check_reports(probe, reports)
+            return check_reports(probe, _probe_executors(sc, probe.make_task(program), job, least))
     finally:
         destroy(program)
-    return list({report.executor: report.facts for report in reports}.values())
 
 
 @dataclass(frozen=True)
@@ -303,8 +290,6 @@ def _count_live_executors(sc: SparkContext) -> int:
 
 
 def _run_probes(sc: SparkContext, task: Task, tasks: int, job: ProbeJob) -> list[Any]:
-    """Run one Spark job; cancel it if the time is over or the caller is interrupted."""
-
     def collect() -> list[Any]:
         with mark_jobs(sc, "probes of the hosts", job.tag):
             try:
@@ -312,12 +297,7 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, job: ProbeJob) -> list
             except Exception as error:
                 raise _translate_error(error) from error
 
-    def cancel() -> None:
-        sc.cancelJobsWithTag(job.tag)
-
-    def explain() -> str | None:
-        return _explain_delay(sc, job)
-
+    cancel, explain = partial(sc.cancelJobsWithTag, job.tag), partial(_explain_delay, sc, job)
     return await_probes(collect, cancel, get_job_queue(sc), job.timeout, InheritableThread, explain)
 
 
@@ -404,17 +384,8 @@ def _find_folder(package: str) -> Path:
     return Path(places[0])
 
 
-# ---- Spark's own progress bar
-
-
-def find_progress_bar(sc: SparkContext) -> ProgressBar:
-    """Spark's bar, which all jobs of an application pause together."""
-    bar: ProgressBar = vars(sc).setdefault("_spark_elastic_progress_bar", ProgressBar(sc))
-    return bar
-
-
 class ProgressBar:
-    """Spark's progress bar on a terminal; inside of a `with` block there is none. Blocks may overlap.
+    """Spark's progress bar on a terminal; inside of a `with` block there is none. Blocks of several jobs may overlap.
 
     A job's slots are Spark jobs that run as long as the training does, so that the bar has nothing to say about them,
     and it would rewrite the line in which the job shows its own progress. Spark cannot resume a stopped bar and offers

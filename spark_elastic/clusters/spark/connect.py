@@ -113,11 +113,7 @@ class ConnectPlatform(SparkPlatform):
         return scheduler  # the session does not tell which executors there are
 
     def _drive(
-        self,
-        job: JobSpec,
-        launcher: ThreadPerSlotLauncher,
-        scheduler: GangScheduler,
-        listener: JobListener | None,
+        self, job: JobSpec, launcher: ThreadPerSlotLauncher, scheduler: GangScheduler, listener: JobListener
     ) -> LaunchResult:
         store, run, config = self._coordinator_store, job.run, self._config
         if store is None:
@@ -139,7 +135,7 @@ class ConnectPlatform(SparkPlatform):
         # The coordinator's address and certificate follow.
         known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
         spec = SlotSpec.from_config(config, address="", **known)
-        end, listener = ChannelEnd(store, folder, key, own, other), listener or JobListener()
+        end = ChannelEnd(store, folder, key, own, other)
         client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, self._clock)
         try:
             towards = self._settings.get(DRIVER_HOST)
@@ -149,9 +145,6 @@ class ConnectPlatform(SparkPlatform):
                 store.remove_tree(folder)
             except StoreError as error:  # the job's result or error counts more
                 log.warning("%s Remove it by hand.", error)
-
-
-# ---- what the session tells
 
 
 def read_settings(spark: SparkSession) -> dict[str, str]:
@@ -208,24 +201,19 @@ def preflight(spark: SparkSession, spec: Probe, timeout: float) -> tuple[list[di
 
         rows = await_probes(collect, lambda: _interrupt(spark, tag), get_job_queue(spark), timeout)
         reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
-        check_reports(probe, reports, reached=False)
+        facts = check_reports(probe, reports, reached=False)
     unreached = next((report.unreached for report in reports if report.unreached is not None), None)
     if unreached is not None and spec.store is None:
-        raise PreflightError(
-            f"{unreached.removesuffix('.')}; or give a store, and the driver runs in a task."
-        )
-    return list({report.executor: report.facts for report in reports}.values()), unreached
+        advice = "or give a store, and the driver runs in a task."
+        raise PreflightError(f"{unreached.removesuffix('.')}; {advice}")
+    return facts, unreached
 
 
 class ConnectLauncher(ThreadPerSlotLauncher):
     """`driver.ports.Launcher` over a session of Spark Connect: jobs under a tag of the launcher."""
 
     def __init__(
-        self,
-        spark: SparkSession,
-        make_task: MakeTask,
-        clock: Clock,
-        profile: ResourceProfile | None = None,
+        self, spark: SparkSession, make_task: MakeTask, clock: Clock, profile: ResourceProfile | None = None
     ) -> None:
         """The arguments are those of `classic.SparkLauncher`."""
         super().__init__(clock)
@@ -248,8 +236,7 @@ class ConnectLauncher(ThreadPerSlotLauncher):
         return self._run_task(body, **self._slot_arguments)
 
     def run_coordinator(self, task: coordinator.Coordinator, towards: str | None) -> str:
-        """Run a coordinator in a task, and wait for its end. Returns how it ended. towards: a host that all executors
-        reach."""
+        """Run a coordinator in a task. Blocks; returns how it ended. towards: a host that all executors reach."""
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:

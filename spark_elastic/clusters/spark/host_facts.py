@@ -33,12 +33,8 @@ PROC = Path("/proc")
 DESCRIPTION = "spark.job.description"  # a local property of the calling thread, which Spark Connect has not
 
 
-# ---- the session
-
-
 def find_session() -> SparkSession | None:
-    """The session that is active in this thread, or else that of the process: it is active only in the thread that made
-    it."""
+    """The session that is active in this thread, which has made it, or else that of the process."""
     try:
         return SparkSession.active()
     except PySparkRuntimeError:
@@ -46,8 +42,7 @@ def find_session() -> SparkSession | None:
 
 
 def get_session(given: SparkSession | None) -> SparkSession:
-    """The given session, or the one that `find_session` finds. Raises InvalidInput: there is none, or something else
-    was given."""
+    """The given session, or the one that `find_session` finds. Raises InvalidInput: there is none."""
     chosen = find_session() if given is None else given
     if chosen is None:
         raise InvalidInput("there is no active SparkSession: create one, or pass it as spark=.")
@@ -92,8 +87,7 @@ def describe_jobs(session: SparkSession, what: str) -> Iterator[None]:
 
 @contextmanager
 def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[None]:
-    """Describe the jobs of this thread inside the block, with the caller's own description in brackets. tag: by which
-    these jobs can be cancelled."""
+    """Describe the jobs of this thread, with the caller's own description in brackets. tag: to cancel them by."""
     before = sc.getLocalProperty(DESCRIPTION)
     sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({before})' if before else ''}")
     if tag is not None:
@@ -105,9 +99,6 @@ def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[N
             sc.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]
             if tag is not None:
                 sc.removeJobTag(tag)
-
-
-# ---- addresses
 
 
 def find_own_address(towards: str | None, proc: Path = PROC) -> str:
@@ -159,8 +150,7 @@ def find_executor(proc: Path = PROC) -> tuple[list[bytes], int]:
 
 
 def collect_host_facts() -> dict[str, str]:
-    """This process's host name, the versions of the installed packages and what is known of its GPUs; imports none of
-    the packages."""
+    """This process's host name, versions of installed packages, without imports, and what is known of its GPUs."""
     own = {"python": platform.python_version(), "spark_elastic": spark_elastic.__version__}
     facts = {"host": socket.gethostname(), **own}
     for package in ("numpy", "torch", "tensorflow", "keras"):

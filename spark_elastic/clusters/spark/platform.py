@@ -74,17 +74,14 @@ class SparkPlatform(ABC):
     def __init__(self, config: ElasticConfig, application: Any, settings: Mapping[str, str]) -> None:
         """application: the object that the jobs of the application share, the SparkContext or the session. settings:
         Spark's, as far as the session can see them."""
-        self._config = config
-        self._application = application
-        self._settings = settings
+        self._config, self._application, self._settings = config, application, settings
         self._clock = SystemClock()
 
     # ---- what differs between the kinds of sessions
 
     @abstractmethod
     def count_workers(self, asked: int | None) -> int:
-        """How many workers are wanted at the start. Raises InvalidInput: none were asked for, and their number cannot
-        be looked up."""
+        """How many workers are wanted at the start. Raises InvalidInput: it cannot be looked up."""
 
     @abstractmethod
     def _find_address(self) -> str:
@@ -172,14 +169,10 @@ class SparkPlatform(ABC):
             queue = get_job_queue(self._application)
             scheduler = GangScheduler(queue, job.name, job.limits, self._clock)
             with scheduler.alive_lock, scheduler:
-                return self._drive(job, launcher, scheduler, listener)
+                return self._drive(job, launcher, scheduler, listener or JobListener())
 
     def _drive(
-        self,
-        job: JobSpec,
-        launcher: ThreadPerSlotLauncher,
-        scheduler: GangScheduler,
-        listener: JobListener | None,
+        self, job: JobSpec, launcher: ThreadPerSlotLauncher, scheduler: GangScheduler, listener: JobListener
     ) -> LaunchResult:
         """Drive the job from this process."""
         bind = self._choose_bind()

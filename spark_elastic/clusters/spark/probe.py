@@ -295,12 +295,8 @@ def await_probes(
     return collected.result(0)
 
 
-# ---- what the reports of probes mean for a job
-
-
 def require_report(answer: Any) -> ProbeReport:
-    """The answer of a probe. Raises PreflightError: the host has no spark_elastic, so that the probe could not be
-    loaded."""
+    """The answer of a probe. Raises PreflightError: it could not be loaded, as the host has no spark_elastic."""
     if isinstance(answer, ProbeReport):
         return answer
     host, reason, interpreter = answer
@@ -312,9 +308,9 @@ def require_report(answer: Any) -> ProbeReport:
     )
 
 
-def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True) -> None:
-    """Check what all hosts found. reached: hosts must reach the driver. Raises PreflightError: a host has a fault, or
-    the driver does not see what a host wrote to the store."""
+def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True) -> list[dict[str, str]]:
+    """Check what all hosts found; returns the facts of each executor. reached: hosts must reach the driver. Raises
+    PreflightError: a host has a fault, or the driver does not see what a host wrote to the store."""
     # Versions first: they explain why a program does not load.
     faults = [*map(probe.make_host_check(), (report.facts for report in reports))]
     faults += [report.fault for report in reports]
@@ -330,6 +326,7 @@ def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True
             raise PreflightError(
                 f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: {SHARE}"
             ) from error
+    return list({report.executor: report.facts for report in reports}.values())
 
 
 # Package -> how many leading parts of its version must be equal; None: all of it. spark_elastic exactly (hosts speak

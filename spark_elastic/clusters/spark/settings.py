@@ -11,6 +11,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
@@ -20,6 +21,7 @@ from spark_elastic.rendezvous.addresses import is_loopback
 
 log = logging.getLogger("spark_elastic.spark")
 
+Settings: TypeAlias = Mapping[str, str]  # of Spark, by their names
 DRIVER_HOST = "spark.driver.host"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"
@@ -35,17 +37,13 @@ ADDRESS_SPACE = "spark.executor.pyspark.memory"
 IDLE_TIMEOUT, IDLE_KILL = "idleTimeoutSeconds", "killOnIdleTimeout"
 CLASSIC_PYTHON, CONNECT_PYTHON = "spark.python.worker.", "spark.sql.execution.pyspark.udf."
 # Each of these encrypts what Spark's driver sends to executors, tasks included.
-ENCRYPTION = (
-    "spark.network.crypto.enabled",
-    "spark.authenticate.enableSaslEncryption",
-    "spark.ssl.rpc.enabled",
-)
+CRYPTO = ("spark.network.crypto.enabled", "spark.authenticate.enableSaslEncryption", "spark.ssl.rpc.enabled")
 # All settings that a job looks at.
 LOOKED_AT = (
     *("spark.app.name", "spark.master", DRIVER_HOST, "spark.ssl.enabled", "spark.task.cpus"),
     *(EXECUTOR_GPUS, TASK_GPUS, "spark.executor.cores", "spark.executor.memory", ADDRESS_SPACE),
     *("spark.executor.memoryOverhead", "spark.executor.memoryOverheadFactor"),
-    *("spark.kubernetes.memoryOverheadFactor", YARN_DEFAULT, YARN_OLD, *VALIDITY, *ENCRYPTION),
+    *("spark.kubernetes.memoryOverheadFactor", YARN_DEFAULT, YARN_OLD, *VALIDITY, *CRYPTO),
     *(prefix + name for prefix in (CONNECT_PYTHON, CLASSIC_PYTHON) for name in (IDLE_KILL, IDLE_TIMEOUT)),
 )
 
@@ -83,7 +81,7 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
     host of a Spark Connect server to which the session speaks without TLS."""
     master = settings.get("spark.master", "local")
     is_local = master.startswith("local") or is_loopback(settings.get(DRIVER_HOST, ""))
-    is_encrypted = any(settings.get(name, "false").lower() == "true" for name in ENCRYPTION)
+    is_encrypted = any(settings.get(name, "false").lower() == "true" for name in CRYPTO)
     limit = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
     is_high = limit is not None and limit.isdigit() and int(limit) >= FEW_FAILURES
     failures = "few executors (twice their number by default)" if limit is None else f"{limit} executors"
@@ -179,9 +177,7 @@ def explain_shortage(
     )
 
 
-def read_executor_memory(
-    settings: Mapping[str, str], device: str = "auto", slots_per_gpu: int = 1
-) -> ExecutorMemory:
+def read_executor_memory(settings: Settings, device: str = "auto", slots_per_gpu: int = 1) -> ExecutorMemory:
     """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not. device,
     slots_per_gpu: of the job's `ElasticConfig`."""
     heap = parse_size(settings.get("spark.executor.memory", "1g"))
@@ -232,7 +228,7 @@ def choose_gpus_of_slot(settings: Mapping[str, str], device: str, slots_per_gpu:
 
 
 def make_slot_profile(
-    settings: Mapping[str, str],
+    settings: Settings,
     take: Callable[[ResourceProfile], object],
     device: str = "auto",
     slots_per_gpu: int = 1,

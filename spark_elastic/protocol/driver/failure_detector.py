@@ -22,13 +22,7 @@ from spark_elastic.protocol.driver.state import (
     WorkerRecord,
     add_time,
 )
-from spark_elastic.protocol.types import (
-    NOT_RUNNING,
-    STOPPED,
-    WorkerId,
-    WorkerStatus,
-    heartbeat_interval,
-)
+from spark_elastic.protocol.types import NOT_RUNNING, STOPPED, WorkerId, WorkerStatus, heartbeat_interval
 
 CHECKS_PER_LEASE = 20
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
@@ -209,9 +203,7 @@ def _is_mass_disconnect(tx: Transition) -> bool:
     workers, disconnected = tx.state.workers, tx.state.connections.disconnected
     if len(disconnected) < len(workers) - workers.starting:
         return False
-    return all(
-        worker.worker in disconnected or worker.status is WorkerStatus.STARTING for worker in workers.values()
-    )
+    return all(w.worker in disconnected or w.status is WorkerStatus.STARTING for w in workers.values())
 
 
 # ---- silence
@@ -224,9 +216,8 @@ def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) 
     runs = event.state not in NOT_RUNNING
     stack = "" if runs else event.stack
     stopped_at = (slot.stopped_at or tx.now) if event.state == STOPPED else None
-    slot = replace(
-        slot, last_seen=tx.now, delay=max(late, FORGET * slot.delay), stack=stack, stopped_at=stopped_at
-    )
+    delay = max(late, FORGET * slot.delay)
+    slot = replace(slot, last_seen=tx.now, delay=delay, stack=stack, stopped_at=stopped_at)
     if stopped_at is not None:
         connections.next_lease_check = tx.now
     tx.state.slots.put(slot)

@@ -157,9 +157,7 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
 # ---- R13 (deterministic failures)
 
 
-def _find_repeated_exception(
-    state: DriverState, earlier: tuple[WorkerFailure, ...], new: WorkerFailure
-) -> str:
+def _find_repeated_exception(state: DriverState, earlier: Sequence[WorkerFailure], new: WorkerFailure) -> str:
     """Why this exception is the program's fault and not a host's; "" if that is not certain."""
     if not new.fingerprint:
         return ""

@@ -255,9 +255,6 @@ def release_departed(tx: Transition, slot: SlotId) -> None:
         tx.emit(do.ReleaseSlot(f"slot {slot} is no longer part of the job: {reason}", slot))
 
 
-# ---- hosts
-
-
 def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
     """Launch delayed slots now: failed launches on other hosts say nothing about the new one."""
     if tx.state.hosts.add(event.host):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.blacklist import Blacklist
@@ -34,6 +34,7 @@ from spark_elastic.protocol.types import (
 K = TypeVar("K")
 V = TypeVar("V")
 P = TypeVar("P", bound="Part")
+Results: TypeAlias = tuple[str, ...]  # JSON text, by rank
 
 
 class Part:
@@ -75,9 +76,6 @@ class _LiveRecords(Part, Mapping[K, V]):
         return self.alive.items()
 
 
-# ---- slot launches
-
-
 @dataclass(frozen=True)
 class SlotLaunch:
     """A single-task Spark job that carries a slot, while it runs or waits to be launched."""
@@ -117,9 +115,6 @@ class Launches(_LiveRecords[int, SlotLaunch]):
             self.put(replace(launch, slots=launch.slots + more_slots, **changes))
 
 
-# ---- hosts and slots
-
-
 @dataclass
 class Hosts(Part):
     """Hosts that may carry slots, and the drain requests that concern them."""
@@ -157,9 +152,7 @@ class SlotRecord:
     host: HostId  # the executor that carries it
     last_seen: float  # when its last heartbeat came
     extra: bool = False  # another attempt of its task was alive when it came: R14 (duplicates)
-    worker: WorkerId | None = (
-        None  # a living one, spares not counted; None: none was announced since the last
-    )
+    worker: WorkerId | None = None  # a living one, spares not counted; None: none was announced since then
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
@@ -167,9 +160,7 @@ class SlotRecord:
     kept: Checkpoint | None = None  # newest commit in its host's memory when it came: R23 (kept commits)
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
-    stopped_at: float | None = (
-        None  # when the first heartbeat came that said that its worker is stopped; None: it runs
-    )
+    stopped_at: float | None = None  # when a heartbeat first said that its worker is stopped; None: it runs
 
     @property
     def machine(self) -> str:
@@ -229,18 +220,13 @@ def _remove(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[
     return index.put(key, left) if left else index.drop(key)
 
 
-# ---- workers
-
-
 class DrainCause(Enum):
     """Why a worker drains."""
 
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    STRAGGLER = (
-        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
-    )
+    STRAGGLER = "the others are quicker without it"  # its slot's next worker, or another slot, replaces it
 
 
 @dataclass(frozen=True)
@@ -437,9 +423,6 @@ class Connections(Part):
         self.reset -= {name}
 
 
-# ---- failures
-
-
 def add_time(times: tuple[float, ...], now: float, window: float) -> tuple[float, ...]:
     """With now, and without those that are older than the window."""
     return (*(at for at in times if at >= now - window), now)
@@ -495,9 +478,6 @@ class FailureHistory(Part):
         self.kills_in_a_row = self.kills_in_a_row.drop(slot)
         self.silences = self.silences.drop(slot)
         self.kill_times = self.kill_times.drop(slot)
-
-
-# ---- the world
 
 
 class JobStage(Enum):
@@ -566,9 +546,7 @@ class DriverState(Part):
     hosts: Hosts = field(default_factory=Hosts)  # that may carry slots, or drain
     slots: Slots = field(default_factory=Slots)  # slot tasks that are alive
     workers: Workers = field(default_factory=Workers)  # that are alive, spares not counted
-    possibly_alive: PossiblyAliveMembers = field(
-        default_factory=PossiblyAliveMembers
-    )  # evicted, may train on
+    possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)  # evicted ones
     connections: Connections = field(default_factory=Connections)  # for the failure detector
     failures: FailureHistory = field(default_factory=FailureHistory)  # that still count
     current: CurrentWorld = field(default_factory=CurrentWorld)  # the newest world
@@ -620,8 +598,7 @@ class Transition:
 
     def __init__(self, state: DriverState, now: float, event_id: str = "") -> None:
         self.state = state.copy()
-        self.now = now
-        self.event_id = event_id
+        self.now, self.event_id = now, event_id
         self.commands: list[do.DriverCommand] = []
 
     def emit(self, command: do.DriverCommand) -> None:
@@ -633,18 +610,15 @@ class Transition:
         ids = ", ".join(dict.fromkeys(filter(None, (earlier, self.event_id))))
         return f"{sentence} ({ids})" if ids else sentence
 
-    def end(
-        self, outcome: do.JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()
-    ) -> None:
+    def end(self, outcome: do.JobOutcome, reason: str, detail: str = "", results: Results = ()) -> None:
         """The job is over: tell all workers and slots, then the caller."""
         state = self.state
         if state.stage is JobStage.ENDED:
             return
         state.stage, reason = JobStage.ENDED, self.cite(reason)
-        for worker in state.workers.values():
-            self.emit(do.StopWorker(f"{JOB_OVER} ({outcome.value}): {reason}", worker.worker))
-        for slot in state.slots.values():
-            self.emit(do.ReleaseSlot(f"{JOB_OVER} ({outcome.value}): {reason}", slot.slot))
+        told = f"{JOB_OVER} ({outcome.value}): {reason}"
+        self.commands += [do.StopWorker(told, worker) for worker in state.workers]
+        self.commands += [do.ReleaseSlot(told, slot) for slot in state.slots]
         self.emit(do.End(reason, outcome, results, detail))
 
     def find_worker(self, slot: SlotRecord) -> WorkerRecord | None:
@@ -662,16 +636,12 @@ class Transition:
         (duplicates)."""
         state = self.state
         excluded, blacklist = state.slots.excluded, state.blacklist
-        found = [state.workers[worker] for worker in state.workers.waiting]
-        cut_off = self._find_cut_off()
-        usable = (
-            w
-            for w in found
-            if not w.draining
-            and w.slot not in excluded
-            and not (blacklist and blacklist.find_slot_return(w.slot, w.host, self.now) is not None)
-            and not (cut_off and state.slots[w.slot].machine in cut_off)
-        )
+        waiting = [state.workers[worker] for worker in state.workers.waiting]
+        usable = [w for w in waiting if not w.draining and w.slot not in excluded]
+        if blacklist:
+            cut_off = self._find_cut_off()
+            usable = [w for w in usable if blacklist.find_slot_return(w.slot, w.host, self.now) is None]
+            usable = [w for w in usable if not cut_off or state.slots[w.slot].machine not in cut_off]
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:

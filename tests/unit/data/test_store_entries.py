@@ -191,8 +191,9 @@ def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> No
 
 def test_an_option_of_the_store_is_json_or_else_text(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(Store, "open", lambda url, **options: given.update(options))
+    there = Store.open("memory://b")
+    monkeypatch.setattr(Store, "open", lambda url, **options: given.update(options) or there)
     words = ("retry_seconds=30", "anon=false", "profile=me", 'account="12"', "key=a=b", "empty=")
-    store_cli._open_store("s3://b", words)
+    store_cli._open_existing("s3://b", words)
     texts = {"profile": "me", "account": "12", "key": "a=b", "empty": ""}
     assert given == {"retry_seconds": 30, "anon": False, **texts}

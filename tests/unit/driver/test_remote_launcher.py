@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
+from spark_elastic.clusters.coordinator import ClientCall, RemoteLauncher
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
