@@ -251,11 +251,8 @@ class CoordinatorClient:
         self._ended = threading.Event()
 
     def follow(self, run_task: Callable[[], str], config: ElasticConfig) -> LaunchResult:
-        """Run the coordinator's task and follow the job to its end. Blocks.
-
-        run_task: runs the task; returns why it ended. Raises CoordinatorLost: the task ended without a result.
-        NotEnoughWorkers: no executor took the task. JobFailed, JobCancelled: as `driver.job.supervise`.
-        """
+        """Run the coordinator's task and follow the job to its end. Blocks. run_task: returns why the task ended.
+        Raises CoordinatorLost: without a result. NotEnoughWorkers: no executor took it. Else as `supervise`."""
         with isolate_log_handlers(), self._notifier:
             self._follow(run_task, config)
         if self._end is None:
@@ -324,13 +321,8 @@ class CoordinatorClient:
 
 
 def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Callable[[], object]) -> T:
-    """`attempt()`, and again after the loss of its coordinator, as long as the run advances now and then.
-
-    The loss of a coordinator is that of a driver (P7): the client takes the run's next attempt.
-
-    find_checkpoints: looks up the checkpoints from which the run would resume. Raises CoordinatorLost: `MOST_IDLE`
-    coordinators in a row were lost without a new checkpoint.
-    """
+    """`attempt()`, and again after the loss of its coordinator, which is that of a driver (P7): the client takes the
+    run's next attempt. Raises CoordinatorLost: `MOST_IDLE` in a row were lost without a new checkpoint."""
     before, idle = find_checkpoints(), 0
     while True:
         try:

@@ -1,8 +1,5 @@
-"""The lines of `spark-elastic doctor`: what is installed, what a cluster offers and what a job would be refused for.
-
-It decides nothing of its own: each remark is what the checks before a job, and its preflight, say. Runs in the calling
-thread.
-"""
+"""The lines of `spark-elastic doctor`: what is installed, what a cluster offers and what a job would be refused for. It
+decides nothing of its own: each remark is what the checks before a job, and its preflight, say. Calling thread."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ class Finding:
 def examine(
     spark: SparkSession | None = None, store: str | None = None, workers: int | None = None
 ) -> Iterator[Finding]:
-    """Examine this machine, then the store, then the session's cluster by a preflight, as far as they are given.
-
-    Args:
-        store: as a job's. workers: how many a job would ask for.
-    """
+    """Examine this machine, then the store (as a job's), then the session's cluster by a preflight for `workers`."""
     config = from_env()
     try:
         from spark_elastic.clusters.spark.host_facts import collect_host_facts

@@ -36,13 +36,9 @@ ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as i
 
 
 def parse_hosts(text: str, default_slots: int | None = None) -> dict[str, int]:
-    """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment.
-
-    "host slots=4", as in MPI's host files, is accepted, too. Hosts that differ in case alone are one host.
-
-    Raises:
-        InvalidInput: an entry is malformed, comes twice, or has no number of slots although there is no default.
-    """
+    """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment. "host slots=4", as in
+    MPI's host files, is accepted, too. Hosts that differ in case alone are one host. Raises InvalidInput: an entry is
+    malformed, comes twice, or has no number of slots although there is no default."""
     found: dict[str, int] = {}
     named: set[str] = set()
     lines = [line.partition("#")[0] for line in text.splitlines()]
@@ -151,11 +147,8 @@ class HandleDiscovery:
 
 
 class HostPoller:
-    """`driver.ports.Discovery` over `find() -> {host: slots}`.
-
-    on_answer: called with each answer before the driver gets it, in the polling thread. If it raises, the answer
-    counts as failed.
-    """
+    """Asks `find() -> {host: slots}` again and again. on_answer: called with each answer before the driver gets it, in
+    the polling thread; an answer for which it raises counts as failed."""
 
     def __init__(self, find: Find, clock: Clock, on_answer: OnAnswer = lambda hosts: None) -> None:
         self._find, self._clock, self._on_answer = find, clock, on_answer

@@ -2,11 +2,8 @@
 
 One job gathers slots at a time. A job that cannot get enough gives back what it has while others exist, so that no
 two jobs wait for each other's slots. While one job trains, the time for which others lack slots does not count, since
-those slots are in use. Among jobs that have lost workers and have too few slots for their next worlds, the first one
-gets what the others cannot use.
-
-The threads that run jobs share one `JobQueue`; its lock guards everything in it.
-"""
+those slots are in use. Of jobs that have lost workers and have too few slots, the first gets what others cannot use.
+The threads that run jobs share one `JobQueue`; its lock guards everything in it."""
 
 from __future__ import annotations
 
@@ -77,11 +74,7 @@ class QueueTimeout:
 
 class GangScheduler:
     """One job's place in the queue. From `with scheduler.alive_lock, scheduler` to its first world, only this job
-    gathers slots. The driver uses it as a `driver.ports.Discovery`.
-
-    `alive_lock` is held as long as the job lasts. Ctrl-C may interrupt any Python code, `__exit__` included, but a
-    lock is released nevertheless.
-    """
+    gathers slots. `alive_lock` is held as long as the job lasts: Ctrl-C may interrupt `__exit__`, but frees a lock."""
 
     def __init__(self, queue: JobQueue, name: str, limits: Limits, clock: Clock) -> None:
         self._queue, self._name, self._limits, self._clock = queue, name, limits, clock

@@ -34,12 +34,8 @@ ENDED = ("", "X", "Z")  # states of a process that is no more
 
 
 class StallDetector(JobListener):
-    """Names members that keep the others waiting, once per world: in the log, and to the driver machine. Runs on the
-    driver's thread.
-
-    stall_after: seconds for which others have to wait for a member before it is named. heartbeat_interval: seconds
-    between two heartbeats of a slot, for a number of slots.
-    """
+    """Names members that keep the others waiting for `stall_after` seconds, once per world: in the log, and to the
+    driver machine. Driver's thread. heartbeat_interval: seconds between a slot's heartbeats, for a number of slots."""
 
     def __init__(self, post: Post, stall_after: float, heartbeat_interval: Callable[[int], float]) -> None:
         self._post, self._stall_after, self._heartbeat_interval = post, stall_after, heartbeat_interval
@@ -86,12 +82,9 @@ def find_stalls(
     """The members that have kept another waiting for `after` seconds or more. Pure.
 
     A member waits when its main thread is in a collective or asks for its next world. If a member has waited for long,
-    another one has not come: it works on, is stopped, or its slot is silent.
-
-    heartbeats: the newest of each slot, with the time at which it came. since: when the world began. ended_at: when it
-    ended, None if it has not; members that run on in it keep the next world waiting, even if no other is left whose
-    heartbeats could say that it waits.
-    """
+    another one has not come: it works on, is stopped, or its slot is silent. heartbeats: the newest of each slot, and
+    when it came. since: when the world began. ended_at: when it ended; members that run on in it keep the next world
+    waiting, even if no other is left whose heartbeats could say that it waits."""
     silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
     fresh = {slot: heartbeat for slot, (came, heartbeat) in heartbeats.items() if now - came <= silent}
     waits = (_get_wait_seconds(member, fresh.get(member.slot)) for member in world.members)
@@ -132,13 +125,9 @@ def _get_wait_seconds(member: Member, heartbeat: Heartbeat | None) -> float:
 class JobMonitor:
     """Hands what happens in a job to its observers and to the user's listener. None of them can harm the job.
 
-    Observers are our own: they are called directly and must not block. The user's listener may block: `notifier` calls
-    it, except for output, which the server delivers on a separate thread. Of failures in a row the first is logged; of
-    a scheduler's, each.
-
-    observers: in addition to the job's history. scheduler: told of each world and of lacking slots, on the driver's
-    thread.
-    """
+    Observers are our own, beside the history: they are called directly and must not block. The user's listener may
+    block: `notifier` calls it, except for output, which the server delivers on a separate thread. scheduler: told of
+    each world and of lacking slots, on the driver's thread. Of failures in a row the first is logged."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 """What people see of a job on a terminal, in a notebook, or in a stream: its progress, messages and workers' output.
 
-Several threads call these listeners; one lock guards each of their streams. They block only on the stream. This module
-knows neither Spark nor a framework.
-"""
+Several threads call these listeners; one lock guards each of their streams. They block only on the stream."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The history of a running job in bounded memory: its worlds, time per phase, metrics, and the decisions made.
 
 Report, status page and progress messages are views of it. The driver's thread calls `on_transition`, the server's
-`on_progress`; any thread may read. One lock guards everything. The status is a plain value of bounded size, of which
-the server's thread builds the pages when a browser asks.
-"""
+`on_progress`, and builds pages when a browser asks; any thread may read. One lock guards everything."""
 
 from __future__ import annotations
 
@@ -89,8 +87,8 @@ class HistoryView(NamedTuple):
 
 
 class JobHistory(JobListener):
-    """Begins when it is created. on_complete: called for each world once all members have built it, on the driver's
-    thread."""
+    """Begins when it is created. on_complete: called on the driver's thread for each world that all members have
+    built."""
 
     def __init__(
         self, clock: Clock, on_complete: Callable[[WorldChange], None] = lambda change: None

@@ -31,12 +31,8 @@ class JobListener:
     """Hooks of a job, which all do nothing here. Several threads call them."""
 
     def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
-        """The driver machine has handled an event. Only the observers of `JobMonitor` get this.
-
-        Args:
-            commands: what the machine decided.
-            state: the machine's state afterwards; None if the machine failed.
-        """
+        """The driver machine has handled an event, with these decisions; only for observers of `JobMonitor`. state: the
+        machine's afterwards; None: it failed."""
 
     def on_world(self, size: int, reason: str) -> None:
         """A new world has been published. A message follows once all its members have built it."""
@@ -55,23 +51,15 @@ class JobListener:
         """The newest report of rank 0."""
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        """A worker has printed a line.
-
-        Args:
-            worker: its id; empty as long as the process is not a worker yet.
-            rank: None as long as the worker is in no world.
-        """
+        """A worker has printed a line. worker: its id, "" before it is one. rank: None: it is in no world."""
 
     def close(self) -> None:
         """The job is over."""
 
 
 class AsyncNotifier:
-    """Calls listeners from a thread of its own, in order. `submit` and `submit_latest` never block.
-
-    If the listeners are too slow, the newest calls are dropped and counted: `overflow` in the log. A call that fails is
-    logged. As a context manager it starts and ends the thread.
-    """
+    """Calls listeners from a thread of its own, in order; a context manager. `submit` and `submit_latest` never block:
+    if listeners are too slow, the newest calls are dropped and counted (`overflow`). Failures are logged."""
 
     def __init__(
         self,

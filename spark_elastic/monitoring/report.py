@@ -1,9 +1,7 @@
 """The report of a job: where its time went, what losses cost, and how many rows were trained; and a job's page.
 
 `JobHistory` makes a report; a fitted model keeps it as JSON. The page is HTML that loads nothing from elsewhere: a live
-one asks its server for the data every second, a saved one holds them. All here are values, and times are arguments, in
-seconds since the launch.
-"""
+one asks its server every second, a saved one holds its data. Values only; times are seconds since the launch."""
 
 from __future__ import annotations
 
@@ -233,13 +231,9 @@ class JobReport:
         return known[max(0, math.ceil(percent / 100 * len(known)) - 1)] if known else None
 
     def with_rows(self, history: Iterable[Mapping[str, Any]], data_rows: int) -> JobReport:
-        """This report with the rows of each epoch.
-
-        Args:
-            history: entries with `epoch`, `rows` (as counted by the state that belongs to the final weights),
-                `planned`, the rows planned for the steps that were taken, `steps`, losses and metrics.
-            data_rows: planned rows of entries without `planned`.
-        """
+        """This report with the rows of each epoch. history: entries with `epoch`, `rows` (as counted by the state that
+        belongs to the final weights), `planned` (default `data_rows`), the rows of the steps taken, `steps`,
+        metrics."""
         epochs = []
         for entry in history:
             seen, planned = int(entry["rows"]), int(entry.get("planned", data_rows))

@@ -1,8 +1,5 @@
-"""What can happen, as values.
-
-Driver events are posted by the rendezvous server, the launcher, discovery and the ticker; worker events by the
-worker's loop and its thread that polls the driver.
-"""
+"""What can happen, as values. Driver events are posted by the rendezvous server, the launcher, discovery and the
+ticker; worker events by the worker's loop and its thread that polls the driver."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What slots and workers say to the driver, and what it answers. Pure values.
 
 The rendezvous client sends a message as it stands, the server stamps the time of receipt (`events.Received`), and the
-driver machine consumes it. A new field therefore concerns its sender, this file and the machine only. Messages that
-the server answers without the machine, as its long polls, are in `rendezvous.messages`.
-"""
+driver machine consumes it: a new field concerns its sender, this file and the machine only. Messages that the server
+answers without the machine, as its long polls, are in `rendezvous.messages`."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ class WorkerExited(SlotRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class RequestNextWorld(WorkerRequest[NextWorld]):
-    """The worker has left its world, if it had one, and asks for the next (long poll), again and again until it gets
-    one."""
+    """The worker has left its world, if it had one, and asks for the next until it gets one (long poll)."""
 
     fence: Fence | None = None  # the world it left; None before its first
     position: Position | None = None  # where its state stands; None for a newcomer, which holds no state
@@ -168,8 +166,7 @@ class WorkerRaised(WorkerRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class WorkerDone(WorkerRequest[NextWorld]):
-    """The worker reached the end of training, R15 (end), and keeps its state until the reply (long poll): either
-    a stop, or another world."""
+    """The end of training, R15 (end). The worker keeps its state until the reply (long poll): a stop, or a world."""
 
     fence: Fence  # of the world in which it did
     position: Position  # of the state that it keeps

@@ -1,7 +1,4 @@
-"""The values of the elastic protocol: ids, fences, positions, worlds, limits, what slots are told, and tables.
-
-Shared by driver, workers, the wire and the simulation.
-"""
+"""The values of the elastic protocol, shared by driver, workers, the wire and the simulation."""
 
 from __future__ import annotations
 
@@ -120,11 +117,8 @@ class HostUpdateResult(IntFlag):
 
 @dataclass(frozen=True, order=True)
 class MembershipVersion:
-    """Which planned changes of a job's workers have been announced; it grows with each of them, over all worlds.
-
-    Ranks agree on the highest that any of them knows, and so on what the newest change does, at the same boundary: R6
-    (step summary).
-    """
+    """Which planned changes of a job's workers have been announced; it grows with each of them, over all worlds. Ranks
+    agree on the highest that any of them knows, and so on what it does, at one boundary: R6 (step summary)."""
 
     number: int = 0  # of the newest change; 0: none was announced yet
     job_ends: bool = False  # the change is the job's end
@@ -359,10 +353,8 @@ _SETTINGS = ElasticConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSpec:
-    """What the driver knows of a slot when it launches it; the same for all slots of a job.
-
-    A field with the name of an `ElasticConfig` setting takes its value: a new slot setting is one more line here.
-    """
+    """What the driver knows of a slot when it launches it; the same for all slots of a job. A field with the name of an
+    `ElasticConfig` setting takes its value: a new slot setting is one more line here."""
 
     address: str  # host:port of the driver's rendezvous server
     # The job's secret. It travels inside the cluster's own task channel, never in a command line or an environment.
@@ -437,12 +429,9 @@ MIN_OVERLAY = 8
 
 
 class Table(Mapping[K, V], Generic[K, V]):
-    """An immutable mapping for the machines' states: an update costs about the square root of the size, not the size.
-    `put` and `drop` return a changed copy and leave the original as it is.
-
-    Updates go to a small overlay that is merged into the base once it has grown. Iteration order is that of a dict, so
-    it is the same in every run: it never depends on hashes.
-    """
+    """An immutable mapping for the machines' states: `put` and `drop` return a changed copy, which costs about the
+    square root of the size, as they go to a small overlay that is merged into the base once it has grown. Iteration
+    order is that of a dict: the same in every run."""
 
     __slots__ = ("_base", "_overlay", "_size")
 

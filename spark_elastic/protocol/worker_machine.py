@@ -182,8 +182,8 @@ def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
 
 
 def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
-    """R13 (deterministic failures): report to the driver before the group closes, so that the peers' broken connections
-    never arrive first."""
+    """R13 (deterministic failures): report before the group closes, so that the peers' broken connections come
+    after."""
     reason = "user code raised"
     raised = WorkerRaised(state.worker, state.fence, state.position, event.fingerprint, event.traceback)
     stopped = replace(state, stage=WorkerStage.STOPPED, code=1, open=False)

@@ -130,10 +130,7 @@ class CheckpointStore:
 
     def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:
         """Delete the lists of `attempt` before its last one, and the checkpoints that the last one does not name: older
-        ones, and those of dead attempts. Newer ones stay: a worker may be about to report them.
-
-        The manifest is deleted first, so a half-deleted checkpoint never looks whole.
-        """
+        ones, and those of dead attempts, the manifest first. Newer ones stay: a worker may be about to report them."""
         paths = self._store.list(self._folder)
         for path in _select_lists(paths, attempt)[:-1]:
             self._store.delete(path)
@@ -174,10 +171,8 @@ Report = Callable[[Checkpoint | None], object]
 
 
 class CheckpointWriter:
-    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
-
-    A store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning.
-    """
+    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits. A
+    store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning."""
 
     def __init__(self, store: CheckpointStore, report: Report) -> None:
         """report: called in the thread."""
@@ -286,11 +281,8 @@ class CheckpointPolicy:
 
 
 class SnapshotReader:
-    """Reads snapshots back from checkpoints, each only once until `forget`. Training thread only.
-
-    Ranks that wait may give up the world meanwhile. If the next world read the checkpoint again, one that takes longer
-    than `collective_timeout` to read would never be used.
-    """
+    """Reads snapshots back from checkpoints, each only once until `forget`: ranks that wait may give up the world, and
+    a checkpoint that takes longer than `collective_timeout` to read would never be used. Training thread."""
 
     def __init__(self, store: Store, run_id: str, codec: Codec, kept: KeptCommits | None = None) -> None:
         """kept: what this host keeps of the run, of which the first candidate may be; None: nothing."""
@@ -331,12 +323,10 @@ class SnapshotReader:
 
 
 class Checkpointer:
-    """Writes snapshots of one training process as checkpoints. Training thread only.
+    """Writes snapshots of one training process, on rank 0 alone, as checkpoints. Training thread only.
 
-    Callers give it snapshots on rank 0 alone. A snapshot that `build_pending` has built waits until its step is final
-    (R1, finalized steps): from then on the step is part of the history of every survivor, and `write_pending` passes
-    the snapshot to the writer's thread.
-    """
+    A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps): from then on the step
+    is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread."""
 
     def __init__(
         self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, report: Report

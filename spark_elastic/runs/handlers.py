@@ -52,10 +52,8 @@ class StateHandler(ABC):
 
 
 class SnapshotHandler(StateHandler):
-    """A handler whose value is part of the state's one snapshot: complete together with all others, or not at all.
-
-    Used alone, `save` and `restore` work as Horovod's do; `sync` is the state's.
-    """
+    """A handler whose value is part of the state's one snapshot: complete together with all others, or not at all. Used
+    alone, `save` and `restore` work as Horovod's do; `sync` is the state's."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)

@@ -81,8 +81,8 @@ class CommitKeeper:
         return self._fence is not None
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """Memory of exactly `nbytes` bytes for the next commit, in place of that of the commit before the newest. None:
-        commits are not kept, or there is no room for it."""
+        """Memory of exactly `nbytes` bytes for the next commit, in place of the one before the newest; None: no
+        room."""
         if self._fence is None:
             return None
         self.allocations += 1

@@ -1,10 +1,8 @@
 """Snapshots of a training state: how they are built, copied in the background, and broadcast to other workers.
 
 A snapshot consists of a small tree of values and one flat memory that holds the large arrays; the tree refers to the
-memory by `Extent` or `ArrayRef`. Hand-written states and the estimators' trainers use the same snapshots, so hand-over
-and checkpoints exist once. The training thread owns everything here, except for the copies that `SnapshotBuffer` makes
-in a thread of its own.
-"""
+memory by `Extent` or `ArrayRef`. The training thread owns everything here, except for the copies that `SnapshotBuffer`
+makes in a thread of its own."""
 
 from __future__ import annotations
 
@@ -318,11 +316,8 @@ def broadcast_snapshot(
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Snapshot | None:
     """Send the snapshot of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
-
     What arrives is verified by checksum and returned, or StoreError; the receiver's state does not change before it
-    loads it. snapshot: on rank `source`; ignored on the others. receives: this rank takes it; False: it returns None,
-    as `source` does. allocate: returns memory of so many bytes for what arrives.
-    """
+    loads it. snapshot: of rank `source`. receives: this rank takes it; False: it returns None, as `source` does."""
     if group.rank == source:
         assert snapshot is not None
         values, position = np.frombuffer(codec.dumps(snapshot.values), np.uint8), snapshot.position

@@ -1,9 +1,8 @@
-"""Messages and heartbeats through a store, for processes that cannot dial each other but reach the same store.
+"""Messages through a store, for processes that cannot dial each other but reach the same store.
 
 A `StoreChannel` exchanges messages between two sides: objects of the store, each a JSON list of the messages that were
 sent since the last one, signed with the job's key. The side that reads them deletes all but the newest, by which
-`wait_until_silent` sees that the other side lives. Each side has a thread of its own, from `start` to `close`.
-"""
+`wait_until_silent` sees that the other side lives. Each side has a thread of its own, from `start` to `close`."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class ChannelEnd:
         return self._signature(name, body) + b"\n" + body
 
     def verify(self, name: str, content: bytes) -> list[dict[str, Any]]:
-        """The messages in the object of that name; StoreError if the other side did not write it under that name, or it
-        is not yet complete."""
+        """The messages in the object of that name; StoreError: the other side did not write it so, or not yet all."""
         signature, _, body = content.partition(b"\n")
         if not hmac.compare_digest(signature, self._signature(name, body)):
             raise StoreError(f"The message {name} is not whole, or not signed with the job's key.")
@@ -65,8 +63,8 @@ class StoreChannel:
     def __init__(
         self, end: ChannelEnd, receives: Iterable[type], on_message: Callable[[Any], None], clock: Clock
     ) -> None:
-        """receives: types of messages. on_message: called with each, in their order, in the channel's thread; what it
-        raises is logged."""
+        """receives: types of messages. on_message: called with each in the channel's thread, which logs what it
+        raises."""
         self._end, self._on_message, self._clock = end, on_message, clock
         self._types = {cls.__name__: cls for cls in receives}
         self._lock = threading.Lock()  # owns _outbox
@@ -98,8 +96,8 @@ class StoreChannel:
         self._thread.join(timeout)
 
     def poll(self) -> None:
-        """Send what waits and read what is there, once; StoreError if the store failed, or an object in it is not
-        whole: no message is lost."""
+        """Send what waits and read what is there, once. After a StoreError (an object may not be whole) nothing is
+        lost."""
         self._send_outbox()
         while self._end.store.exists(name := self._end.object_name(self._end.own, self._read)):
             # An object that does not verify stays: it may be incomplete, or lie where one is still to come.

@@ -1,9 +1,7 @@
 """Faults on the user's own cluster, by a plan: the workers themselves inject each fault at its step.
 
 Each fault is injected once, in whichever worlds its step is repeated: the first worker that creates the fault's object
-in the folder injects it. Knows no Spark: an executor is found among the ancestors of the training process. Main thread
-only.
-"""
+in the folder injects it. An executor is found among the ancestors of the training process. Main thread only."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The command of `spark-elastic-run`: which Python it names, Python's options, or another program that starts Pythons.
 
-Another Python than this process's own is asked in a process of its own; nothing of it is imported here. Options of
-Python become the variables of the environment that mean the same, for this process and all that it starts. Any other
-program (`env`, `nice`, a shell's script) runs once, here; each `python` that it finds on its PATH is a call of
-`spark-elastic-run` with the same options. Main thread, before the job.
-"""
+Another Python is asked in a process of its own; nothing of it is imported here. Options of Python become the variables
+of the environment that mean the same, for this process and all that it starts. Any other program (`env`, a shell's
+script) runs once, here; each `python` of its PATH is a call of `spark-elastic-run` with the same options."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ class HostSlots:
     """Room for slots on hosts by name, which come and go; the threads of a launcher wait here.
 
     Hosts are filled in the order in which they are listed. Where a slot has ended, the driver may refuse new ones:
-    other hosts come first, then the host whose last slot ended longest ago. Discovery's thread calls `update`.
-    """
+    other hosts come first, then the host whose last slot ended longest ago."""
 
     def __init__(self, hosts: Mapping[str, int] | None = None) -> None:
         self._change = threading.Condition()  # owns all other fields

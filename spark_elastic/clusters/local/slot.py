@@ -1,10 +1,8 @@
-"""A slot as a process of its own: `python -m spark_elastic.clusters.local.slot`,
-started by `LocalLauncher` or through ssh.
+"""A slot as a process of its own (`python -m`), started by `LocalLauncher` or through ssh.
 
 Standard input brings a line with what the slot is, then the pickled program. The reason why the slot ended goes to
-standard output. The slot's agent runs in the main thread. On another host a thread waits for the end of standard
-input, which is the end of the ssh connection or of the launcher, and kills this process.
-"""
+standard output. On another host a thread waits for the end of standard input, which is that of the ssh connection or
+of the launcher, and kills this process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Starts slots on several machines: on this one as `LocalLauncher` does, on others through the system's `ssh`.
 
 Each slot has one process of ssh, and one thread, which feeds and reads all of its pipes. What must not be seen on a
-command line (the environment, and what the process reads) travels over standard input. At the start of a job the hosts
-are checked side by side, in threads that end with the check.
-"""
+command line (the environment, and what the process reads) travels over standard input."""
 
 from __future__ import annotations
 
@@ -288,11 +286,8 @@ class SshLauncher(LocalLauncher):
         self._checks: set[subprocess.Popen[bytes]] = set()
 
     def check_hosts(self, hosts: Mapping[str, int], needed: int) -> None:
-        """Try each of the other hosts; log why one cannot run workers.
-
-        needed: slots without which the job cannot begin. Raises PreflightError: the hosts that can run workers have
-        fewer slots, though all of them have enough.
-        """
+        """Try each of the other hosts, side by side; log why one cannot run workers. needed: slots for a beginning.
+        Raises PreflightError: the hosts that can run workers have fewer, though all of them have enough."""
         others = find_remote_hosts(hosts)
         if not others:
             return

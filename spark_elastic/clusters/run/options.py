@@ -82,14 +82,11 @@ class Options:
 
 
 def parse(given: Mapping[str, Any], config: object = None) -> Options:
-    """Check the keyword arguments of a call.
+    """Check the keyword arguments of a call, by our names or Horovod's. config: what they override.
 
-    With `elastic_timeout` (Horovod's wait for `min_workers`), `start_timeout` means the wait for `num_workers`.
-
-    given: by our names or Horovod's. None counts as not given, except in checkpoint_seconds=None: not by time. config:
-    the settings that `given` overrides. Raises InvalidInput: a name is unknown, refused, or one of two names of one
-    setting.
-    """
+    With `elastic_timeout` (Horovod's wait for `min_workers`), `start_timeout` means the wait for `num_workers`. None
+    counts as not given, except in checkpoint_seconds=None: not by time. Raises InvalidInput: a name is unknown or
+    refused, or two are of one setting."""
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     both = None not in (given.get("start_timeout"), given.get("elastic_timeout"))

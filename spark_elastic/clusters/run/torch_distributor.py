@@ -1,7 +1,4 @@
-"""`spark_elastic.TorchDistributor`: the interface of pyspark's, for programs and libraries that import that class.
-
-Runs in the caller's thread.
-"""
+"""`spark_elastic.TorchDistributor`: pyspark's interface, for programs and libraries that import that class."""
 
 from __future__ import annotations
 

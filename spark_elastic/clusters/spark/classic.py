@@ -1,9 +1,7 @@
 """A session with a SparkContext, which the driver reaches through py4j: probes, slots, and what becomes of executors.
 
-Slots are single-task jobs, one thread each, without a barrier: a lost executor fails one job alone, which the driver
-may launch again, and Spark's count of failures cannot end the training. Queued jobs make dynamic allocation add
-executors.
-"""
+Slots are single-task jobs, one thread each, without a barrier: a lost executor fails one job alone, and Spark's count
+of failures cannot end the training. Queued jobs make dynamic allocation add executors."""
 
 from __future__ import annotations
 
@@ -111,11 +109,8 @@ class ClassicPlatform(SparkPlatform):
 
 
 class SparkLauncher(ThreadPerSlotLauncher):
-    """`driver.ports.Launcher` over a SparkContext.
-
-    Slot jobs inherit the caller's job group, pool and tags, and quote its description: a dispatcher thread, which is
-    started from the caller's thread, hands its local properties on. A cancelled job is reported as such.
-    """
+    """`driver.ports.Launcher` over a SparkContext. Slot jobs inherit the caller's job group, pool and tags, and quote
+    its description: a dispatcher thread, started from the caller's, hands its local properties on."""
 
     thread_class = InheritableThread
 
@@ -178,10 +173,8 @@ class SparkLauncher(ThreadPerSlotLauncher):
 
 
 class ExecutorWatch:
-    """`driver.ports.Discovery` by a thread that polls the scheduler's list of executors; idle in local mode.
-
-    The driver does not depend on it: slots and workers report themselves, and broken connections are seen earlier.
-    """
+    """`driver.ports.Discovery` that polls the scheduler's list of executors; idle in local mode. The driver does not
+    depend on it: slots and workers report themselves, and broken connections are seen earlier."""
 
     def __init__(self, sc: SparkContext, clock: Clock) -> None:
         self._sc, self._clock = sc, clock
@@ -238,13 +231,10 @@ class ExecutorWatch:
 
 
 def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) -> list[dict[str, str]]:
-    """Probe the live executors in a Spark job of short tasks; returns the facts of each.
-
-    timeout: seconds in which executors must answer; they do not count while another job of the application trains.
-    number: of workers, whose imports probes begin where they can. Raises InvalidInput: the program is too large for
-    Spark's driver. PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write to
-    the store.
-    """
+    """Probe the live executors in a Spark job of short tasks; returns the facts of each. timeout: seconds in which they
+    must answer, but not while another job of the application trains. number: of workers, whose imports probes begin
+    where they can. Raises InvalidInput: the program is too large for Spark's driver. PreflightError: a host cannot run
+    the job, or none answered. StoreError: the driver cannot write to the store."""
     program = broadcast(sc, spec.payload, spec.what)
     try:
         with spec.open() as probe:
@@ -347,10 +337,8 @@ def _translate_error(error: Exception) -> Exception:
 def ship(sc: SparkContext) -> None:
     """Send the packages, once for each SparkContext. In local mode the driver is the executor, and has them.
 
-    Spark unpacks an archive once per executor, also on later ones, into the folder that comes first in `sys.path` of
-    each Python worker: a package under its own name is importable there, compiled parts included. numpy and the
-    framework must be installed on executors, as their builds depend on the machine.
-    """
+    Spark unpacks an archive once per executor into the folder that comes first in `sys.path` of each Python worker, so
+    a package under its own name is importable there. numpy and the framework depend on the machine."""
     if str(sc.master).startswith("local"):
         return
     folder = Path(str(sc._temp_dir))  # lives as long as the SparkContext, like its archives
@@ -387,10 +375,9 @@ def _find_folder(package: str) -> Path:
 class ProgressBar:
     """Spark's progress bar on a terminal; inside of a `with` block there is none. Blocks of several jobs may overlap.
 
-    A job's slots are Spark jobs that run as long as the training does, so that the bar has nothing to say about them,
-    and it would rewrite the line in which the job shows its own progress. Spark cannot resume a stopped bar and offers
-    no way to set another one: the field is set by reflection. Where a platform refuses that, the bar stays as it is.
-    """
+    It has nothing to say about slots, which run as long as the training does, and would rewrite the line of our own
+    progress. Spark cannot resume a stopped bar and offers no way to set another one: the field is set by reflection.
+    Where a platform refuses that, the bar stays as it is."""
 
     def __init__(self, sc: SparkContext) -> None:
         self._sc = sc

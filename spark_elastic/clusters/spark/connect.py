@@ -177,13 +177,8 @@ def _find_server(spark: SparkSession) -> str | None:
 
 
 def preflight(spark: SparkSession, spec: Probe, timeout: float) -> tuple[list[dict[str, str]], str | None]:
-    """As `classic.preflight`, with as many probes as workers, which also check whether they reach one another.
-
-    Returns the facts of each executor, and why executors cannot reach the client, or None.
-
-    timeout: seconds for all probes; they do not count while another job of the application trains. Raises
-    PreflightError: a host cannot run the job, or the time was over.
-    """
+    """As `classic.preflight`, with as many probes as workers, which also check whether they reach one another. Returns
+    the facts of each executor, and why executors cannot reach the client, or None."""
     with spec.open() as probe:
         task = probe.make_task(make_payload(spark, spec.payload))
 
@@ -257,11 +252,8 @@ class ConnectLauncher(ThreadPerSlotLauncher):
 
 
 def _run_coordinator_task(task: coordinator.Coordinator, towards: str | None) -> str:
-    """Run the coordinator in the task's first attempt. Returns how it ended.
-
-    A later attempt (a retry of Spark's, or a speculative copy) starts no coordinator. It returns only when the first is
-    gone: Spark kills the first attempt as soon as another returns.
-    """
+    """Run the coordinator in the task's first attempt. Returns how it ended. A later attempt (a retry of Spark's, or a
+    speculative copy) only waits for its end: Spark kills the first as soon as another returns."""
     context = TaskContext.get()
     if context is None or context.attemptNumber() == 0:
         task.run_driver(find_own_address(towards))

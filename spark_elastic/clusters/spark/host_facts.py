@@ -102,8 +102,7 @@ def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[N
 
 
 def find_own_address(towards: str | None, proc: Path = PROC) -> str:
-    """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name.
-    As `find_reachable_address`, it prefers one that other machines reach."""
+    """This machine's address on the way to a host, or else of its own name; if possible, one that others reach."""
     if towards is not None:
         try:
             return find_reachable_address(towards, 1, proc)
@@ -113,13 +112,8 @@ def find_own_address(towards: str | None, proc: Path = PROC) -> str:
 
 
 def find_reachable_address(host: str, port: int, proc: Path = PROC) -> str:
-    """This machine's address on the way to the driver.
-
-    On the driver's own machine its name may lead to a loopback address, which workers of other machines do not reach:
-    then the address under which Spark knows the executor.
-
-    Raises DriverUnreachable: there is no way to that host.
-    """
+    """This machine's address on the way to the driver. If that is a loopback address, since the driver is on this
+    machine: the one under which Spark knows the executor. Raises DriverUnreachable: there is no way to that host."""
     address = find_address_towards(host, port)
     return address if is_loopback(host) else _replace_loopback(address, proc)
 

@@ -72,8 +72,7 @@ class SparkPlatform(ABC):
     python_settings: tuple[str, ...]
 
     def __init__(self, config: ElasticConfig, application: Any, settings: Mapping[str, str]) -> None:
-        """application: the object that the jobs of the application share, the SparkContext or the session. settings:
-        Spark's, as far as the session can see them."""
+        """application: the SparkContext or session, which its jobs share. settings: Spark's, as far as known."""
         self._config, self._application, self._settings = config, application, settings
         self._clock = SystemClock()
 
@@ -136,11 +135,9 @@ class SparkPlatform(ABC):
         what: str,
         imports: tuple[str, ...] = (),
     ) -> list[dict[str, str]]:
-        """Check that hosts can run the job: see `probe`. Returns the facts of each executor.
-
-        payload: the pickled program; what: the same in words, for errors. number: of workers. imports: early imports of
-        the program; the checks start the fork servers from which workers will come.
-        """
+        """Check that hosts can run the job: see `probe`. Returns the facts of each executor. payload: the pickled
+        program; what: the same in words. imports: early ones of the program; the checks start the fork servers that
+        workers come from."""
         probe = replace(
             self._make_probe(needs),
             payload=payload,

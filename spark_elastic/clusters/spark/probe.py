@@ -210,13 +210,8 @@ class Probe:
 
 
 def find_unreachable_peer(store: Store, folder: str, address: str, expected: int, clock: Clock) -> str | None:
-    """Exchange addresses with the other probes of a job through a folder of the store, and dial each.
-
-    Blocks for a few seconds at most. Returns the address of one that cannot be dialled, or None, also where probes do
-    not run at the same time.
-
-    address: of this probe. expected: number of probes, this one included.
-    """
+    """Exchange addresses with the other of `expected` probes through a folder of the store, and dial each. Blocks for a
+    few seconds. Returns an address that cannot be dialled; None also where probes do not run together."""
 
     def wait_for_names(ending: str, count: int) -> set[str]:
         """The names with that ending, as soon as there are `count`, or those that are there after a while."""
@@ -264,12 +259,9 @@ def await_probes(
     make_thread: Callable[..., threading.Thread] = threading.Thread,
     explain: Callable[[], str | None] = lambda: None,
 ) -> list[Any]:
-    """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted.
-
-    collect: runs the job and returns its rows. timeout: seconds; they do not count while another job of the application
-    trains. explain: what the cluster was doing when the time was over, if that is known; called before `cancel`. Raises
-    PreflightError: the time was over. Exception: what `collect` raised.
-    """
+    """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted. timeout:
+    seconds; they do not count while another job of the application trains. explain: what the cluster was doing when the
+    time was over, if that is known; called before `cancel`. Raises PreflightError: the time was over."""
     collected: Future[list[Any]] = Future()
 
     def work() -> None:

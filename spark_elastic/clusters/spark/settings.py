@@ -135,10 +135,8 @@ class ExecutorMemory:
         self, worker: int, spare: int | None = None, server: int | None = None, proc: Path = Path("/proc")
     ) -> str | None:
         """Why the processes of the executor's slots will not fit, if all slots are like this one; None if they do.
-
-        worker: a process id, as the other arguments. spare: None: none runs yet, and it will be like the worker.
-        server: the fork server of worker and spare; None: they are spawned.
-        """
+        Process ids: spare: None: none runs, and it will be like the worker. server: the fork server; None: there is
+        none."""
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             pids = [worker, worker if spare is None else spare] + ([] if server is None else [server])
@@ -178,8 +176,7 @@ def explain_shortage(
 
 
 def read_executor_memory(settings: Settings, device: str = "auto", slots_per_gpu: int = 1) -> ExecutorMemory:
-    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not. device,
-    slots_per_gpu: of the job's `ElasticConfig`."""
+    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not."""
     heap = parse_size(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
@@ -215,10 +212,8 @@ def _mib(amount: int) -> str:
 
 
 def choose_gpus_of_slot(settings: Mapping[str, str], device: str, slots_per_gpu: int) -> float | None:
-    """The GPUs that a slot asks Spark for; None: as many as Spark's own tasks get, which is right.
-
-    A slot takes a whole GPU, or the part that the job asks for, also where Spark's own tasks get none or share them.
-    """
+    """The GPUs that a slot asks Spark for: a whole one, or the part that the job asks for, also where Spark's own tasks
+    get none or share them. None: as many as Spark's own tasks get, which is right."""
     if int(settings.get(EXECUTOR_GPUS, "0")) == 0:
         return None
     wanted = 0.0 if device == "cpu" else 1 / slots_per_gpu
@@ -233,8 +228,7 @@ def make_slot_profile(
     device: str = "auto",
     slots_per_gpu: int = 1,
 ) -> ResourceProfile | None:
-    """The resource profile of slots; None: the application's own. take: makes Spark accept a profile, or raises.
-    device, slots_per_gpu: of the job's `ElasticConfig`."""
+    """The resource profile of slots; None: the application's own. take: makes Spark accept a profile, or raises."""
     if device == "cpu" and int(settings.get(EXECUTOR_GPUS, "0")):
         log.warning("executors have GPUs, which this job leaves idle: it trains on the CPU (device='cpu')")
     gpus = choose_gpus_of_slot(settings, device, slots_per_gpu)

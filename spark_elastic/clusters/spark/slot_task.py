@@ -1,8 +1,6 @@
-"""The body of a slot launch, which runs the slot's agent inside Spark's Python worker, and how its Spark job ended.
-
-The body runs in the main thread of the task. It catches every error and returns a sentence: Spark would count a raised
-error as a task failure, and the driver alone decides what is launched again.
-"""
+"""The body of a slot launch, which runs the slot's agent inside Spark's Python worker, and how its Spark job ended. It
+catches every error and returns a sentence: Spark would count a raised error as a task failure, and the driver alone
+decides what is launched again."""
 
 from __future__ import annotations
 
@@ -68,12 +66,9 @@ class SlotTask:
 def find_host(address: str, proc: Path = host_facts.PROC) -> tuple[str, int]:
     """Spark's id of the executor that this task runs in, "driver" in local mode, and the process id of its JVM.
 
-    Spark does not tell Python workers. The id stands in the command line of the executor, an ancestor of this process.
-    Where platforms hide it, the address and the boot of this machine make the id: containers of one machine share the
-    boot, those of several machines may share the address. The process id is then 0.
-
-    address: this machine's own, on the way to the driver.
-    """
+    Spark does not tell Python workers: the id stands in the command line of their ancestor. Where platforms hide it,
+    this machine's address and boot make the id: containers of one machine share the boot, those of several may share
+    the address. The process id is then 0."""
     words, pid = host_facts.find_executor(proc)
     if b"--executor-id" in words:
         return words[words.index(b"--executor-id") + 1].decode(), pid

@@ -165,12 +165,9 @@ def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -
 
 
 def _check_connection(tx: Transition, name: WorkerId) -> None:
-    """Evict a worker whose connection is broken, if there is enough evidence.
-
-    A peer's report evicts it immediately. A broken connection of its slot evicts it once it is clear that not all
-    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke together, the
-    server lost them, and every worker has that time to reconnect.
-    """
+    """Evict a worker whose connection is broken, if there is enough evidence: a peer's report, or, once it is clear
+    that not all connections broke, that of its slot; else after `reconnect_grace`. If all connections broke together,
+    the server lost them, and every worker has that time to reconnect."""
     state, connections = tx.state, tx.state.connections
     worker, since = state.workers.get(name), connections.disconnected.get(name)
     if worker is None or since is None or _is_mass_disconnect(tx):
@@ -341,8 +338,8 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
 
 
 def hear_possibly_alive(tx: Transition, message: messages.DriverMessage) -> None:
-    """An evicted member that gives a sign of life is silent anew from now on, however the message came: it may never
-    receive that it shall end. A heartbeat speaks for the worker that it names, if that one runs."""
+    """An evicted member that gives a sign of life, however it came, is silent anew from now on: it may never receive
+    that it shall end. A heartbeat speaks for the worker that it names, if that one runs."""
     state = tx.state
     if not state.possibly_alive.members:
         return

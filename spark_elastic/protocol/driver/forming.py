@@ -154,8 +154,7 @@ def _check_running(tx: Transition, over_time: str) -> None:
 
 
 def _announce(tx: Transition, over_time: str) -> None:
-    """Ask the world to stop for a planned change, or because the job's time is up. Changes that come close together are
-    announced as one (`debounce`)."""
+    """Ask the world to stop for a planned change (close ones are announced as one), or because the job's time is up."""
     state, current, timers = tx.state, tx.state.current, tx.state.timers
     if current.results or (current.announced and not (over_time and not current.end_announced)):
         return
@@ -266,9 +265,8 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
 
 
 def _gather(tx: Transition) -> None:
-    """R16 (start): publish the first world, of `num_workers`, or of at least `min_workers` once the first newcomer has
-    waited for `gather_timeout`. The same after the last member was lost, once no old member can still run: R18
-    (publication)."""
+    """R16 (start): publish the first world, of `num_workers`, or of `min_workers` once a newcomer has waited for
+    `gather_timeout`. The same after the last member was lost, once none can still run: R18 (publication)."""
     state, timers = tx.state, tx.state.timers
     count = tx.count_newcomers()
     if count == 0:
@@ -390,8 +388,7 @@ def format_names(names: Sequence[str], most: int = 8) -> str:
 
 
 def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
-    """Publish a world of these workers. If another world is not allowed, or would only break again, leave a member out
-    or end the job instead."""
+    """Publish a world of these workers; if none is allowed, or would break again, leave one out or end the job."""
     state = tx.state
     if _resets_used_up(state):
         broke = state.current.break_reason

@@ -1,9 +1,7 @@
 """What the driver machine knows of a job, and the transition in which one event changes it.
 
-`DriverState` is divided into parts. Each part owns its fields, and changes its indexes and counters together with the
-records that they count. A transition works on copies of the parts, which never change once the transition is
-over. All values in the fields are immutable, so shallow copies suffice.
-"""
+Each part of `DriverState` owns its fields, and changes its indexes and counters together with the records that they
+count. A transition works on copies of the parts; values in the fields are immutable, so shallow copies suffice."""
 
 from __future__ import annotations
 
@@ -605,8 +603,7 @@ class Transition:
         self.commands.append(command)
 
     def cite(self, sentence: str, earlier: str = "") -> str:
-        """The sentence with the id of this event, and of an earlier one of the same story: one search for an id then
-        finds all that followed."""
+        """The sentence with the id of this event, and of an earlier one: one search for an id finds the whole story."""
         ids = ", ".join(dict.fromkeys(filter(None, (earlier, self.event_id))))
         return f"{sentence} ({ids})" if ids else sentence
 
@@ -632,8 +629,7 @@ class Transition:
         return next(self._iter_members(), None) is not None
 
     def list_newcomers(self) -> list[WorkerRecord]:
-        """Warm workers outside the world that may enter it, in order of arrival. Extra attempts come last: R14
-        (duplicates)."""
+        """Warm workers that may enter the world, in order of arrival; extra attempts come last: R14 (duplicates)."""
         state = self.state
         excluded, blacklist = state.slots.excluded, state.blacklist
         waiting = [state.workers[worker] for worker in state.workers.waiting]

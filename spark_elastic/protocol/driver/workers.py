@@ -1,7 +1,5 @@
-"""Handlers of the driver machine for messages that concern workers: processes, requests for worlds, results, ends.
-
-One `RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it.
-"""
+"""Handlers of the driver machine for messages that concern workers: processes, requests for worlds, results, ends. One
+`RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it."""
 
 from __future__ import annotations
 
