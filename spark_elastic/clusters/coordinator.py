@@ -150,8 +150,7 @@ class Coordinator:
     check_host: Callable[
         [Mapping[str, Any]], str | None
     ]  # why a host of these facts cannot take part, or None
-    # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.
-    run: tuple[str, int, tuple[Checkpoint, ...]] | None
+    run: tuple[str, int, tuple[Checkpoint, ...]] | None  # id, attempt, checkpoints of an `OwnedRun`, if any
 
     def run_driver(self, host: str) -> None:
         """Drive the job to its end, and send the client its result. Blocks. host: at which the driver listens."""
@@ -244,8 +243,7 @@ class CoordinatorClient:
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
         self._task_started = False  # the coordinator's task runs
-        # Since when it waits for a core; time in which another job of the application trains does not count.
-        self._waits_since = 0.0
+        self._waits_since = 0.0  # since when it waits for a core, but not while another job trains
         self._end: JobEnd | None = None
         self._losses: list[str] = []  # why the coordinator is gone
         self._ended = threading.Event()

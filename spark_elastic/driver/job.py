@@ -72,12 +72,10 @@ class DriverOptions:
     bind: str = "127.0.0.1"  # the address at which the server listens
     advertise: str | None = None  # the name under which workers dial it; None: `bind`
     encrypted: bool = False  # the server speaks TLS, unless the configuration says otherwise
-    # Given a host's facts, why it cannot take part, or None.
-    check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)  # why it is unfit
     # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
     run: OwnedRun | None = None
-    # The job's key, if others know it already; None: a new one.
-    key: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)  # the job's, if others know it; None: a new one
     scheduler: SlotScheduler | None = None  # None: no other job competes for slots
 
 
@@ -104,8 +102,7 @@ def supervise(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    # Its own pauses count for no deadline: R12 (driver silence).
-    clock, run = RunningClock(SystemClock()), options.run
+    clock, run = RunningClock(SystemClock()), options.run  # R12 (driver silence): own pauses do not count
     discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
     events: EventQueue = EventQueue()
 

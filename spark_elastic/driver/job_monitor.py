@@ -39,8 +39,7 @@ class StallDetector(JobListener):
 
     def __init__(self, post: Post, stall_after: float, heartbeat_interval: Callable[[int], float]) -> None:
         self._post, self._stall_after, self._heartbeat_interval = post, stall_after, heartbeat_interval
-        # The newest of each slot, and when the driver received it.
-        self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
+        self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}  # the newest, and when each came
         self._named: set[tuple[Fence, WorkerId]] = set()
         self._next_check = 0.0
 

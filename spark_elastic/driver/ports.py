@@ -61,16 +61,14 @@ class SlotOutcome(NamedTuple):
 
     reason: str  # in words, for people
     cancelled: bool = False  # by the user or by Spark: the driver does not launch the slot again
-    # The slot did not end by itself: the cluster reports that the executor is lost.
-    executor_lost: bool = False
+    executor_lost: bool = False  # it did not end by itself: the cluster reports that the executor is lost
 
 
 class ThreadPerSlotLauncher(ABC):
     """Subclasses say how a slot runs and how all slots are cancelled."""
 
     thread_class: ClassVar[type[threading.Thread]] = threading.Thread  # the class of the slots' threads
-    # The part of the time of `close` in which slots may end by themselves before they are cancelled.
-    grace: ClassVar[float] = 1 / 3
+    grace: ClassVar[float] = 1 / 3  # part of the time of `close` before slots are cancelled
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

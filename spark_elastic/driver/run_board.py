@@ -44,8 +44,7 @@ class RunBoard:
         self._run, self._describe, self._post, self._clock = run, describe, post, clock
         self._beat = 0
         self._failed = False
-        # Lists of checkpoints to publish, newest last; None ends the thread.
-        self._lists: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()
+        self._lists: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._watch, name="spark-elastic-board", daemon=True)
 
     def __enter__(self) -> RunBoard:

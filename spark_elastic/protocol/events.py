@@ -13,8 +13,7 @@ from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, Worker
 @dataclass(frozen=True)
 class Event:
     now: float  # monotonic seconds of the process that posts it
-    # The name that the driver loop gave it, such as e1734, by which journal, reasons, log and status page cite it.
-    id: str = field(default="", kw_only=True)
+    id: str = field(default="", kw_only=True)  # the driver loop's name for it, such as e1734, to be cited
 
 
 # ---- at the driver
@@ -61,8 +60,7 @@ class HostLost(Event):
 class HostsDiscovered(Event):
     """Discovery's newest answer: which hosts may take part. Level-triggered: it never says what changed."""
 
-    # Each by its id or its machine's name, and how many slots it has. None: all hosts, without limit.
-    hosts: tuple[tuple[str, int], ...] | None
+    hosts: tuple[tuple[str, int], ...] | None  # by id or machine's name, and slots; None: all, without limit
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ class NextWorld:
 
     world: WorldView | None = None  # in which the worker is a member
     stop: str | None = None  # why the worker must end
-    # The members' in order of rank; none of a large world, or while one of them is not known: see `FindAddresses`.
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()  # members', by rank; none of a large world, or if one is not known
 
     @property
     def is_undecided(self) -> bool:
@@ -139,8 +138,7 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
 
     fence: Fence | None = None  # the world it left; None before its first
     position: Position | None = None  # where its state stands; None for a newcomer, which holds no state
-    # Members that it blames for its broken group; empty for a planned change. The server knows them by their ranks.
-    suspects: tuple[WorkerId, ...] = ()
+    suspects: tuple[WorkerId, ...] = ()  # it blames them for its broken group; the server knows their ranks
     reason: str = ""  # why it asks; the driver shows it if its world broke
     planned: bool = False  # it stopped at a step boundary because a change was announced
     suspected_ranks: tuple[int, ...] = ()  # of the suspects in the world that it left

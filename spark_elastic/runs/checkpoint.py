@@ -40,8 +40,7 @@ _LIST = re.compile(LIST + r"([0-9]{6,18})-[0-9]{8,18}\.json")
 _CHECKPOINT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}-[0-9]{5,18}-[0-9]-[0-9]{8,18}")
 VERSION = 5  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
-# Keys of `WorkerSession.process_values`.
-CHECKPOINTER, SNAPSHOT_READER = "checkpointer", "snapshot_reader"
+CHECKPOINTER, SNAPSHOT_READER = "checkpointer", "snapshot_reader"  # keys of `process_values`
 FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint
 WARN_INTERVAL = 60.0  # seconds between two warnings about it
 CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for the checkpoint in flight
@@ -178,10 +177,8 @@ class CheckpointWriter:
         """report: called in the thread."""
         self._store, self._report = store, report
         self._changed = threading.Condition()  # guards the five fields below
-        # The checkpoint to write next: its world, position, and a function that makes its parts.
-        self._waiting: tuple[Fence, Position, MakeParts] | None = None
-        # World and position of the checkpoint that was offered last; None: it failed, or none was.
-        self._offered: tuple[Fence, Position] | None = None
+        self._waiting: tuple[Fence, Position, MakeParts] | None = None  # the checkpoint to write next
+        self._offered: tuple[Fence, Position] | None = None  # the last one; None: it failed, or there is none
         # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
         self._offered_again = False
         self._writing = self._closing = False

@@ -24,8 +24,7 @@ from spark_elastic.runs.snapshot import Bytes, SnapshotBuffer, SnapshotBuilder
 class StateHandler(ABC):
     """A value that is saved, restored and handed to other workers by methods of its own."""
 
-    # The rank whose value the others receive in `sync`, which all ranks call; it need not be 0.
-    source_rank = 0
+    source_rank = 0  # whose value the others receive in `sync`, which all ranks call
 
     def __init__(self, value: Any) -> None:
         self.value = value

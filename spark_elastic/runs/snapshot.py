@@ -98,10 +98,8 @@ def align(nbytes: int) -> int:
 class Snapshot:
     """One complete version of a training state."""
 
-    # How far the training had come; hand-written training counts its commits as steps of epoch 0.
-    position: Position
-    # Everything small, with references into `memory` in place of arrays. Shares nothing with the live state.
-    values: Any
+    position: Position  # how far training had come; hand-written training counts commits as steps of epoch 0
+    values: Any  # everything small, with references into `memory`; shares nothing with the live state
     memory: Bytes  # (n,) bytes of all arrays
 
     def copy(self) -> Snapshot:
@@ -116,10 +114,8 @@ class SnapshotBuilder:
         # (offset, live memory) of what is copied before the snapshot is returned, and of what may be copied later.
         self.immediate: list[tuple[int, Bytes]] = []
         self.deferred: list[tuple[int, Bytes]] = []
-        # One function for each deferred one; its number changes with each change of that memory.
-        self.change_counters: list[Callable[[], int]] = []
-        # (extent, function that copies to it) of what lies on another device.
-        self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []
+        self.change_counters: list[Callable[[], int]] = []  # one for each deferred one: grows as it changes
+        self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []  # another device's, and what copies it
         self.wait_remote: Callable[[], None] = lambda: None  # waits until these copies are complete
         # Returns memory of so many bytes, to which the other device copies quickly.
         self.allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
@@ -219,8 +215,7 @@ class SnapshotBuffer:
         self._newest: Snapshot | None = None
         self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
-        # Deferred memory changed too early once; from then on nothing is copied in the background.
-        self._synchronous = False
+        self._synchronous = False  # deferred memory changed too early once: no more background copies
         self.keeper, self._warns = keeper, warns
 
     def begin(self, position: Position, capture: Capture) -> None:

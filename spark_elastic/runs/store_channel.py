@@ -69,8 +69,7 @@ class StoreChannel:
         self._types = {cls.__name__: cls for cls in receives}
         self._lock = threading.Lock()  # owns _outbox
         self._outbox: list[object] = []
-        # An object whose write failed, and which may be there all the same.
-        self._unconfirmed: bytes | None = None
+        self._unconfirmed: bytes | None = None  # an object whose write failed; it may be there all the same
         self._sent = self._read = 0  # numbers of the next objects
         self._last_sent = clock.now()
         self.last_seen = clock.now()  # when the other side last sent something

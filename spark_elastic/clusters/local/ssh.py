@@ -109,8 +109,7 @@ class SshOptions:
             "ConnectTimeout": str(CONNECT_WITHIN),
             "ServerAliveInterval": str(ALIVE_EVERY),
             "ServerAliveCountMax": str(ALIVE_COUNT),
-            # One connection for each process, which ends with it.
-            "ControlMaster": "no",
+            "ControlMaster": "no",  # one connection for each process, which ends with it
             "ControlPath": "none",
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",
@@ -184,8 +183,7 @@ class SshProcess:
     clock: Clock  # for the deadline of the login
     on_ready: Callable[[], None] = lambda: None  # called once the host's Python runs
     _output: bytearray = field(default_factory=bytearray)  # standard output, once ready what follows READY
-    # The last lines of standard error, without empty ones.
-    _errors: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+    _errors: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))  # lines of standard error
     _partial: bytes = b""  # of the last line of standard error
     _was_ready: bool = False  # READY came: the login succeeded, and the host's Python runs
 

@@ -57,13 +57,10 @@ class Options:
     # 0: what workers print. 1: also worlds, joins, losses and drains. 2: also the log "spark_elastic", level INFO.
     verbose: int = 1
     prefix_output_with_timestamp: bool = False  # each line of the workers begins with the time
-    # Modules that are imported before a worker is warm; None: those that the function seems to need.
-    preload: tuple[str, ...] | None = None
-    # Checkpoints of commits are written to the store under this name, and another call with it continues from them.
-    run_id: str | None = None
+    preload: tuple[str, ...] | None = None  # imported before a worker is warm; None: what seems to be needed
+    run_id: str | None = None  # name of the run, whose checkpoints another call with it continues from
     store: str | None = None  # path or url; goes with `run_id`. None: commits are in memory alone
-    # fsspec's options for the store. They may hold credentials, and are neither shown nor stored.
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # fsspec's; may be secret
     config: ElasticConfig = field(default_factory=ElasticConfig)  # settings, arguments that name one included
 
     def open_store(self) -> Store | None:

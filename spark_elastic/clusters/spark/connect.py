@@ -65,8 +65,7 @@ class ConnectPlatform(SparkPlatform):
     def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
         super().__init__(config, spark, read_settings(spark))
         self._spark = spark
-        # The store of the coordinator's messages; None: executors reach the client, where the driver runs.
-        self._coordinator_store: Store | None = None
+        self._coordinator_store: Store | None = None  # for its messages; None: the driver runs in the client
 
     def count_workers(self, asked: int | None) -> int:
         over = "over Spark Connect"
@@ -213,8 +212,7 @@ class ConnectLauncher(ThreadPerSlotLauncher):
         """The arguments are those of `classic.SparkLauncher`."""
         super().__init__(clock)
         self._spark = spark
-        # Spark 3.5 has no such argument.
-        self._slot_arguments = {} if profile is None else {"profile": profile}
+        self._slot_arguments = {} if profile is None else {"profile": profile}  # Spark 3.5 lacks it
         self._make_task = make_task
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"
 

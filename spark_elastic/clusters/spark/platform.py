@@ -68,8 +68,7 @@ class JobSpec:
 class SparkPlatform(ABC):
     """Where a job runs: a session."""
 
-    # Prefixes of the settings for the Python processes in which slots run: the first that is set counts.
-    python_settings: tuple[str, ...]
+    python_settings: tuple[str, ...]  # prefixes of settings for slots' Python; the first that is set counts
 
     def __init__(self, config: ElasticConfig, application: Any, settings: Mapping[str, str]) -> None:
         """application: the SparkContext or session, which its jobs share. settings: Spark's, as far as known."""

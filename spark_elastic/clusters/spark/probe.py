@@ -70,12 +70,10 @@ class Probe:
     encrypted: bool = False  # workers talk inside TLS
     device: str = "auto"  # the setting of the job
     assigned: bool = False  # whether Spark gives GPUs to the job's slots
-    # How the job's slots start workers, without the driver's address and the job's key; None: not known.
-    slot: SlotSpec | None = None
+    slot: SlotSpec | None = None  # how slots start workers, without address and key; None: not known
     hold: float = HOLD_SECONDS  # seconds for which a probe keeps its core at least
     peers: int = 0  # number of probes that check whether they reach one another; 0: not checked
-    # A host that all executors reach: their own addresses are those on the way to it.
-    reachable_host: str | None = None
+    reachable_host: str | None = None  # executors' own addresses are those on the way to it
     token: str = ""  # from `open`: names this preflight's objects in the store
     driver: str | None = None  # from `open`: the address that workers will dial
 

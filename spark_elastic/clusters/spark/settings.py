@@ -33,8 +33,7 @@ YARN_DEFAULT = "spark.executor.maxNumFailures"
 YARN_OLD = "spark.yarn.max.executor.failures"
 VALIDITY = ("spark.executor.failuresValidityInterval", "spark.yarn.executor.failuresValidityInterval")
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
-# After so many seconds in which a Python process sent Spark nothing, Spark may kill it.
-IDLE_TIMEOUT, IDLE_KILL = "idleTimeoutSeconds", "killOnIdleTimeout"
+IDLE_TIMEOUT, IDLE_KILL = "idleTimeoutSeconds", "killOnIdleTimeout"  # of processes that send Spark nothing
 CLASSIC_PYTHON, CONNECT_PYTHON = "spark.python.worker.", "spark.sql.execution.pyspark.udf."
 # Each of these encrypts what Spark's driver sends to executors, tasks included.
 CRYPTO = ("spark.network.crypto.enabled", "spark.authenticate.enableSaslEncryption", "spark.ssl.rpc.enabled")

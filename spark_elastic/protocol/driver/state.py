@@ -91,8 +91,7 @@ class Launches(_LiveRecords[int, SlotLaunch]):
     """Slot launches that run or are delayed, by number."""
 
     next_launch: int = 1  # the number of the next one
-    # Those that are not launched yet: when they are, and why.
-    delayed: Table[int, tuple[float, str]] = field(default_factory=Table)
+    delayed: Table[int, tuple[float, str]] = field(default_factory=Table)  # until when, and why
     held_back_count: int = 0  # how many are not asked for again before a member is lost
     relaunch: bool = False  # a member was lost, so those that are held back are asked for again
     preempted: str = ""  # why slots were given back although there are too few
@@ -117,10 +116,8 @@ class Launches(_LiveRecords[int, SlotLaunch]):
 class Hosts(Part):
     """Hosts that may carry slots, and the drain requests that concern them."""
 
-    # All that ever had a slot, or appeared, and their machines. None: known with the host's first slot.
-    known: Table[HostId, str | None] = field(default_factory=Table)
-    # Discovery's newest answer: hosts and how many slots each has. None: all hosts, without limit.
-    discovered: tuple[tuple[str, int], ...] | None = None
+    known: Table[HostId, str | None] = field(default_factory=Table)  # and its machine, if it had a slot
+    discovered: tuple[tuple[str, int], ...] | None = None  # hosts and their slots; None: all, without limit
     draining: Table[HostId, str] = field(default_factory=Table)  # and why
     waiting_drains: tuple[DrainRequested, ...] = ()  # requests that wait for the first world
 
@@ -178,8 +175,7 @@ class SlotEnd(Enum):
 class Slots(_LiveRecords[SlotId, SlotRecord]):
     """Slots that are alive, by name."""
 
-    # Slots of a host, so that an event costs its own, never all.
-    _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
+    _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)  # so that none looks at all
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same, by launch
     departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
     excluded: Table[SlotId, None] = field(default_factory=Table)  # may not return yet: R14 (duplicates)
@@ -263,8 +259,7 @@ class DepartedWorker:
 
     reason: str  # a sentence, with which later messages of the worker are answered
     event_id: str = ""  # of the event with which it departed
-    # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
-    exit_unreported: bool = False
+    exit_unreported: bool = False  # its slot has not reported its exit, which counts if it is a failure
     took_part: bool = False  # it had been in a world
     reported_end: bool = False  # by itself: its process has a moment for its functions of `atexit`
 
@@ -273,8 +268,7 @@ class DepartedWorker:
 class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
-    # Kept until the job ends, so that late messages get an answer.
-    departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)
+    departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)  # for late messages
     waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
     arrivals: int = 0  # how many newcomers have come so far
     starting: int = 0  # workers that are not warm yet
@@ -402,8 +396,7 @@ class Connections(Part):
     """What the failure detector knows of control connections and of the driver's own pauses."""
 
     disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
-    # Workers and slots whose last connection was reset or timed out, hence not closed by a kernel.
-    reset: frozenset[WorkerId | SlotId] = frozenset()
+    reset: frozenset[WorkerId | SlotId] = frozenset()  # whose last connection no kernel closed: it was reset
     mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
     driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
     driver_late_at: float = float("-inf")  # the same, also for a moment
@@ -447,12 +440,10 @@ class FailureHistory(Part):
 
     records: tuple[WorkerFailure, ...] = ()  # within the failure window, oldest first
     oom_kills: tuple[float, ...] = ()  # when workers were killed because memory ran out
-    # By slot, how many of its workers were killed in a row before they took part in a world.
-    kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)
+    kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)  # of workers that had not taken part
     kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
     silences: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # when its workers fell silent
-    # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
-    externally_lost: Table[WorkerId, int] = field(default_factory=Table)
+    externally_lost: Table[WorkerId, int] = field(default_factory=Table)  # from which world, by no fault
     worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
     without_progress_since: float = 0.0  # when the first of these worlds was counted
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
@@ -496,13 +487,11 @@ class CurrentWorld(Part):
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
     broken_by: str = ""  # the id of the event that broke it, "" if none did
-    # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
-    cause_unknown: bool = False
+    cause_unknown: bool = False  # `break_reason` is what a survivor saw: not who was lost, and how
     suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # two members each, one of which blames the other
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
-    # Members that kept others waiting, and what they did, for the reason of this world's end.
-    stalled: Table[WorkerId, str] = field(default_factory=Table)
+    stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
     results: Table[WorkerId, str] = field(default_factory=Table)  # JSON text, by members that returned
 
     def enter(self, world: World) -> None:
