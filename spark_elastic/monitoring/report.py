@@ -319,6 +319,7 @@ class JobReport:
 
     def describe(self) -> dict[str, Any]:
         """What the data of a status page hold of a report. Times are seconds since the launch."""
+        find = self._find_epoch
         return {
             "seconds": round(self.seconds, 3),
             "report": {
@@ -330,13 +331,7 @@ class JobReport:
                 "recovery_total": sum(change.seconds or 0.0 for change in self.recoveries),
             },
             "world_changes": [
-                {
-                    "at": c.at,
-                    "epoch": self._find_epoch(c.at),
-                    "kind": c.kind.value,
-                    "size": c.size,
-                    "seconds": c.seconds,
-                }
+                {"at": c.at, "epoch": find(c.at), "kind": c.kind.value, "size": c.size, "seconds": c.seconds}
                 for c in self.world_changes[-MAX_SHOWN_CHANGES:]
             ],
             "epochs": [{"epoch": rows.epoch + 1, **rows.figures} for rows in self.epochs[-MAX_POINTS:]],

@@ -466,9 +466,6 @@ class Table(Mapping[K, V], Generic[K, V]):
     def __len__(self) -> int:
         return self._size
 
-    def __repr__(self) -> str:
-        return f"Table({self._to_dict()})"
-
     # Copying all into a dict is ten times quicker than going through keys and `__getitem__`.
 
     def __iter__(self) -> Iterator[K]:

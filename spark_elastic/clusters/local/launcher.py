@@ -141,8 +141,16 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     def run_process(self, launch: int, host: str) -> str:
         """Returns why the slot ended."""
+        # Another Python has packages of its own.
+        is_own = self.interpreter == sys.executable
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if is_own else {}
+        # One thread, as Spark sets: several workers with a thread per core slow each other down.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **path}
+        command = [self.interpreter, "-m", "spark_elastic.clusters.local.slot"]
         try:
-            process = _start_process(self.interpreter)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            )
         except OSError as error:
             # Memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
@@ -158,15 +166,3 @@ class LocalLauncher(ThreadPerSlotLauncher):
             reason = pipe.read().decode(errors="replace")
         code = process.wait()
         return reason if code == 0 else f"the slot process ended: {describe_exit(code)}"
-
-
-def _start_process(interpreter: str) -> subprocess.Popen[bytes]:
-    # Another Python has packages of its own.
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if interpreter == sys.executable else {}
-    return subprocess.Popen(
-        [interpreter, "-m", "spark_elastic.clusters.local.slot"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,  # why it ended
-        # One thread, as Spark sets for its Python workers: several workers with a thread per core slow each other down.
-        env={"OMP_NUM_THREADS": "1", **os.environ, **path},
-    )

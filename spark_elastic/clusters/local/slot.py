@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import ElasticError
@@ -67,23 +66,18 @@ def check() -> None:
     _check_way_to_driver(sys.stdin.readline().strip())
 
 
-def refuse(why: str) -> NoReturn:
-    """End this process: the host cannot run slots."""
-    sys.stdout.write(why)
-    sys.stdout.flush()
-    os._exit(REFUSED)
-
-
 def _check_way_to_driver(address: str) -> None:
     """A slot would try for as long as a driver may be silent; at the start the first failure is the answer."""
     try:
         socket.create_connection(split_address(address), CONNECT_SECONDS).close()
     except OSError as error:
-        refuse(
+        sys.stdout.write(
             f"it cannot reach the driver at {address} ({error}): open the port between the hosts "
             "(SPARK_ELASTIC_DRIVER_PORT makes it a fixed one), or set SPARK_ELASTIC_ADVERTISE_ADDRESS to an address of "
             "the driver that all hosts reach"
         )
+        sys.stdout.flush()
+        os._exit(REFUSED)
 
 
 def _die_with_standard_input() -> None:

@@ -179,7 +179,13 @@ def prepare(
     chosen = options.parse(named, config)
     if not callable(fn):
         raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-    imports = () if chosen.preload == () else _find_early_imports(fn)
+    imports: tuple[str, ...] = ()
+    if chosen.preload != ():
+        code = inspect.unwrap(fn)
+        if isinstance(code, Script | Module):
+            imports = early_imports.find_in_source(code.source, code.folder, code.package)
+        else:
+            imports = early_imports.find_in_function(code)
     store, conf = chosen.open_store(), chosen.config
     checkpoints = None
     if chosen.run_id is not None and store is not None:
@@ -187,13 +193,6 @@ def prepare(
     program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, checkpoints, imports)
     check_environment({**os.environ, **chosen.env})
     return RunCall(program, chosen, chosen.preload or (), name)
-
-
-def _find_early_imports(fn: Any) -> tuple[str, ...]:
-    fn = inspect.unwrap(fn)
-    if isinstance(fn, Script | Module):
-        return early_imports.find_in_source(fn.source, fn.folder, fn.package)
-    return early_imports.find_in_function(fn)
 
 
 def decode_results(launched: LaunchResult) -> Results[Any]:

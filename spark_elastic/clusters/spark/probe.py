@@ -124,8 +124,7 @@ class Probe:
         checks: tuple[Callable[[], str | None], ...] = (
             lambda: self._check_program(program),
             lambda: self._check_store(name),
-            self._check_encryption,
-            self._check_interface,
+            self._check_network,
             self._check_peers,
         )
         fault = next((said for check in checks if (said := check())), None)
@@ -167,13 +166,11 @@ class Probe:
             return f" cannot write to the store {url} ({kind}: {error}): give it the right to."
         return None if is_same else f" reads something else than it wrote in the store {url}."
 
-    def _check_encryption(self) -> str | None:
+    def _check_network(self) -> str | None:
         from spark_elastic.worker.entry import find_tls_problem
 
-        refused = find_tls_problem() if self.encrypted else None
-        return refused and f": {refused}, or set tls=False."
-
-    def _check_interface(self) -> str | None:
+        if self.encrypted and (refused := find_tls_problem()):
+            return f": {refused}, or set tls=False."
         try:
             if self.slot is not None and self.slot.network_interface:
                 find_interface_address(self.slot.network_interface)

@@ -149,7 +149,8 @@ def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
 def mark_reconnected(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
     """Record that the worker sent a message over a working connection. Returns its renewed record."""
     _mark_mass_disconnect(tx)
-    tx.state.connections.restore(worker.worker)
+    connections = tx.state.connections
+    connections.disconnected = connections.disconnected.drop(worker.worker)
     return tx.state.workers.set_last_seen(worker, tx.now)
 
 
@@ -251,9 +252,12 @@ def on_tick(tx: Transition, event: on.Tick) -> None:
     connections.last_lease_check = tx.now
     connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
     seen = max((slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots), default=None)
-    if seen is not None and tx.now - seen > max(SHORTEST_DELAY, 1.5 * interval):
+    silence = tx.now - seen if seen is not None else 0.0
+    if silence > max(SHORTEST_DELAY, 1.5 * interval):
         connections.driver_late_at = tx.now
-    if seen is not None and _is_driver_partitioned(tx, tx.now - seen):
+    # R12 (driver silence): all slots fell silent although connections stand, so the driver is cut off, or was paused.
+    # Training continues without it until `driver_timeout`, after which the workers have ended themselves.
+    if lease / 2 < silence <= state.limits.driver_timeout and not _is_mass_disconnect(tx):
         connections.driver_partitioned_at = tx.now
         return
     shortest = min(lease, interval + SHORTEST_DELAY)
@@ -306,14 +310,6 @@ def _evict_silent_slots(tx: Transition) -> None:
         silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned_at)
         if slot.worker is None and silence > limit:
             remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
-
-
-def _is_driver_partitioned(tx: Transition, silence: float) -> bool:
-    """Whether no slot was seen for half a lease, in which each sends at least one heartbeat, although connections
-    stand: then the driver is cut off, or was paused. R12 (driver silence): training continues without it until
-    `driver_timeout`, after which the workers have ended themselves."""
-    limits = tx.state.limits
-    return limits.lease / 2 < silence <= limits.driver_timeout and not _is_mass_disconnect(tx)
 
 
 # ---- evicted members that may be alive

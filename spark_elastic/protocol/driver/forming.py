@@ -273,7 +273,9 @@ def _gather(tx: Transition) -> None:
         timers.gather_since = None
     elif timers.gather_since is None:
         timers.gather_since = tx.now
-    if not _has_enough(tx, count) or state.possibly_alive.any_may_run(tx.now):
+    if not _has_enough(tx, count):
+        return
+    if any(member.until > tx.now for member in state.possibly_alive.members.values()):
         return
     assert timers.gather_since is not None
     waited = tx.now - timers.gather_since

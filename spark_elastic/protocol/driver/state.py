@@ -58,9 +58,6 @@ class _LiveRecords(Part, Mapping[K, V]):
     def __getitem__(self, key: K) -> V:
         return self.alive[key]
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.alive
-
     def __iter__(self) -> Iterator[K]:
         return iter(self.alive)
 
@@ -376,10 +373,6 @@ class PossiblyAliveMembers(Part):
         if not self._of_launch(launch):
             self._by_launch = self._by_launch.drop(launch)
 
-    def any_may_run(self, now: float) -> bool:
-        """Whether a member of an old world may still train."""
-        return any(member.until > now for member in self.members.values())
-
     def _of_launch(self, launch: int) -> dict[WorkerId, PossiblyAlive]:
         known = self.members
         return {name: known[name] for name in self._by_launch.get(launch, ()) if name in known}
@@ -404,13 +397,10 @@ class Connections(Part):
     last_lease_check: float = float("inf")  # when the leases were last checked
     next_lease_check: float = 0.0  # the first tick from this time on checks them
 
-    def restore(self, worker: WorkerId) -> None:
-        self.disconnected = self.disconnected.drop(worker)
-
     def forget(self, name: WorkerId | SlotId) -> None:
         """The worker or slot is gone."""
         if isinstance(name, WorkerId):
-            self.restore(name)
+            self.disconnected = self.disconnected.drop(name)
         self.reset -= {name}
 
 
