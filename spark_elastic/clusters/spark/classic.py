@@ -243,7 +243,17 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
             job = ProbeJob(f"spark_elastic-preflight-{probe.token}", timeout, number)
-            return check_reports(probe, _probe_executors(sc, probe.make_task(program), job, least))
+            task, reports = probe.make_task(program), list[ProbeReport]()
+            for attempt in range(1, ROUNDS + 1):
+                executors = _count_live_executors(sc)
+                if attempt == 1:
+                    announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
+                # Spark assigns tasks to executors in turns, so that so many reach each idle one.
+                reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), job))
+                is_refused = any(report.fault or report.unreached for report in reports)
+                if is_refused or len({report.executor for report in reports}) >= executors:
+                    break
+            return check_reports(probe, reports)
     finally:
         destroy(program)
 
@@ -255,20 +265,6 @@ class ProbeJob:
     tag: str  # their tag, by which they are cancelled
     timeout: float  # seconds in which they must end
     workers: int = 1  # number of workers that the job wants
-
-
-def _probe_executors(sc: SparkContext, task: Task, job: ProbeJob, least: int) -> list[ProbeReport]:
-    """Spark assigns tasks to executors in turns: as many tasks as executors, or `least`, reach each idle executor."""
-    reports: list[ProbeReport] = []
-    for attempt in range(1, ROUNDS + 1):
-        executors = _count_live_executors(sc)
-        if attempt == 1:
-            announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
-        reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), job))
-        is_refused = any(report.fault or report.unreached for report in reports)
-        if is_refused or len({report.executor for report in reports}) >= executors:
-            break
-    return reports
 
 
 def _count_live_executors(sc: SparkContext) -> int:
