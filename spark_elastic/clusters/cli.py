@@ -297,9 +297,7 @@ def supervise_driver(options: RunOptions) -> int:
     """Run the job in a process of its own, and again, up to `restarts` times, when a signal has killed that: its run
     continues. What ends with an error is not repeated. Returns the exit code."""
     if options.run_id is None or options.store is None:
-        raise InvalidInput(
-            "--restarts needs --run-id and --store, by which the next driver continues the run."
-        )
+        raise InvalidInput("--restarts needs --run-id and --store: by them the next driver continues.")
     assert options.restarts is not None
     for left in range(options.restarts, -1, -1):
         driver = os.fork()

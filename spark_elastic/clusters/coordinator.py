@@ -147,9 +147,7 @@ class Coordinator:
     config: ElasticConfig  # from `check_config`: without settings that belong to the client's machine
     name: str  # the job's name
     encrypted: bool  # the server speaks TLS, unless the configuration says otherwise
-    check_host: Callable[
-        [Mapping[str, Any]], str | None
-    ]  # why a host of these facts cannot take part, or None
+    check_host: Callable[[Mapping[str, Any]], str | None]  # why a host of these facts is unfit, or None
     run: tuple[str, int, tuple[Checkpoint, ...]] | None  # id, attempt, checkpoints of an `OwnedRun`, if any
 
     def run_driver(self, host: str) -> None:

@@ -138,10 +138,9 @@ class JobMonitor:
         self._listener, self._scheduler = listener, scheduler
         self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
-        self.notifier = notifier = AsyncNotifier()
-        self.history = JobHistory(
-            clock, lambda change: notifier.submit(lambda: listener.on_message(str(change)))
-        )
+        self.notifier = AsyncNotifier()
+        tell = self.notifier.submit
+        self.history = JobHistory(clock, lambda change: tell(lambda: listener.on_message(str(change))))
         self._observers = (self.history, *observers)
         self._failed: set[JobListener] = set()  # which have failed when they were called last
 

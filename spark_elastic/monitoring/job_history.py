@@ -90,9 +90,7 @@ class JobHistory(JobListener):
     """Begins when it is created. on_complete: called on the driver's thread for each world that all members have
     built."""
 
-    def __init__(
-        self, clock: Clock, on_complete: Callable[[WorldChange], None] = lambda change: None
-    ) -> None:
+    def __init__(self, clock: Clock, on_complete: Callable[[WorldChange], None] = lambda new: None) -> None:
         self._clock = clock
         self._started = clock.now()
         self._on_complete = on_complete

@@ -105,9 +105,8 @@ class End(Command):
 
 
 WorldCommand: TypeAlias = PublishWorld | AbortWorld | AnnounceChange
-DriverCommand: TypeAlias = (
-    LaunchSlot | ReleaseSlot | StopWorker | WorldCommand | PublishCheckpoint | NotifyUser | End
-)
+SlotCommand: TypeAlias = LaunchSlot | ReleaseSlot | StopWorker
+DriverCommand: TypeAlias = SlotCommand | WorldCommand | PublishCheckpoint | NotifyUser | End
 
 
 # ---- of the worker machine

@@ -119,10 +119,9 @@ class CancelRequested(Event):
 
 
 ClusterEvent: TypeAlias = LaunchEnded | HostAppeared | HostLost | HostsDiscovered | SlotsWanted
+ConnectionEvent: TypeAlias = ConnectionLost | ConnectionBack
 UserEvent: TypeAlias = DrainRequested | CancelRequested
-DriverEvent: TypeAlias = (
-    Tick | Received | ConnectionLost | ConnectionBack | WorkerStalled | ClusterEvent | UserEvent
-)
+DriverEvent: TypeAlias = Tick | Received | ClusterEvent | ConnectionEvent | WorkerStalled | UserEvent
 
 
 def is_heartbeat(event: DriverEvent) -> bool:
@@ -220,6 +219,7 @@ class DriverSilent(Event):
 
 
 WorldEvent: TypeAlias = GroupFormed | Synced | Applied | Boundary | GroupBroken | Finished  # of one world
-WorkerEvent: TypeAlias = (
-    Warm | WorldReceived | AbortReceived | UserRaised | StopReceived | DriverSilent | WorldEvent
-)
+AnswerEvent: TypeAlias = (
+    WorldReceived | AbortReceived | StopReceived | DriverSilent
+)  # of the driver, or for lack of one
+WorkerEvent: TypeAlias = Warm | AnswerEvent | UserRaised | WorldEvent

@@ -88,9 +88,7 @@ class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
     host: HostId  # the executor's id; where there is no Spark, the machine's name
-    launch: (
-        int  # number of the launch that carries it; several of its attempts may be alive: R14 (duplicates)
-    )
+    launch: int  # number of the launch that carries it, maybe with other attempts: R14 (duplicates)
     node: str = ""  # name of its machine, by which discovery may list it
     # Why the slot cannot take part, "" if it can: it has no device for its worker, or, as the server finds in `facts`,
     # the host's software does not fit.

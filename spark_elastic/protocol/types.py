@@ -404,9 +404,7 @@ class WorkerIdentity(SlotIdentity):
 
     worker: WorkerId  # its number grows from worker to worker of the slot
     ports: tuple[int, int] | None = None  # first and last port at which the worker may listen; None: any
-    left: Fence | None = (
-        None  # the world that another process left as this worker, to begin its program again
-    )
+    left: Fence | None = None  # the world that another process left as this worker, which begins again
     position: Position | None = None  # where that process stood
 
     @classmethod

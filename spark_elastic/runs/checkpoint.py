@@ -325,13 +325,11 @@ class Checkpointer:
     A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps): from then on the step
     is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread."""
 
-    def __init__(
-        self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
-    ) -> None:
+    def __init__(self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, tell: Report) -> None:
         self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
         self._due, self._clock, self._codec = due, clock, codec
         self._last, self._steps = clock.now(), 0  # when the last checkpoint was due, and steps since then
-        self._writer = CheckpointWriter(CheckpointStore(store, due.run_id), report)
+        self._writer = CheckpointWriter(CheckpointStore(store, due.run_id), tell)
         self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
 
     def count_step(self) -> bool:

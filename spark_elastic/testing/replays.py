@@ -81,9 +81,7 @@ def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
     jobs = list(_jobs(Path(path)))
     if not -len(jobs) <= job < len(jobs):
         count = len(jobs)
-        raise InvalidInput(
-            f"the journal {path} has {count} jobs, and none has the number {job}: give another."
-        )
+        raise InvalidInput(f"{path} has {count} jobs, and none has the number {job}: give another one.")
     return _repeat(path, *jobs[job])
 
 

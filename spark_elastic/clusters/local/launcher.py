@@ -145,12 +145,10 @@ class LocalLauncher(ThreadPerSlotLauncher):
         is_own = self.interpreter == sys.executable
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if is_own else {}
         # One thread, as Spark sets: several workers with a thread per core slow each other down.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **path}
-        command = [self.interpreter, "-m", "spark_elastic.clusters.local.slot"]
+        variables = {"OMP_NUM_THREADS": "1", **os.environ, **path}
+        command, pipe = [self.interpreter, "-m", "spark_elastic.clusters.local.slot"], subprocess.PIPE
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables)
         except OSError as error:
             # Memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
@@ -158,11 +156,11 @@ class LocalLauncher(ThreadPerSlotLauncher):
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with process.stdin as pipe:
-                pipe.write(self.describe(launch, host, os.getpid()))
+            with process.stdin as stream:
+                stream.write(self.describe(launch, host, os.getpid()))
         except BrokenPipeError:
             pass  # it was killed meanwhile; its exit code says how
-        with process.stdout as pipe:
-            reason = pipe.read().decode(errors="replace")
+        with process.stdout as output:
+            reason = output.read().decode(errors="replace")
         code = process.wait()
         return reason if code == 0 else f"the slot process ended: {describe_exit(code)}"

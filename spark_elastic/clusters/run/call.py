@@ -16,17 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, TypeVar, overload
 
+from spark_elastic import config as settings
 from spark_elastic.checks import COUNT, FLAG, TEXT, VERBOSE, Check, check_workers
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
 from spark_elastic.clusters.run import captures, early_imports
-from spark_elastic.config import (
-    ElasticConfig,
-    build_config,
-    changes_setting,
-    check_environment,
-    check_setting_names,
-)
+from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store, check_storage_options, parse_store_url
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput
@@ -229,7 +224,7 @@ def prepare(
     if chosen.run_id is not None and store is not None:
         checkpoints = store, CheckpointPolicy(chosen.run_id, conf.checkpoint_steps, conf.checkpoint_seconds)
     program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, checkpoints, imports)
-    check_environment({**os.environ, **chosen.env})
+    settings.check_environment({**os.environ, **chosen.env})
     return RunCall(program, chosen, chosen.preload or (), name)
 
 
@@ -244,9 +239,8 @@ def _place_positional(
     """`args`, `kwargs` and all named arguments, after those that were given by position, in Horovod's order."""
     positions = ("args", "kwargs", "num_workers")
     if len(given) > len(positions):
-        raise InvalidInput(
-            f"run() takes {', '.join(positions)} by position, after the function; name the others."
-        )
+        taken = ", ".join(positions)
+        raise InvalidInput(f"run() takes {taken} after the function by position; name the others.")
     placed = dict(zip(positions, given, strict=False))
     if ("args" in placed and args) or ("kwargs" in placed and kwargs):
         raise InvalidInput("args and kwargs are given by position or by name, not both.")
@@ -312,7 +306,7 @@ def parse_options(given: Mapping[str, Any], config: object = None) -> Options:
                 raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
             continue
         ours = names.get(name, name)
-        if not changes_setting(ours, value):
+        if not settings.changes_setting(ours, value):
             continue
         if ours in values:
             raise InvalidInput(f"{spelled[ours]} and {name} are two names of one setting: give one of them.")
@@ -320,17 +314,17 @@ def parse_options(given: Mapping[str, Any], config: object = None) -> Options:
     own = {name: check(name, values.pop(name)) for name, check in _CHECKS.items() if name in values}
     if ("run_id" in own) is not ("store" in own):
         raise InvalidInput(
-            "run_id and store go together: the run's name, and the folder or url where it is kept."
+            "run_id and store go together: the run's name, and the folder or url of the store."
         )
     if "storage_options" in own and "store" not in own:
         raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
-    check_setting_names(values, {*_CHECKS, *ALIASES, *REFUSED}, "an argument of run()")
+    settings.check_setting_names(values, {*_CHECKS, *ALIASES, *REFUSED}, "an argument of run()")
     for name in RUN_OPTIONS:
         if values.get(name) is not None and "run_id" not in own:
             raise InvalidInput(
                 f"{name} is about checkpoints in a store: give run_id and store as well, or leave it out."
             )
-    return Options(config=build_config(config, values), **own)
+    return Options(config=settings.build_config(config, values), **own)
 
 
 def _check_variables(name: str, env: Any) -> Mapping[str, str]:

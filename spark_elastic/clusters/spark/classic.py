@@ -26,14 +26,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, mark_jobs
 from spark_elastic.clusters.spark.payload import Payload, broadcast, destroy
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
-from spark_elastic.clusters.spark.probe import (
-    Probe,
-    ProbeReport,
-    Task,
-    await_probes,
-    check_reports,
-    require_report,
-)
+from spark_elastic.clusters.spark.probe import Probe, Task, await_probes, check_reports, require_report
 from spark_elastic.clusters.spark.settings import CLASSIC_PYTHON
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, classify_error
 from spark_elastic.config import ElasticConfig
@@ -243,7 +236,7 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
             job = ProbeJob(f"spark_elastic-preflight-{probe.token}", timeout, number)
-            task, reports = probe.make_task(program), list[ProbeReport]()
+            task, reports = probe.make_task(program), []
             for attempt in range(1, ROUNDS + 1):
                 executors = _count_live_executors(sc)
                 if attempt == 1:

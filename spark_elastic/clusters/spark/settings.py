@@ -11,7 +11,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
@@ -222,10 +222,7 @@ def choose_gpus_of_slot(settings: Mapping[str, str], device: str, slots_per_gpu:
 
 
 def make_slot_profile(
-    settings: Settings,
-    take: Callable[[ResourceProfile], object],
-    device: str = "auto",
-    slots_per_gpu: int = 1,
+    settings: Settings, take: Callable[[ResourceProfile], Any], device: str = "auto", slots_per_gpu: int = 1
 ) -> ResourceProfile | None:
     """The resource profile of slots; None: the application's own. take: makes Spark accept a profile, or raises."""
     if device == "cpu" and int(settings.get(EXECUTOR_GPUS, "0")):

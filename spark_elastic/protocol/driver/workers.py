@@ -222,17 +222,16 @@ def on_worker_raised(tx: Transition, event: messages.WorkerRaised) -> None:
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
         *_, what = "no traceback", *event.traceback.strip().splitlines()
-        detector.evict(
-            tx, worker, f"it raised an exception at {format_position(event.position)}: {what.strip()}"
-        )
+        where = format_position(event.position)
+        detector.evict(tx, worker, f"it raised an exception at {where}: {what.strip()}")
         gone = state.workers.departed[event.worker]
         state.workers.record_departure(event.worker, replace(gone, reported_end=True))
     elif departed is not None and departed.exit_unreported:
         state.workers.record_departure(event.worker, replace(departed, exit_unreported=False))
     else:
         return
-    where = event.fence.generation if event.fence is not None else 0, event.worker, event.position
-    failure = WorkerFailure(tx.now, *where, event.fingerprint, event.traceback)
+    place = event.fence.generation if event.fence is not None else 0, event.worker, event.position
+    failure = WorkerFailure(tx.now, *place, event.fingerprint, event.traceback)
     failures.record_failure(tx, failure, slot_at_fault=not world_ended)
 
 
