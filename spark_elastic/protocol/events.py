@@ -219,7 +219,5 @@ class DriverSilent(Event):
 
 
 WorldEvent: TypeAlias = GroupFormed | Synced | Applied | Boundary | GroupBroken | Finished  # of one world
-AnswerEvent: TypeAlias = (
-    WorldReceived | AbortReceived | StopReceived | DriverSilent
-)  # of the driver, or for lack of one
+AnswerEvent: TypeAlias = WorldReceived | AbortReceived | StopReceived | DriverSilent
 WorkerEvent: TypeAlias = Warm | AnswerEvent | UserRaised | WorldEvent

@@ -313,9 +313,8 @@ def parse_options(given: Mapping[str, Any], config: object = None) -> Options:
         values[ours], spelled[ours] = value, name
     own = {name: check(name, values.pop(name)) for name, check in _CHECKS.items() if name in values}
     if ("run_id" in own) is not ("store" in own):
-        raise InvalidInput(
-            "run_id and store go together: the run's name, and the folder or url of the store."
-        )
+        what = "the name of the run, and the folder or url where it is kept"
+        raise InvalidInput(f"run_id and store go together: {what}.")
     if "storage_options" in own and "store" not in own:
         raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
     settings.check_setting_names(values, {*_CHECKS, *ALIASES, *REFUSED}, "an argument of run()")
