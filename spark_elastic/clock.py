@@ -66,21 +66,6 @@ class RunningClock:
         self._clock.sleep(seconds)
 
 
-class TokenBucket:
-    """Lets `rate` through in a second, and `burst` at once. Times are arguments, from one clock."""
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self._rate, self._burst, self._left, self._at = rate, burst, burst, now
-
-    def take(self, now: float) -> bool:
-        """Whether one more is let through."""
-        self._left = min(self._burst, self._left + self._rate * (now - self._at))
-        self._at = now
-        is_free = self._left >= 1
-        self._left -= is_free
-        return is_free
-
-
 def read_thread_seconds() -> float:
     """For how long this thread has run, or waited for a processor; without Linux's figures only the former."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import IO, Any
 
-from spark_elastic.clock import Clock, SystemClock, TokenBucket
+from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.monitoring.listener import JobListener, Metrics
 from spark_elastic.monitoring.logs import format_as_spark
 from spark_elastic.monitoring.report import Throughput
@@ -39,13 +39,15 @@ class LineRateLimiter:
 
     def __init__(self, rate: float = LINES_PER_SECOND, burst: float = LINES_BURST) -> None:
         self._rate, self._burst = rate, burst
-        self._buckets: dict[str, TokenBucket] = {}
+        self._left: dict[str, tuple[float, float]] = {}  # lines that each may still print, and at what time
         self._dropped: Counter[str] = Counter()  # lines of each worker since the last one that was shown
 
     def limit(self, now: float, who: str, line: str) -> tuple[str, ...]:
         """The line, preceded by a note on lines dropped before it; nothing if the worker is over its limit."""
-        bucket = self._buckets.setdefault(who, TokenBucket(self._rate, self._burst, now))
-        if not bucket.take(now):
+        left, at = self._left.get(who, (self._burst, now))
+        left = min(self._burst, left + self._rate * (now - at))
+        self._left[who] = left - (left >= 1), now
+        if left < 1:
             self._dropped[who] += 1
             return ()
         dropped = self._dropped.pop(who, 0)

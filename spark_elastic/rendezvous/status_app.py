@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
-from spark_elastic.clock import Clock, TokenBucket
+from spark_elastic.clock import Clock
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
@@ -58,7 +58,7 @@ class StatusApp:
         # Cookies know no ports: several jobs on one host must not take each other's.
         self._cookie = f"spark_elastic_{secrets.token_hex(4)}"
         self._rendered: dict[str, tuple[float, bytes]] = {}
-        self._requests = TokenBucket(RATE, BURST, clock.now())  # of holders of the token
+        self._allowance, self._counted = BURST, clock.now()
 
     def url(self, server: str) -> str:
         """What people open. server: its url."""
@@ -79,7 +79,7 @@ class StatusApp:
         return Response(status, body, fields + ALWAYS, is_authenticated=True)
 
     def _answer_visitor(self, request: HttpRequest, by_address: bool) -> tuple[int, bytes, Fields]:
-        if not self._requests.take(self._clock.now()):
+        if not self._within_rate():
             return 429, b"Too many requests.\n", (*TEXT, ("retry-after", "1"))
         page = self._pages.get(request.path)
         if page is None:
@@ -108,6 +108,16 @@ class StatusApp:
             return False
         value = cookies[self._cookie].value if self._cookie in cookies else ""
         return hmac.compare_digest(value.encode(), self._visitor_cookie.encode())
+
+    def _within_rate(self) -> bool:
+        """Takes one from a token bucket that only holders of the token use."""
+        now = self._clock.now()
+        self._allowance = min(BURST, self._allowance + RATE * (now - self._counted))
+        self._counted = now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
 
     def _render_page(self, path: str, page: Page) -> bytes:
         now = self._clock.now()

@@ -198,16 +198,18 @@ def prepare(
     """Check a call, before anything is launched. given: what follows `fn` by position."""
     if get_context() is not None:
         raise InvalidInput("run() was called on a worker: call it where the SparkSession lives.")
-    named = dict(arguments)
-    args, kwargs = named.pop("args", ()), named.pop("kwargs", None)
-    if isinstance(fn, str | os.PathLike):
+    is_script = isinstance(fn, str | os.PathLike)
+    try:
+        args, kwargs, named = _bind(*(() if is_script else given), **arguments)
+    except TypeError as error:
+        raise InvalidInput(f"{str(error).replace('_bind', 'run')}.") from None
+    if is_script:
         if args or kwargs:
             advice = "leave args and kwargs out"
             raise InvalidInput(f"a script takes its arguments one by one after its path: {advice}.")
         fn = Script.read(os.fspath(fn), *(str(argument) for argument in given))
-        name, args, kwargs = os.path.basename(fn.path), (), {}
+        name = os.path.basename(fn.path)
     else:
-        args, kwargs, named = _place_positional(given, args, kwargs, named)
         name = getattr(fn, "__name__", type(fn).__name__)
     chosen = parse_options(named, config)
     if not callable(fn):
@@ -233,27 +235,15 @@ def decode_results(launched: LaunchResult) -> Results[Any]:
     return Results(map(decode_result, launched.results, itertools.count()), launched.report)
 
 
-def _place_positional(
-    given: Sequence[Any], args: Any, kwargs: Any, named: dict[str, Any]
+def _bind(
+    args: Any = (), kwargs: Any = None, num_workers: Any = None, **named: Any
 ) -> tuple[Sequence[Any], Mapping[str, Any], dict[str, Any]]:
-    """`args`, `kwargs` and all named arguments, after those that were given by position, in Horovod's order."""
-    positions = ("args", "kwargs", "num_workers")
-    if len(given) > len(positions):
-        taken = ", ".join(positions)
-        raise InvalidInput(f"run() takes {taken} after the function by position; name the others.")
-    placed = dict(zip(positions, given, strict=False))
-    if ("args" in placed and args) or ("kwargs" in placed and kwargs):
-        raise InvalidInput("args and kwargs are given by position or by name, not both.")
-    args, kwargs = placed.get("args", args), placed.get("kwargs", kwargs)
-    if placed.get("num_workers") is not None:
-        if named.get("num_workers") is not None:
-            raise InvalidInput("num_workers is given by position and by name: give it once.")
-        named["num_workers"] = placed["num_workers"]
+    """What follows a function, by position in Horovod's order, or by name."""
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise InvalidInput(f"args must be a sequence of arguments, such as a tuple; got {args!r}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
-    return args, kwargs or {}, named
+    return args, kwargs or {}, named if num_workers is None else {**named, "num_workers": num_workers}
 
 
 @dataclass(frozen=True, kw_only=True)
