@@ -452,13 +452,9 @@ def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
     return hosts
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """The entry point. SIGTERM ends the job as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()
     except InvalidInput as error:  # of an option

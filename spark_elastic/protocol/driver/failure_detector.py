@@ -16,7 +16,6 @@ from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     JobStage,
     PossiblyAlive,
-    SlotEnd,
     SlotRecord,
     Transition,
     WorkerRecord,
@@ -91,22 +90,21 @@ def remove_worker(tx: Transition, worker: WorkerRecord, departed: DepartedWorker
         state.slots.put(replace(slot, worker=None))
 
 
-def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
-    """A slot task is gone, and its worker with it."""
+def remove_slot(tx: Transition, slot: SlotRecord, reason: str, executor_lost: bool | None = None) -> None:
+    """A slot task is gone, and its worker with it. executor_lost: Spark says so; None: the driver has it end."""
     state = tx.state
     worker = tx.find_worker(slot)
     if worker is not None:
-        if how is SlotEnd.EXECUTOR_LOST:
+        if executor_lost:
             _note_possibly_alive(tx, worker, executor_lost=True)
         evict_externally_lost(tx, worker, reason)
-    elif how is not SlotEnd.TOLD_TO_END:
+    elif executor_lost is not None:
         for name, departed in state.workers.departed.items():
             if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
                 # The world's break reason was announced before this was known.
                 told = f"worker {name} was lost with its slot: {reason}"
                 tx.emit(do.NotifyUser(tx.cite(told, departed.event_id)))
     state.slots.record_departure(slot, tx.cite(reason))
-    state.possibly_alive.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)
     state.connections.forget(slot.slot)
@@ -309,7 +307,7 @@ def _evict_silent_slots(tx: Transition) -> None:
     for slot in state.slots.values():
         silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned_at)
         if slot.worker is None and silence > limit:
-            remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
+            remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s")
 
 
 # ---- evicted members that may be alive

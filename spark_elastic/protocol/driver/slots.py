@@ -13,7 +13,6 @@ from spark_elastic.protocol.driver.failure_detector import remove_slot
 from spark_elastic.protocol.driver.state import (
     DrainCause,
     JobStage,
-    SlotEnd,
     SlotLaunch,
     SlotRecord,
     Transition,
@@ -80,9 +79,8 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
     ended = state.launches.get(event.launch)
     if ended is None:
         return
-    how = SlotEnd.EXECUTOR_LOST if event.executor_lost else SlotEnd.OBSERVED
     for slot in state.slots.of_launch(event.launch):
-        remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
+        remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", event.executor_lost)
     state.possibly_alive.end_launch(event.launch, event.executor_lost)
     state.launches.remove(event.launch)
     if state.timers.done_since is not None:
@@ -146,7 +144,7 @@ def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = F
 
 
 def _release(tx: Transition, slot: SlotRecord, reason: str) -> None:
-    remove_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
+    remove_slot(tx, slot, reason)
     tx.emit(do.ReleaseSlot(reason, slot.slot))
 
 
@@ -256,7 +254,8 @@ def on_host_lost(tx: Transition, event: on.HostLost) -> None:
     state.hosts.draining = state.hosts.draining.drop(event.host)
     state.blacklist = state.blacklist.forget_host(event.host)
     for slot in state.slots.on_host(event.host):
-        remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
+        state.possibly_alive.lose_executor(slot.slot)
+        remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", executor_lost=True)
         state.launches.update(slot.launch, executor_lost=True)
 
 

@@ -160,14 +160,6 @@ class SlotRecord:
         return self.node or self.host
 
 
-class SlotEnd(Enum):
-    """How the driver knows that a slot task is gone."""
-
-    OBSERVED = "it ended, and with it all that ran in it"
-    TOLD_TO_END = "the driver told it to end, or will with its next message"
-    EXECUTOR_LOST = "Spark says that its executor is lost, and may only have lost sight of it"
-
-
 @dataclass
 class Slots(_LiveRecords[SlotId, SlotRecord]):
     """Slots that are alive, by name."""
@@ -360,28 +352,24 @@ class PossiblyAliveMembers(Part):
         known = self._of_launch(slot.launch).items()
         return {n: m for n, m in known if n == worker or (worker is None and n.slot == slot)}
 
-    def end_slot(self, slot: SlotId, how: SlotEnd) -> None:
-        """A slot is gone, and what ran in it, as far as `how` proves that."""
+    def lose_executor(self, slot: SlotId) -> None:
+        """Spark says that the slot's executor is lost, and may only have lost sight of it."""
         for worker, member in self.find_by_connection(slot, None).items():
-            self._end(worker, member, how)
+            self.update(worker, replace(member, executor_lost=True))
 
     def end_launch(self, launch: int, executor_lost: bool) -> None:
         """A launch is over, and all attempts of its task, including those that were told to end before."""
         for worker, member in self._of_launch(launch).items():
-            lost = executor_lost or member.executor_lost
-            self._end(worker, member, SlotEnd.EXECUTOR_LOST if lost else SlotEnd.OBSERVED)
+            if executor_lost or member.executor_lost:
+                self.update(worker, replace(member, executor_lost=True))
+            else:
+                self.confirm_dead(worker)
         if not self._of_launch(launch):
             self._by_launch = self._by_launch.drop(launch)
 
     def _of_launch(self, launch: int) -> dict[WorkerId, PossiblyAlive]:
         known = self.members
         return {name: known[name] for name in self._by_launch.get(launch, ()) if name in known}
-
-    def _end(self, worker: WorkerId, member: PossiblyAlive, how: SlotEnd) -> None:
-        if how is SlotEnd.OBSERVED:
-            self.confirm_dead(worker)
-        elif how is SlotEnd.EXECUTOR_LOST:
-            self.update(worker, replace(member, executor_lost=True))
 
 
 @dataclass
