@@ -139,7 +139,7 @@ class GangScheduler:
             self._thread.join()
 
     def report_shortage(self, is_short: bool) -> None:
-        """As of `SlotScheduler`. Any thread."""
+        """The job begins to lack slots for its next world, or has enough again. Any thread."""
         self._short_since = self._clock.now() if is_short else None
 
     def _watch(self, post: Post) -> None:

@@ -17,10 +17,11 @@ from spark_elastic import errors
 from spark_elastic.clock import RunningClock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import build_discovery, check_requests
+from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
-from spark_elastic.driver.ports import Discovery, Launcher, SlotScheduler
+from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
 from spark_elastic.errors import JobCancelled, JobFailed, StoreError
 from spark_elastic.monitoring.job_history import build_status, build_status_pages
@@ -76,7 +77,7 @@ class DriverOptions:
     # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
     run: OwnedRun | None = None
     key: bytes | None = field(default=None, repr=False)  # the job's, if others know it; None: a new one
-    scheduler: SlotScheduler | None = None  # None: no other job competes for slots
+    scheduler: GangScheduler | None = None  # None: no other job competes for slots
 
 
 def check_driver_settings(config: ElasticConfig, encrypted: bool) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from spark_elastic.clock import Clock
-from spark_elastic.driver.ports import Post, SlotScheduler
+from spark_elastic.driver.gang_scheduler import GangScheduler
+from spark_elastic.driver.ports import Post
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, Commands, JobListener
 from spark_elastic.monitoring.logs import ANNOUNCED
@@ -133,7 +134,7 @@ class JobMonitor:
         listener: JobListener,
         clock: Clock,
         observers: Sequence[JobListener] = (),
-        scheduler: SlotScheduler | None = None,
+        scheduler: GangScheduler | None = None,
     ) -> None:
         self._listener, self._scheduler = listener, scheduler
         self._lacks_slots = False  # what the scheduler was told last
@@ -187,7 +188,7 @@ class JobMonitor:
         log.info("%s", text, extra=ANNOUNCED)
         self.notifier.submit(partial(hook, text))
 
-    def _tell_scheduler(self, call: Callable[[SlotScheduler], None]) -> None:
+    def _tell_scheduler(self, call: Callable[[GangScheduler], None]) -> None:
         try:
             if self._scheduler is not None:
                 call(self._scheduler)

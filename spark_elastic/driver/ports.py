@@ -33,18 +33,6 @@ class Launcher(Protocol):
         ...
 
 
-class SlotScheduler(Protocol):
-    """Schedules the slots of the jobs of one application; the driver's thread reports this job's needs to it."""
-
-    def finish_gathering(self) -> None:
-        """The job has a world. Called for each world."""
-        ...
-
-    def report_shortage(self, is_short: bool) -> None:
-        """Called when the job begins to lack slots for its next world, or has enough again."""
-        ...
-
-
 class Discovery(Protocol):
     """Watches the cluster's hosts, and posts `HostAppeared`, `HostLost` and `DrainRequested`."""
 

@@ -9,8 +9,7 @@ import dataclasses
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -66,14 +65,6 @@ EVENT_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class HistoryEntry:
-    at: float  # seconds since the launch
-    kind: str  # such as "launch slot"
-    text: str  # the reason
-    times: int = 1  # successive entries of this kind that were merged; `text` is that of the last one
-
-
 class HistoryView(NamedTuple):
     """What the status page reads of a history at one time."""
 
@@ -82,7 +73,7 @@ class HistoryView(NamedTuple):
     report: JobReport  # of the job so far
     metrics: Metrics  # newest report of rank 0
     throughput: Throughput  # from those reports
-    entries: tuple[HistoryEntry, ...]  # what happened, oldest first
+    entries: list[dict[str, Any]]  # what happened, oldest first, as the page has it
     lost_slots: list[dict[str, Any]]  # those of the last `LOST_SECONDS`, newest first, as the page has them
 
 
@@ -104,7 +95,7 @@ class JobHistory(JobListener):
         self._last_event = 0.0
         self._ended_at: float | None = None
         self._checkpoints = 0
-        self._entries: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
+        self._entries: deque[dict[str, Any]] = deque(maxlen=MAX_ENTRIES)
         self._lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST_SLOTS)
         # What rank 0 reported.
         self._metrics: Metrics = {}  # the newest
@@ -159,8 +150,8 @@ class JobHistory(JobListener):
                 useful_hours=useful / 3600,
             )
             lost = [slot for slot in reversed(self._lost) if at - slot["at"] <= LOST_SECONDS]
-            entries = tuple(self._entries)
-            return HistoryView(now, self._state, report, self._metrics, self._throughput, entries, lost)
+            seen = now, self._state, report, self._metrics, self._throughput
+            return HistoryView(*seen, list(self._entries), lost)
 
     # ---- under the lock
 
@@ -257,10 +248,10 @@ class JobHistory(JobListener):
                 self._lost.append({"at": at, **own, "reason": reason})
 
     def _add_entry(self, at: float, kind: str, text: str) -> None:
-        times = 1
-        if kind in MERGED_ENTRIES and self._entries and self._entries[-1].kind == kind:
-            times += self._entries.pop().times
-        self._entries.append(HistoryEntry(at, kind, text, times))
+        times = 1  # successive entries of this kind that are merged; the text is that of the last one
+        if kind in MERGED_ENTRIES and self._entries and self._entries[-1]["kind"] == kind:
+            times += self._entries.pop()["times"]
+        self._entries.append({"at": at, "kind": kind, "text": text[:MAX_TEXT], "times": times})
 
 
 def _get_checkpoint_seconds(metrics: Metrics) -> float:
@@ -301,14 +292,15 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
     }
 
 
-def _list_events(report: JobReport, entries: Sequence[HistoryEntry]) -> list[dict[str, Any]]:
+def _list_events(report: JobReport, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Changes of the world and the driver's other decisions, oldest first."""
     last_world = report.world_changes[-1].at if report.world_changes else 0.0
     decisions = [
-        {**dataclasses.asdict(entry), "text": EVENT_WORDS[entry.kind] + entry.text[:MAX_TEXT]}
+        {**entry, "text": words + entry["text"]}
         for entry in entries
         # The world after a broken one names the loss and its cost.
-        if entry.kind in EVENT_WORDS and (entry.kind != "abort world" or entry.at > last_world)
+        if (words := EVENT_WORDS.get(entry["kind"])) is not None
+        and (entry["kind"] != "abort world" or entry["at"] > last_world)
     ]
     return sorted([*report.list_events(), *decisions], key=lambda event: event["at"])
 

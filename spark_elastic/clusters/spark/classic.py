@@ -13,7 +13,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -235,29 +235,20 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
             least = min(number, sc.defaultParallelism) if has_imports else 1
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
-            job = ProbeJob(f"spark_elastic-preflight-{probe.token}", timeout, number)
+            job = f"spark_elastic-preflight-{probe.token}", timeout, number
             task, reports = probe.make_task(program), []
             for attempt in range(1, ROUNDS + 1):
                 executors = _count_live_executors(sc)
                 if attempt == 1:
                     announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
                 # Spark assigns tasks to executors in turns, so that so many reach each idle one.
-                reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), job))
+                reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), *job))
                 is_refused = any(report.fault or report.unreached for report in reports)
                 if is_refused or len({report.executor for report in reports}) >= executors:
                     break
             return check_reports(probe, reports)
     finally:
         destroy(program)
-
-
-@dataclass(frozen=True)
-class ProbeJob:
-    """What the Spark jobs of a preflight have in common."""
-
-    tag: str  # their tag, by which they are cancelled
-    timeout: float  # seconds in which they must end
-    workers: int = 1  # number of workers that the job wants
 
 
 def _count_live_executors(sc: SparkContext) -> int:
@@ -268,39 +259,43 @@ def _count_live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _run_probes(sc: SparkContext, task: Task, tasks: int, job: ProbeJob) -> list[Any]:
+def _run_probes(
+    sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float, workers: int
+) -> list[Any]:
+    """Run one Spark job under a tag. workers: that the job of the probes wants."""
+
     def collect() -> list[Any]:
-        with mark_jobs(sc, "probes of the hosts", job.tag):
+        with mark_jobs(sc, "probes of the hosts", tag):
             try:
                 return sc.parallelize(range(tasks), tasks).mapPartitions(task).collect()
             except Exception as error:
                 raise _translate_error(error) from error
 
-    cancel, explain = partial(sc.cancelJobsWithTag, job.tag), partial(_explain_delay, sc, job)
-    return await_probes(collect, cancel, get_job_queue(sc), job.timeout, InheritableThread, explain)
+    cancel, explain = partial(sc.cancelJobsWithTag, tag), partial(_explain_delay, sc, tag, timeout, workers)
+    return await_probes(collect, cancel, get_job_queue(sc), timeout, InheritableThread, explain)
 
 
-def _explain_delay(sc: SparkContext, job: ProbeJob) -> str | None:
+def _explain_delay(sc: SparkContext, tag: str, timeout: float, workers: int) -> str | None:
     """Why the probes have not ended, in one sentence; None: it is not known."""
     try:
         tracker = sc._jsc.sc().statusTracker()
         stages = [
             tracker.getStageInfo(stage).get()
-            for number in tracker.getJobIdsForTag(job.tag)
+            for number in tracker.getJobIdsForTag(tag)
             for stage in tracker.getJobInfo(number).get().stageIds()
         ]
         running = sum(stage.numActiveTasks() for stage in stages)
         cores = sc.defaultParallelism
     except (Py4JError, AttributeError):  # users are denied access, or an older Spark
         return None
-    within = f"{job.timeout:.0f} s (start_timeout)"
+    within = f"{timeout:.0f} s (start_timeout)"
     if running:
         return (
             f"{running} probes of the hosts were still loading the program after {within}: see why imports take long "
             "there (a busy machine, Python on a network drive), or raise start_timeout."
         )
     return (
-        f"no executor took a probe within {within}, while the job wants {job.workers} slots and Spark counts {cores} "
+        f"no executor took a probe within {within}, while the job wants {workers} slots and Spark counts {cores} "
         "cores: free some of them, or raise start_timeout."
     )
 
