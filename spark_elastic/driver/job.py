@@ -26,7 +26,7 @@ from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
 from spark_elastic.errors import JobCancelled, JobFailed, StoreError
 from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers, save_status
+from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers
 from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
@@ -172,9 +172,7 @@ def supervise(
         end = _await_end(loop)
     report = monitor.history.build_report()
     if board is not None:
-        board.show(end)
-    if run is not None and status is not None:
-        save_status(run.store, run.run_id, run.attempt, save_page(build_status(monitor.history, name)))
+        board.show(end, None if status is None else save_page(build_status(monitor.history, name)))
     try:
         if end.outcome not in (JobOutcome.SUCCESS, JobOutcome.CANCELLED) and run is not None:
             with suppress(StoreError):

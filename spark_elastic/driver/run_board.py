@@ -1,6 +1,7 @@
 """What the store shows of a run's job, for `attach` in other processes, and what they ask of it.
 
     runs/RUN/status/ATTEMPT.json         how the job stands, a few seconds ago, or how it has ended
+    runs/RUN/status/ATTEMPT.html         the last status page
     runs/RUN/requests/ATTEMPT-NAME       a request to drain or to cancel, deleted once the driver has read it
 
 A thread of the driver's writes and reads them, from `with` to its end. It publishes checkpoints, too, and looks whether
@@ -57,12 +58,16 @@ class RunBoard:
         if kind is not None:
             self.show(End("the caller was interrupted", JobOutcome.CANCELLED))
 
-    def show(self, end: End | None = None) -> None:
-        """Show how the job stands. end: it has ended so. A store that fails costs this, and one warning."""
+    def show(self, end: End | None = None, page: str | None = None) -> None:
+        """Show how the job stands. end: it has ended so. page: the last one of its status, which the run keeps. A store
+        that fails costs this, and one warning."""
         self._beat += 1
         shown = {**self._describe(), BEAT: self._beat, END: None if end is None else codec.to_plain(end)}
+        name = status_name(self._run.run_id, self._run.attempt)
         try:
-            self._run.store.write_bytes(status_name(self._run.run_id, self._run.attempt), encode_json(shown))
+            self._run.store.write_bytes(name, encode_json(shown))
+            if page is not None:
+                self._run.store.write_bytes(f"{name.removesuffix('json')}html", page.encode())
         except StoreError as error:
             level = logging.DEBUG if self._failed else logging.WARNING
             log.log(level, "attach() shows nothing new: %s", error)

@@ -16,7 +16,6 @@ from typing import IO
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 
 log = logging.getLogger("spark_elastic")
@@ -205,15 +204,6 @@ PART_BYTES = 1 << 20
 WRITE_INTERVAL = 10.0  # seconds
 MAX_PENDING_PARTS = 8  # in memory while the store is slow
 CLOSE_SECONDS = 30.0  # how long closing waits for the store
-
-
-def save_status(store: Store, run_id: str, attempt: int, page: str) -> None:
-    """Keep the last status page of an attempt with its run; a store that fails costs the page and one warning."""
-    name = f"runs/{run_id}/status/{attempt:06d}.html"
-    try:
-        store.write_bytes(name, page.encode())
-    except StoreError as error:
-        log.warning("the status page is not kept with the run: %s", error)
 
 
 class StoreLog(JobListener):
