@@ -60,7 +60,14 @@ def examine(
     if spark is not None:
         yield from _examine_cluster(spark, config, opened, workers)
     elif opened is not None:
-        yield _examine_store(opened)
+        from spark_elastic.clusters.spark.probe import Probe
+
+        try:
+            with Probe(store=opened).open():
+                what = f"the store {opened.url} can be written here"
+                yield Finding(f"{what}; whether hosts see it, a cluster tells")
+        except ElasticError as error:
+            yield Finding(str(error), refused=True)
 
 
 def _describe(facts: Mapping[str, str]) -> str:
@@ -69,17 +76,6 @@ def _describe(facts: Mapping[str, str]) -> str:
     lacking = [name for name in FRAMEWORKS if name not in facts]
     missing = f"; no {', '.join(lacking)}" if lacking else ""
     return f"{', '.join(f'{name} {facts[name]}' for name in names)}{missing}; {facts['gpus']} GPUs"
-
-
-def _examine_store(store: Store) -> Finding:
-    from spark_elastic.clusters.spark.probe import Probe
-
-    try:
-        with Probe(store=store).open():
-            what = f"the store {store.url} can be written here"
-            return Finding(f"{what}; whether hosts see it, a cluster tells")
-    except ElasticError as error:
-        return Finding(str(error), refused=True)
 
 
 def _examine_cluster(

@@ -22,17 +22,11 @@ from pyspark import TaskContext
 
 from spark_elastic.clock import Clock
 from spark_elastic.clusters import coordinator
+from spark_elastic.clusters.spark import settings as conf
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, find_own_address
 from spark_elastic.clusters.spark.payload import Payload, make_payload, make_program_payload
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
 from spark_elastic.clusters.spark.probe import Probe, await_probes, check_reports, require_report
-from spark_elastic.clusters.spark.settings import (
-    CLASSIC_PYTHON,
-    CONNECT_PYTHON,
-    DRIVER_HOST,
-    LOOKED_AT,
-    is_ssl_enabled,
-)
 from spark_elastic.clusters.spark.slot_task import classify_error
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
@@ -60,7 +54,7 @@ RETRIED = "Spark ran the coordinator's task again"
 class ConnectPlatform(SparkPlatform):
     """Programs travel in the plan of a job or as files of the session."""
 
-    python_settings = (CONNECT_PYTHON, CLASSIC_PYTHON)
+    python_settings = (conf.CONNECT_PYTHON, conf.CLASSIC_PYTHON)
 
     def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
         super().__init__(config, spark, read_settings(spark))
@@ -77,7 +71,7 @@ class ConnectPlatform(SparkPlatform):
 
     def _find_address(self) -> str:
         """On the way to the server, or to Spark's driver if the session does not say where that is."""
-        driver_host = self._settings.get(DRIVER_HOST)
+        driver_host = self._settings.get(conf.DRIVER_HOST)
         if _is_classic(self._spark):  # its SparkContext is denied
             return find_address_towards(driver_host or LOOPBACK, 1)
         server = _find_server(self._spark)
@@ -85,7 +79,7 @@ class ConnectPlatform(SparkPlatform):
 
     def _probe(self, probe: Probe, number: int) -> list[dict[str, str]]:
         self.count_workers(number)
-        probe = replace(probe, peers=number, reachable_host=self._settings.get(DRIVER_HOST))
+        probe = replace(probe, peers=number, reachable_host=self._settings.get(conf.DRIVER_HOST))
         facts, unreached = preflight(self._spark, probe, self._config.start_timeout)
         if unreached is not None:
             coordinator.check_config(self._config)
@@ -125,7 +119,7 @@ class ConnectPlatform(SparkPlatform):
             job.limits,
             coordinator.check_config(config),
             job.name,
-            is_ssl_enabled(self._settings),
+            conf.is_ssl_enabled(self._settings),
             self._make_probe(job.needs).make_host_check(),
             None if run is None else (run.run_id, run.attempt, run.checkpoints),
         )
@@ -137,7 +131,7 @@ class ConnectPlatform(SparkPlatform):
         end = ChannelEnd(store, folder, key, own, other)
         client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, self._clock)
         try:
-            towards = self._settings.get(DRIVER_HOST)
+            towards = self._settings.get(conf.DRIVER_HOST)
             return client.follow(lambda: launcher.run_coordinator(task, towards), config)
         finally:
             try:
@@ -149,7 +143,7 @@ class ConnectPlatform(SparkPlatform):
 def read_settings(spark: SparkSession) -> dict[str, str]:
     """The server's settings that a job looks at."""
     settings = {}
-    for name in LOOKED_AT:
+    for name in conf.LOOKED_AT:
         try:
             value = spark.conf.get(name, None)
         except Exception as error:  # of gRPC or py4j: some servers refuse

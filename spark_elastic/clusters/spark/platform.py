@@ -13,17 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.spark import settings as conf
 from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.clusters.spark.probe import Probe
-from spark_elastic.clusters.spark.settings import (
-    EXECUTOR_GPUS,
-    check_settings,
-    find_harmful_settings,
-    is_ssl_enabled,
-    make_slot_profile,
-    read_executor_memory,
-    warn_about_settings,
-)
 from spark_elastic.clusters.spark.slot_task import SlotTask
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
@@ -118,12 +110,12 @@ class SparkPlatform(ABC):
 
     def check_settings(self) -> None:
         """Raises InvalidInput: with these settings of Spark or of the driver no job works."""
-        check_settings(self._settings, self.python_settings)
-        check_driver_settings(self._config, is_ssl_enabled(self._settings))
+        conf.check_settings(self._settings, self.python_settings)
+        check_driver_settings(self._config, conf.is_ssl_enabled(self._settings))
 
     def list_warnings(self) -> list[str]:
         """Settings of the session that harm jobs without preventing them, in a sentence each."""
-        return find_harmful_settings(self._settings, self._find_plaintext_server())
+        return conf.find_harmful_settings(self._settings, self._find_plaintext_server())
 
     def preflight(
         self,
@@ -143,7 +135,7 @@ class SparkPlatform(ABC):
             store=store,
             bind=self._choose_bind(),
             what=what,
-            encrypted=auth.is_tls_enabled(self._config, is_ssl_enabled(self._settings)),
+            encrypted=auth.is_tls_enabled(self._config, conf.is_ssl_enabled(self._settings)),
             slot=SlotSpec.from_config(self._config, address="", key=b"", attempt=0, imports=imports),
         )
         return self._probe(probe, number)
@@ -153,14 +145,15 @@ class SparkPlatform(ABC):
         settings, config = self._settings, self._config
         if not job.name:
             job = replace(job, name=f"{settings.get('spark.app.name', 'fit')}-{secrets.token_hex(2)}")
-        warn_about_settings(settings, self._application, self._find_plaintext_server())
-        memory = read_executor_memory(settings, config.device, config.slots_per_gpu)
+        conf.warn_about_settings(settings, self._application, self._find_plaintext_server())
+        gpus = config.device, config.slots_per_gpu
+        memory = conf.read_executor_memory(settings, *gpus)
         with self._ship(job.program) as program:
 
             def make_task(spec: SlotSpec) -> SlotTask:
                 return SlotTask(replace(spec, preload=job.preload, imports=job.imports), program, memory)
 
-            profile = make_slot_profile(settings, self._check_profile, config.device, config.slots_per_gpu)
+            profile = conf.make_slot_profile(settings, self._check_profile, *gpus)
             launcher = self._make_launcher(make_task, profile)
             queue = get_job_queue(self._application)
             scheduler = GangScheduler(queue, job.name, job.limits, self._clock)
@@ -175,7 +168,7 @@ class SparkPlatform(ABC):
         options = DriverOptions(
             bind=bind.host,
             advertise=bind.advertise,
-            encrypted=is_ssl_enabled(self._settings),
+            encrypted=conf.is_ssl_enabled(self._settings),
             check_host=self._make_probe(job.needs).make_host_check(),
             run=job.run,
             scheduler=scheduler,
@@ -191,5 +184,5 @@ class SparkPlatform(ABC):
 
     def _make_probe(self, needs: tuple[str, ...]) -> Probe:
         """What a job that uses these frameworks needs of its hosts."""
-        assigned = int(self._settings.get(EXECUTOR_GPUS, "0")) > 0
+        assigned = int(self._settings.get(conf.EXECUTOR_GPUS, "0")) > 0
         return Probe(needs=needs, device=self._config.device, assigned=assigned)
