@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ from spark_elastic.checks import COUNT
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.clusters.run.call import Results, RunCall, decode_results, prepare
+from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
@@ -77,10 +77,10 @@ class TorchDistributor:
         if not callable(function):
             kind = type(function).__name__
             raise InvalidInput(f"run() takes a function or the path of a script; got a {kind}.")
-        needs_own = self.local_mode and self._store is None
-        with tempfile.TemporaryDirectory() if needs_own else nullcontext(self._store) as url:
+        own = make_scratch_folder() if self.local_mode and self._store is None else nullcontext(self._store)
+        with own as place:
             options = self._arguments.get("storage_options", {})
-            results = None if url is None else ResultStore(url, options)
+            results = None if place is None else ResultStore(str(place), options)
             program = Torchrun(function, self.local_mode, results)
             named = dict(self._arguments)
             call = prepare(program, () if is_script else (args, kwargs), named, named.pop("config", None))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 from pyspark import TaskContext
 
-from spark_elastic.clock import Clock
+from spark_elastic.clock import Clock, RunningClock
 from spark_elastic.clusters import coordinator
 from spark_elastic.clusters.spark import settings as conf
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, find_own_address
@@ -128,8 +128,8 @@ class ConnectPlatform(SparkPlatform):
         # The coordinator's address and certificate follow.
         known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
         spec = SlotSpec.from_config(config, address="", **known)
-        end = ChannelEnd(store, folder, key, own, other)
-        client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, self._clock)
+        end, clock = ChannelEnd(store, folder, key, own, other), RunningClock(self._clock)
+        client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, clock)
         try:
             towards = self._settings.get(conf.DRIVER_HOST)
             return client.follow(lambda: launcher.run_coordinator(task, towards), config)
