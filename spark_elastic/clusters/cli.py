@@ -41,8 +41,8 @@ LOCALHOST = "localhost"
 RunOptions: TypeAlias = SimpleNamespace  # the options of a command line, by their names; None: not given
 PYTHON = re.compile(r"py(thon)?\d*(\.\d+)*t?$")  # how names of Pythons end
 
-_LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
-_LEVEL = click.Choice(_LEVELS, case_sensitive=False)
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
+_LEVEL = click.Choice(LOG_LEVELS, case_sensitive=False)
 _SOME = click.IntRange(min=1)
 _KEY = click.Path(exists=True, dir_okay=False, resolve_path=True)
 Follows: TypeAlias = Callable[[Any], dict[str, object]]

@@ -236,7 +236,8 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
             job = f"spark_elastic-preflight-{probe.token}", timeout, number
-            task, reports = probe.make_task(program), []
+            task = probe.make_task(program)
+            reports: list[Any] = []
             for attempt in range(1, ROUNDS + 1):
                 executors = _count_live_executors(sc)
                 if attempt == 1:
