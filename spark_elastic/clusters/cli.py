@@ -297,7 +297,8 @@ def supervise_driver(options: RunOptions) -> int:
     """Run the job in a process of its own, and again, up to `restarts` times, when a signal has killed that: its run
     continues. What ends with an error is not repeated. Returns the exit code."""
     if options.run_id is None or options.store is None:
-        raise InvalidInput("--restarts needs --run-id and --store: by them the next driver continues.")
+        why = "by them the next driver continues the run"
+        raise InvalidInput(f"--restarts needs --run-id and --store: {why}.")
     assert options.restarts is not None
     for left in range(options.restarts, -1, -1):
         driver = os.fork()
@@ -341,8 +342,7 @@ def _execute(options: RunOptions) -> None:
     if not least <= number <= most:
         got = f"{least} <= {number} <= {most}"
         raise InvalidInput(f"spark-elastic-run needs --min-np <= -np <= --max-np; got {got}.")
-    level = {"SPARK_ELASTIC_LOG_LEVEL": options.log_level} if options.log_level else {}
-    environment = {**options.environment, **level}
+    environment = _make_environment(options)
     named: dict[str, Any] = {
         "num_workers": number,
         "min_workers": options.min_np,
@@ -403,6 +403,12 @@ def _make_output_folder(path: str | None) -> Path | None:
         why = f"is no folder that files can be put into: {error}"
         raise InvalidInput(f"--output-filename {path} {why}.") from error
     return folder
+
+
+def _make_environment(options: RunOptions) -> dict[str, str]:
+    """Variables of the training processes, in addition to this process's own."""
+    level = {"SPARK_ELASTIC_LOG_LEVEL": options.log_level} if options.log_level else {}
+    return {**options.environment, **level}
 
 
 def _make_config(options: RunOptions) -> ElasticConfig:
