@@ -326,12 +326,14 @@ class OperationConfig:
     fusion_threshold: int = 64 << 20  # bytes of small reductions that travel as one
     # After this time the log names the ranks that have not requested an operation, or not brought their gradients.
     warn_after: float = 10.0
-    wait_at_most: float | None = None  # until a handle or an exchange gives up; None: `collective_timeout`
+    # After this time a handle, or an exchange of gradients, gives up; None: the job's `collective_timeout`.
+    wait_at_most: float | None = None
     stuck_after: float = 3.0  # after this time the log names ranks that all wait for different operations
     # What sums gradients on GPUs: auto, NCCL where each worker has a GPU of its own; host, the engine, through the
     # memory of the host; or a backend of torch.distributed.
     bulk_backend: str = "auto"
-    hybrid_recovery: bool = True  # new worlds train through the host until NCCL is there; False: they wait
+    # Whether a new world trains through the host while its NCCL communicator is built; False: its first step waits.
+    hybrid_recovery: bool = True
     timeline: str | None = None  # file of a trace that begins with the process; None: no trace
     timeline_mark_cycles: bool = False  # rounds are marked in the trace
     log_level: str | None = None  # which records of the process's own log are printed; None: warnings

@@ -57,7 +57,7 @@ def test_messages_sent_between_two_polls_are_one_object_and_arrive_in_order() ->
     pair.a.poll()
     pair.b.poll()
     assert pair.heard["b"] == [Note(number) for number in range(4)]
-    assert pair.store.list("channels/1") == []
+    assert pair.store.list("channels/1") == ["channels/1/b-00000001"], "the newest, a sign of life"
 
 
 def test_messages_without_the_key_are_never_delivered() -> None:
@@ -98,7 +98,6 @@ def test_a_half_written_object_is_read_again(
         pair.store.write_bytes(name, whole)
         pair.b.poll()
     assert pair.heard["b"] == [Note(42)]
-    assert not pair.store.exists(name)
 
 
 def test_an_object_verifies_only_under_its_own_name() -> None:
@@ -117,7 +116,9 @@ def test_a_failing_store_neither_loses_nor_repeats_a_message(
     monkeypatch: pytest.MonkeyPatch, call: str, failing: str
 ) -> None:
     pair = Pair()
-    pair.a.send(Note(0))
+    pair.send(0)
+    pair.b.poll()
+    pair.a.send(Note(1))
     if failing == "b":
         pair.a.poll()
     with monkeypatch.context() as patched:
@@ -125,9 +126,9 @@ def test_a_failing_store_neither_loses_nor_repeats_a_message(
         with pytest.raises(StoreError):
             getattr(pair, failing).poll()
     pair.b.poll()
-    pair.send(1)
+    pair.send(2)
     pair.b.poll()
-    assert pair.heard["b"] == [Note(0), Note(1)]
+    assert pair.heard["b"] == [Note(0), Note(1), Note(2)]
 
 
 def test_a_write_that_succeeded_although_it_raised_loses_no_later_message(
