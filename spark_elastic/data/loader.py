@@ -157,8 +157,8 @@ class _Closed(Exception):
 
 
 class StepStream:
-    """The steps of one rank in one world and epoch, in order; `with` starts and ends the thread that reads ahead. Once
-    all are taken, and where another epoch follows, the thread reads that one after `with`."""
+    """The steps of one rank in one world and epoch, in order; `with` starts and ends the thread that reads ahead, which
+    goes on with the next epoch, if there is one, once all steps are taken."""
 
     def __init__(
         self,
@@ -239,8 +239,7 @@ class StepStream:
         return bool(self._ready)
 
     def _await_rows(self) -> None:
-        """Wait until the next step is there, or nothing will come. `deadline` counts from the last row group that was
-        read, since a step of many row groups may take longer."""
+        """Wait until the next step is there. `deadline` counts from the last row group: a step may have many."""
         since = self._clock.now()
         while not (self._ready or self._failed or self._closed):
             left = max(since, self._last_read) + self._limit.deadline - self._clock.now()
@@ -321,8 +320,8 @@ class StepStream:
         self._last_read = self._clock.now()
 
     def _iter_blocks(self, order: EpochPermutation, first_step: int) -> Iterator[RankBlock]:
-        """This rank's rows of all steps, in blocks of steps: one step alone has few rows of each lane, and each take is
-        a call. Blocks double, so that the first step comes soon."""
+        """This rank's rows of all steps, in blocks of steps: for one step alone each take of few rows would be a call.
+        Blocks double, so that the first step comes soon."""
         plan, step, count = self._loader.plan, first_step, 1
         while step < plan.steps:
             room = self._limit.bytes // 2 // self._count_step_bytes(step)
@@ -359,12 +358,10 @@ class StepStream:
 
 
 class DecodePrefetcher:
-    """Decodes row groups in a thread of its own before the one thread that fetches asks for them, which enters and
-    leaves it as a context. The reader keeps what was decoded."""
+    """Decodes row groups in a thread of its own before the one thread that fetches, which enters it, asks for them."""
 
     def __init__(self, reader: Reader, most: int, on_read: Callable[[], None]) -> None:
-        """most: row groups that may be decoded before they are fetched; with 0 there is no thread. on_read: called
-        after each row group that was read, by the thread that read it."""
+        """most: row groups decoded ahead; 0: no thread. on_read: called after each read, by the thread that read."""
         self._reader, self._most, self._on_read = reader, most, on_read
         self._changed = threading.Condition()
         self._wanted: dict[int, None] = {}  # ordered set: they will be fetched in this order

@@ -1,7 +1,6 @@
 """The manifest of a data set: its files, row groups and columns, as one JSON document beside it in the store.
 
-A run is bound to the manifest's hash (R19, resuming a run). Knows neither Spark nor how files are read. Values; any
-thread.
+A run is bound to the manifest's hash (R19, resuming a run). Knows neither Spark nor how files are read. Any thread.
 """
 
 from __future__ import annotations
@@ -333,8 +332,7 @@ class Manifest:
 
 
 def _to_fields(column: Column) -> dict[str, Any]:
-    """A column's fields for a document: newer ones only where they say something, so that the hashes of other data sets
-    stay."""
+    """A column's fields for a document, new ones only where they say something: the hashes of others stay."""
     return {name: value for name, value in asdict(column).items() if name not in ("codec", "ragged") or value}
 
 

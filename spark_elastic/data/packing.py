@@ -51,10 +51,9 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Any, max_length: int | None = None, dtype: str | None = None) -> Ragged:
-        """From a batch's ragged column, which is an object array of 1-D arrays, or from any sequence of 1-D arrays.
+        """From a batch's ragged column, an object array of 1-D arrays, or from any sequence of 1-D arrays.
 
-        max_length: longer rows lose what is behind it; `truncated` counts them. dtype: of the values; None: as in the
-        rows.
+        max_length: longer rows lose what is behind it; `truncated` counts them. dtype: of the values; None: the rows'.
         """
         parts = [np.asarray(row) for row in rows]
         if any(part.ndim != 1 for part in parts):
@@ -233,8 +232,7 @@ class Window:
 
 
 def pack_window(lengths: Int64s, packing: Packing) -> Window:
-    """Pack the documents of a window; one that is empty is nowhere. Longer ones are split, or truncated: see
-    `check_lengths`."""
+    """Pack the documents of a window; one that is empty is nowhere. See `check_lengths` for longer ones."""
     length, longest = packing.length, max(int(lengths.max(initial=0)), 1)
     parts = -(-lengths // length) if packing.overlong == "split" else np.minimum(lengths, 1)
     documents = np.repeat(np.arange(len(lengths)), parts)
@@ -269,8 +267,7 @@ def _fit_best(sizes: Sequence[int], length: int) -> tuple[Int64s, int]:
 
 
 def check_lengths(lengths: Int64s, packing: Packing) -> int:
-    """The number of documents that are split or truncated. Raises InvalidInput if these are to be refused, and if
-    there are no tokens."""
+    """The number of documents that are split or truncated. Raises InvalidInput where neither is allowed."""
     if not lengths.any():
         raise InvalidInput(
             f"The documents in column {packing.column!r} have no tokens: there is nothing to pack."

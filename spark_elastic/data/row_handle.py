@@ -55,11 +55,7 @@ class RowAccess:
         return opened[0]
 
     def take(self, rows: Sequence[int] | Int64s) -> ColumnArrays:
-        """Column -> (n, *shape), the values of these rows in their order.
-
-        Raises:
-            StoreError: a file is gone, changed or damaged.
-        """
+        """Column -> (n, *shape), the values of these rows in their order. StoreError: a file is gone or changed."""
         numbers = np.asarray(rows, np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.manifest.rows:
             raise InvalidInput(

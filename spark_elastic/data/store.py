@@ -1,10 +1,9 @@
 """Where data and checkpoints are: whole objects by name under one root, over fsspec.
 
 A `Store` writes objects that appear whole or not at all, and turns the errors of all file systems into StoreError. It
-is picklable, so that workers get it; any thread may use it. `list_entries` and `remove_old_entries` know the folders
-that this package writes there: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`, `channels/JOB`. A run that has not ended
-can be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `make_scratch_folder`
-makes a temporary folder of this machine.
+is picklable, so that workers get it; any thread may use it. This package writes `data/FINGERPRINT`, `runs/RUN`,
+`probes/TOKEN` and `channels/JOB`. A run that has not ended can be resumed: neither it nor the rows that it reads are
+removed unasked (R19, resuming a run).
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def _is_unsupported(error: Exception) -> bool:
 
 
 def parse_document(text: str | bytes, name: str, read: Callable[[Any], T]) -> T:
-    """What `read` makes of JSON from a store. Whatever somebody has written there, and however much memory it would
-    take, the error is a sentence: StoreError if it is not what `read` takes."""
+    """What `read` makes of JSON from a store, or StoreError, whatever somebody has written there."""
     try:
         return read(json.loads(text))
     except ElasticError:
@@ -187,8 +185,8 @@ def _open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _is_chained(url: str) -> bool:
-    """Whether a url names several file systems, one in the other, as `simplecache::s3://bucket/jobs` does. Raises
-    InvalidInput if it does, and what follows a further "::" is no url, which fsspec would drop."""
+    """Whether a url names several file systems, as `simplecache::s3://bucket/jobs` does. Raises InvalidInput if what
+    follows a further "::" is no url, which fsspec would drop."""
     head, *rest = url.split("::")
     scheme, _, path = head.partition("://")
     is_wrapper = scheme in fsspec.available_protocols() and (not path or scheme in _ARCHIVES)
@@ -373,8 +371,7 @@ class Store:
                 self._replace_file(path, data, durable)
 
     def _replace_file(self, path: str, data: bytes | memoryview, durable: bool) -> None:
-        """Whole or not at all where the file system can rename. Only a local file is replaced at once: elsewhere a
-        process that is killed may leave neither the old nor the new."""
+        """Whole or not at all where the file system can rename. Only a local file is replaced at once."""
         folder, files = os.path.dirname(path), self.filesystem
         if self.is_local:
             make_folder(folder)
@@ -416,8 +413,7 @@ class Store:
             files.rm_file(temporary)
 
     def write_verified(self, name: str, data: bytes) -> None:
-        """Write an object and, unless the store is local, read it back: the driver learns only of objects that exist,
-        R18 (publication)."""
+        """Write an object and, unless the store is local, read it back: R18 (publication)."""
         self.write_bytes(name, data)
         if not self.is_local and self.read_bytes(name) != data:
             raise StoreError(f"The store {self.url} does not give back what was written to {name!r}.")
@@ -614,8 +610,8 @@ DEAD = "ZX"  # states of a process that has ended, though its parent has not ask
 def make_scratch_folder() -> Iterator[Path]:
     """A temporary folder for as long as the block takes. Another process removes it if this one is killed.
 
-    Its name identifies the owner by boot, process id namespace, process id and start time, so that only folders of dead
-    processes are removed, even if several machines or containers share the parent folder.
+    Its name identifies the owner by boot, process id namespace, process id and start time: several machines or
+    containers may share the parent folder.
     """
     remove_stale_folders()
     me = os.getpid()
@@ -684,10 +680,7 @@ class StoreEntry:
 
 
 def list_entries(store: Store) -> list[StoreEntry]:
-    """Everything that this package wrote to the store: partial files, then folders, by name.
-
-    A store may be a folder in which others keep `data` and `runs` of their own: those are left out.
-    """
+    """Everything that this package wrote to the store, and nothing of others: partial files, then folders, by name."""
     partial: list[StoreEntry] = []
     own: set[str] = set()  # entries with objects that only this package makes
     sizes: dict[str, int] = {}
@@ -727,8 +720,8 @@ def list_entries(store: Store) -> list[StoreEntry]:
 def remove_old_entries(
     store: Store, older_than: float, now: float, unfinished: bool = False
 ) -> list[StoreEntry]:
-    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`; those without
-    a known time stay. unfinished: also runs that could be resumed, and their rows."""
+    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`.
+    unfinished: also runs that could be resumed, and their rows."""
     if not _is_seconds(older_than):
         raise InvalidInput(f"older_than must be a number of seconds, 0 or more; got {older_than!r}.")
     removed = []

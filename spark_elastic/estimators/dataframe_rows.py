@@ -1,17 +1,17 @@
 """The rows of `fit(df)`: written to the store, or left in the files that the DataFrame scans.
 
-Decides between the two (`materialize`) and says why in the log; a run that is resumed keeps to what it began with. Rows
-that are left where they are have the order of the files. So `materialize="auto"` leaves them only where the table's
-order was asked for: otherwise the same rows would train in another order once they are cached or filtered. Runs in the
-caller's thread.
+A run that is resumed keeps to what it began with. Rows that are left where they are have the order of the files. So
+`materialize="auto"` leaves them only where the table's order was asked for: otherwise the same rows would train in
+another order once they are cached or filtered. Runs in the caller's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -45,7 +45,7 @@ from spark_elastic.estimators.fit_rows import (
     RunRecord,
     choose_group_bytes,
     find_conversion,
-    find_fit_conversion,
+    find_conversion_of_rows,
     list_names,
 )
 from spark_elastic.estimators.validation import MATERIALIZE
@@ -76,28 +76,10 @@ class DataFrameRows(RowSource):
     def check(self, request: Request) -> None:
         """Also reads the footers of the files that are trained on where they are."""
         self._check_columns(request)
-        self.found = None
-        if request.materialize == "always":
-            return
-        try:
-            refuse_conversions(request)
-            names = list(dict.fromkeys(request.config.data.used_cols))
-            transformed = request.objects.transformation is not None
-            size, options = choose_group_bytes(request), request.storage_options
-            self.found = find_scanned_rows(self._df, names, transformed, size, options)
-        except NoFileScan as reason:
-            if request.materialize == "never":
-                raise InvalidInput(
-                    "materialize='never' trains on files that exist, with columns selected and renamed at most, and "
-                    f"here {reason}: use materialize='auto', or save that as a table and fit on it."
-                ) from reason
-            log.info("the rows are written to the store, because %s", reason)
-        except (InvalidInput, StoreError) as reason:
-            if request.materialize == "never":
-                raise
-            log.info("the rows are written to the store, because their files are no data set: %s", reason)
-        else:
-            log.info("the rows are read where they are: %s", self.found.source)
+        names = list(dict.fromkeys(request.config.data.used_cols))
+        transformed, size = request.objects.transformation is not None, choose_group_bytes(request)
+        find = partial(find_scanned_rows, self._df, names, transformed, size, request.storage_options)
+        self.found = _find_unless_written(request.materialize, find_obstacle(request), find)
 
     def _check_columns(self, request: Request) -> None:
         check_is_dataframe(self._df, "fit")
@@ -138,10 +120,7 @@ class DataFrameRows(RowSource):
         self._verified_manifest = record.manifest
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        """Write the rows, then the record, which binds the run to them.
-
-        With `keep_data` they are written for later fits, too; else to a folder of the run, until it has succeeded.
-        """
+        """Write the rows, to a folder of the run unless `keep_data`, then the record, which binds the run to them."""
         if self.found is not None:
             return super().begin_run(request, store, run)
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
@@ -199,20 +178,14 @@ def find_or_write_rows(
     types = {name: find_column_type(df.schema, name, transformed=True) for name in names}
     check_distinct_names(df, names)
     where = make_choice(*MATERIALIZE)("materialize", materialize)
-    if where != "always":
-        try:
-            written = "hash" if order is None and where == "auto" else order
-            has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
-            avoids = "missing={'nans': 'keep'}" if has_floats else ""
-            conversion = find_conversion(treatment, written, avoids_nan_check=avoids)
-            if conversion is not None:
-                raise NoFileScan(conversion[0])
-            found = find_scanned_rows(df, names, True, PIECE_BYTES, storage_options)
-            return found.store, found.rows, found.source
-        except NoFileScan as reason:
-            if where == "never":
-                raise InvalidInput(f"the rows cannot be read where they are, because {reason}.") from reason
-            log.info("the rows are written to the store, because %s", reason)
+    has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
+    written = "hash" if order is None and where == "auto" else order
+    without = "missing={'nans': 'keep'}" if has_floats else ""
+    conversion = find_conversion_of_rows(treatment, written, without)
+    find = partial(find_scanned_rows, df, names, True, PIECE_BYTES, storage_options)
+    found = _find_unless_written(where, conversion and conversion[0], find)
+    if found is not None:
+        return found.store, found.rows, found.source
     if store is None:
         raise InvalidInput("store is missing: give a path or url that driver and workers share.")
     target = Store.open(parse_store_url(store), **storage_options)
@@ -221,18 +194,43 @@ def find_or_write_rows(
     return target, manifest, "a DataFrame", treatment.nans != "keep"
 
 
-def refuse_conversions(request: Request) -> None:
-    """Raises NoFileScan if the rows must be written to become those that the request asks for."""
-    data, conversion = request.config.data, find_fit_conversion(request)
+def _find_unless_written(
+    materialize: str, obstacle: str | None, find: Callable[[], FoundRows]
+) -> FoundRows | None:
+    """The rows where they are; None: they are to be written. obstacle: why, whatever the DataFrame scans."""
+    if materialize == "always":
+        return None
+    try:
+        if obstacle is not None:
+            raise NoFileScan(obstacle)
+        found = find()
+    except (NoFileScan, InvalidInput, StoreError) as reason:
+        if materialize == "auto":
+            log.info("the rows are written to the store, because %s", reason)
+            return None
+        if not isinstance(reason, NoFileScan):
+            raise
+        raise InvalidInput(
+            "materialize='never' takes rows of files that exist, with columns selected and renamed at most, and "
+            f"here {reason}: use materialize='auto', or save that as a table and take its rows."
+        ) from reason
+    log.info("the rows are read where they are: %s", found.source)
+    return found
+
+
+def find_obstacle(request: Request) -> str | None:
+    """Why the rows must be written to become those that the request asks for; None: they need not be."""
+    data, conversion = request.config.data, find_conversion(request)
     if conversion is not None:
-        raise NoFileScan(conversion[0])
+        return conversion[0]
     if data.reader != "arrow":
-        raise NoFileScan(f"reader={data.reader!r} reads what was written for it")
+        return f"reader={data.reader!r} reads what was written for it"
     if request.materialize == "auto" and data.row_order is None and data.shuffle:
-        raise NoFileScan(
+        return (
             "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
             "are, if the DataFrame only scans files)"
         )
+    return None
 
 
 def find_scanned_rows(
@@ -242,10 +240,7 @@ def find_scanned_rows(
     piece_bytes: int,
     storage_options: Mapping[str, Any],
 ) -> FoundRows:
-    """The rows of the files that a DataFrame scans, with columns as the DataFrame names them. Reads the files' footers.
-
-    Raises NoFileScan for other DataFrames, and as `describe_files` does.
-    """
+    """The rows of the files that a DataFrame scans. Raises NoFileScan, and as `describe_files` does."""
     scan = find_file_scan(df, names)
     types = {name: find_column_type(df.schema, name, transformed=transformed) for name in names}
     if scan.kind == "parquet":

@@ -1,13 +1,10 @@
-"""What the estimators of all frameworks share as estimators of Spark ML: fitting and saving.
-
-Parameters are in `params.py`. A framework's class trains on a `RowSource` and serializes its objects.
-"""
+"""What the estimators of all frameworks share as estimators of Spark ML: fitting and saving."""
 
 from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -18,10 +15,11 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.schema import describe_class
-from spark_elastic.estimators.fit_rows import FileRows, HandleRows, RowSource, Selection, SnapshotRows
+from spark_elastic.estimators.fit_rows import HandleRows, RowSource, Selection, locate_rows, open_table_rows
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.transformer import ElasticModel
+from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.tables.catalogs import find_in_catalog
 from spark_elastic.tables.lake_tables import Version
 
@@ -36,6 +34,9 @@ _UNSAVED = ("storage_options",)  # they may hold credentials
 
 class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
     """Base of the estimators of torch and Keras."""
+
+    _check_objects: Callable[[Mapping[str, Any]], Any]  # of the framework: see `build_request`
+    _train: Callable[[RowSource, FitRequest[Any]], ElasticModel]  # of the framework
 
     def write(self) -> MLWriter:
         return _Writer(self)
@@ -53,7 +54,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         """
         options = self.getOrDefault("storage_options") or {}
         seen = [] if validation_paths is None else _list_paths(validation_paths)
-        return self._fit_rows(FileRows.locate(find_session(), _list_paths(paths), seen, options))
+        return self._fit_rows(locate_rows(find_session(), _list_paths(paths), seen, options))
 
     def fit_on_table(
         self,
@@ -92,7 +93,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         selection = Selection.parse(columns, where)
         table, validation_table = (find_in_catalog(catalog, each) for each in (table, validation_table))
         return self._fit_rows(
-            SnapshotRows.open(find_session(), table, version, validation_table, options, selection)
+            open_table_rows(find_session(), table, version, validation_table, options, selection)
         )
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Any) -> Any:
@@ -110,19 +111,20 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             return self._fit_rows(HandleRows(get_session(None), dataset))
         return self._fit_rows(DataFrameRows(dataset))
 
-    @abstractmethod
     def _fit_rows(self, rows: RowSource) -> ElasticModel:
-        """Train on the rows."""
+        request = build_request(self._values, self._check_objects)
+        activation = request.objects.activation
+        self.find_output_columns(activation)
+        model = self._train(rows, request)
+        self._copy_params_to(model, activation)
+        return model
 
     @property
     def _values(self) -> dict[str, Any]:
         return {param.name: self.getOrDefault(param) for param in self.params}
 
     def _copy_params_to(self, model: ElasticModel, activation: str | None) -> None:
-        """Give the fitted model this estimator's parameters: those that the user has set, and the defaults.
-
-        activation: the one that the loss implies, a default.
-        """
+        """Give the fitted model this estimator's parameters. activation: the default, by the loss."""
         for param in filter(lambda each: self.isDefined(each.name), model.params):
             value = self.getOrDefault(param.name)
             copy = model._set if self.isSet(param.name) and value is not None else model._setDefault

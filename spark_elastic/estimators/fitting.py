@@ -1,7 +1,6 @@
 """One fit: from rows and a checked request to the weights of a trained model, for any framework.
 
-`train_model` decides the order: check columns, open the store, check the hosts, write the rows, train, read the
-weights. The model and optimizer of the request are only read; workers train copies. Runs in the caller's thread.
+The model and optimizer of the request are only read; workers train copies. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
 
 
 def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
-    """The pickled objects, and the installed modules that loading them imports, as early imports. Raises InvalidInput
-    with the parameter that workers cannot use."""
+    """The pickled objects, and the modules that loading them imports. InvalidInput names what cannot be pickled."""
     modules: dict[str, None] = {}
     try:
         payload = captures.dumps(objects, modules=modules)
@@ -281,8 +279,7 @@ def make_fit_limits(request: FitRequest[Any], global_batch: int) -> Limits:
 
 
 def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Rank 0's result, compared with those of the replicas (P4, identical replicas); None is a worker that was lost
-    after its last step."""
+    """Rank 0's result, compared with those of the others (P4, identical replicas); None: lost after its last step."""
     trained = results[0]
     assert trained is not None  # or training would not have ended
     differ = [rank for rank, own in enumerate(results) if own and own["digest"] != trained["digest"]]

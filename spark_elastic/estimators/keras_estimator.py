@@ -20,16 +20,13 @@ from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import (
     check_keras_objects,
-    check_lambdas,
     check_on_two_rows,
     check_watched,
-    compile_model,
-    find_activation,
     make_archive,
 )
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_shapes
-from spark_elastic.estimators.validation import FitRequest, build_request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.training.keras.archive import Archive, iter_leaves, list_optimizers, select_user_objects
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import TrainSpec
@@ -85,17 +82,11 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     subclasses; JobCancelled; StoreError.
     """
 
+    _check_objects, _train = staticmethod(check_keras_objects), staticmethod(fit_keras)
+
     @classmethod
     def read(cls) -> MLReader[ElasticKerasEstimator]:
         return EstimatorReader(cls)
-
-    def _fit_rows(self, rows: RowSource) -> ElasticKerasModel:
-        request = build_request(self._values, check_keras_objects)
-        activation = find_activation(compile_model(self._values))
-        self.find_output_columns(activation)
-        model = fit_keras(rows, request)
-        self._copy_params_to(model, activation)
-        return model
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
@@ -108,7 +99,6 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
                 "the optimizer's exclude_from_weight_decay is not saved with an estimator: compile the model with this "
                 "optimizer, and leave the parameter out."
             )
-        check_lambdas(iter_leaves(configured))
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
         custom = {**select_user_objects(iter_leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):

@@ -6,8 +6,7 @@ The user's objects are not changed: a model is compiled on a copy. Knows Keras, 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,6 @@ from spark_elastic.training.keras.archive import (
     exclude_from_decay,
     find_undecayed,
     iter_leaves,
-    iter_model_parts,
     list_optimizers,
     select_user_objects,
 )
@@ -80,14 +78,14 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     _check_steps(model)
     _check_columns(model, values)
     _check_rate(model, values["learning_rate"], values["scale_lr"])
-    check_lambdas(iter_model_parts(model))
     archive = make_archive(model, values["custom_objects"])
-    _check_losses(_read_back(archive))
     return KerasUserObjects(
         model=archive,
         callbacks=_callbacks(values["callbacks"]),
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
         transformation=check_transformation(values["transformation_fn"]),
+        numbers=_check_losses(_read_back(archive)),
+        activation=find_activation(model),
     )
 
 
@@ -122,26 +120,10 @@ def check_watched(objects: KerasUserObjects, validates: bool) -> None:
     # The user's own callbacks may add any number in `on_epoch_end`.
     if not watched or has_hook(objects.callbacks, ("on_epoch_end",), ("keras.", "spark_elastic.")):
         return
-    known = _list_epoch_numbers(objects.model.load())
+    known = objects.numbers
     check_watched_names(
         watched, known or ["loss"], validates, lambda name: known is None or name == "learning_rate"
     )
-
-
-def _list_epoch_numbers(model: Any) -> list[str] | None:
-    """Names of the losses and metrics of each epoch; None: they cannot be known before the model is called."""
-    if not getattr(model, "outputs", None):
-        return None
-    outputs = getattr(model, "output", model.outputs[0])
-    losses = CompiledLosses(model, outputs, outputs)
-    metrics = list_layer_metrics(model)
-    try:
-        if model._compile_metrics is not None:
-            model._compile_metrics.build(outputs, outputs)
-            metrics.append(model._compile_metrics)
-        return ["loss", *losses.names, *compute_results(metrics)]
-    except Exception:  # a metric of the user's may have no result without rows
-        return None
 
 
 def compile_model(values: Mapping[str, Any]) -> Any:
@@ -150,7 +132,6 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
-        check_lambdas(iter_model_parts(model))
         copy = _read_back(make_archive(model, values["custom_objects"]))
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))
@@ -170,20 +151,8 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     return model
 
 
-def check_lambdas(things: Iterable[Any]) -> None:
-    """Raise InvalidInput for a lambda that uses a global name: Keras saves only its code."""
-    for function in filter(inspect.isfunction, things):
-        used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
-        if used:
-            raise InvalidInput(
-                f"a lambda of the model, its loss or its metrics uses {', '.join(used)}, which Keras does not save "
-                "with it: make it a function with a name (def)."
-            )
-
-
 def find_activation(model: Any) -> str | None:
-    """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown, as of the
-    user's own losses."""
+    """What makes probabilities of the model's outputs, by its loss; None: unknown, as of the user's own losses."""
     loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
     parts = list(loss.values()) if isinstance(loss, Mapping) else loss
     if isinstance(parts, list | tuple) and len(parts) == 1:
@@ -213,8 +182,7 @@ def _model(model: Any, seed: Any) -> Any:
 
 
 def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
-    """The model as its `.keras` file. Raises InvalidInput for a class without get_config(), or what cannot be
-    pickled."""
+    """The model as its `.keras` file. Raises InvalidInput where get_config() is missing, or pickling fails."""
     try:
         return Archive.of(model, custom_objects)
     except NotImplementedError as error:
@@ -324,18 +292,24 @@ def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
     order_labels(model, getattr(model, "output", None), labels)
 
 
-def _check_losses(model: Any) -> None:
-    """Check losses and metrics against the outputs, as workers do, if the outputs are known. model: a copy."""
+def _check_losses(model: Any) -> list[str] | None:
+    """Check losses and metrics against the outputs, as workers do. model: a copy. Returns the names of each epoch's
+    numbers; None: they are not known before the model is called."""
     if not getattr(model, "outputs", None):
-        return
+        return None
     outputs = getattr(model, "output", model.outputs[0])  # a Sequential that was never called has no `output`
-    CompiledLosses(model, outputs, outputs)
+    losses, metrics = CompiledLosses(model, outputs, outputs), list_layer_metrics(model)
     if model._compile_metrics is not None:
         try:
             model._compile_metrics.build(outputs, outputs)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidInput(f"the metrics do not fit the model's outputs: {error}") from error
         check_metric_names(metric.name for metric in model._compile_metrics.metrics)
+        metrics.append(model._compile_metrics)
+    try:
+        return ["loss", *losses.names, *compute_results(metrics)]
+    except Exception:  # a metric of the user's may have no result without rows
+        return None
 
 
 def _check_rate(model: Any, rate: Any, scales: Any) -> None:

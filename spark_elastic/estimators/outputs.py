@@ -50,8 +50,7 @@ class OutputColumns:
     def from_params(
         cls, values: Mapping[str, Any], named: Collection[str] = (), implied: str | None = None
     ) -> OutputColumns:
-        """The parameters `values`, of which the user has set those `named`, with the activation that the loss implies.
-        Raises InvalidInput for names that are none, and parameters that exclude each other."""
+        """The parameters `values`, of which the user has set those `named`. implied: the activation, by the loss."""
         prediction, outputs = values["prediction_col"], values["output_cols"]
         probability, raw_prediction = (values[name] or None for name in OF_CLASSES[:2])
         optional = [name for name in (probability, raw_prediction) if name is not None]

@@ -117,8 +117,7 @@ class MissingRows:
 
 
 def predict_udf(shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
-    """From the feature columns, and the number of what a row lacks, to the one column of `outputs`, or to a struct of
-    all, in fields of their names. What is left out has nulls."""
+    """From the feature columns, and the number of what a row lacks, to a column of `outputs`, or a struct."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
         for values in _predict(shipped, outputs, rows, batches):

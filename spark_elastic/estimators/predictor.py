@@ -1,7 +1,6 @@
 """A trained module as a function of columns: what each Python worker of Spark runs for `transform`.
 
-Shipped in a broadcast, whose value Spark keeps per Python worker, so that the module is loaded once per worker and
-not once per batch or task. Knows pandas and torch; of Spark only what its caller hands in.
+Knows pandas and torch; of Spark only what its caller hands in.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 
 def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
-    """The number of the GPU that Spark gave to the task, as the framework counts the visible ones; None: the CPU.
-    Raises InvalidInput if none of several has that address."""
+    """The number of the GPU that Spark gave to the task, as the framework counts; None: the CPU."""
     if not addresses or not visible:
         return None
     names = list_visible_gpus(os.environ)
@@ -70,9 +68,8 @@ def predict_in_batches(
 def find_shapes(
     columns: Sequence[Column], sample: Sequence[Sequence[Any]] | None, forward: Forward
 ) -> list[Shape]:
-    """Shape of a row of each output, tried on rows of zeros, or on `sample`, a row: on two and on three of them, since
-    any other dimension of an output may be as long as one number of rows. Raises InvalidInput if the first is not the
-    rows."""
+    """Shape of a row of each output, tried on zeros, or on `sample`, a row: on two and on three of them, since any
+    other dimension may be as long as one number of rows. InvalidInput: the first dimension is not the rows."""
     outputs: list[Floats] = []
     for rows in (2, 3):
         if sample is None:
@@ -94,9 +91,8 @@ def _check_rows(output: Floats, rows: int) -> Floats:
 
 
 def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN. Raises
-    InvalidInput for other nulls, rows of another size or uneven arrays, and values that the column's dtype cannot
-    hold."""
+    """Rows of numbers or (nested) lists as one array (rows, *shape); in floats null is NaN. Raises InvalidInput for
+    other nulls, rows of another size, and values that the column's dtype cannot hold."""
     if column.ragged:
         return _stack_ragged(rows, column)
     if column.dtype == "object":

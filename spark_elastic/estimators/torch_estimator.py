@@ -20,9 +20,9 @@ from spark_elastic.estimators.params import TorchParams, with_horovod_names
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects, find_activation
+from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects
 from spark_elastic.estimators.transformer import try_shapes
-from spark_elastic.estimators.validation import FitRequest, build_request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.module_state import ModelStateHandler
 from spark_elastic.training.torch.spec import TorchUserObjects
@@ -55,8 +55,7 @@ def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> Elastic
 
 
 def load_trained_module(model: torch.nn.Module, weights: bytes) -> torch.nn.Module:
-    """A copy of the model as training left it, with the buffers that it registered, grew or replaced, in evaluation
-    mode."""
+    """A copy of the model as training left it, also in its buffers, in evaluation mode."""
     module = copy.deepcopy(model)
     ModelStateHandler(module).load(load_values(weights), np.empty(0, np.uint8))
     return module.eval()
@@ -82,17 +81,11 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
     subclasses; JobCancelled; StoreError.
     """
 
+    _check_objects, _train = staticmethod(check_torch_objects), staticmethod(fit_torch)
+
     @classmethod
     def read(cls) -> MLReader[ElasticTorchEstimator]:
         return EstimatorReader(cls)
-
-    def _fit_rows(self, rows: RowSource) -> ElasticTorchModel:
-        request = build_request(self._values, check_torch_objects)
-        activation = find_activation(self.getOrDefault("loss"))
-        self.find_output_columns(activation)
-        model = fit_torch(rows, request)
-        self._copy_params_to(model, activation)
-        return model
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         model = self.getOrDefault("model")

@@ -145,12 +145,12 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         train_minibatch_fn=FUNCTION.or_none()("train_minibatch_fn", values["train_minibatch_fn"]),
         transformation=check_transformation(values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
+        activation=find_activation(values["loss"]),
     )
 
 
 def find_activation(loss: Any) -> str | None:
-    """The activation that turns the inputs of the loss into probabilities; None if it is unknown, or no loss of
-    classes."""
+    """What turns the inputs of the loss into probabilities; None: unknown, or no loss of classes."""
     if isinstance(loss, list | tuple) and len(loss) == 1:
         (loss,) = loss
     if isinstance(loss, functools.partial):
@@ -177,8 +177,7 @@ _FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model, losses and metrics on two rows of the data. Raises InvalidInput with what fails there, or if
-    the loss compares rows."""
+    """Run copies of model, losses and metrics on two rows. InvalidInput: they fail, or the loss compares rows."""
     model = objects.model
     is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
     is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())  # which takes long, also here

@@ -1,8 +1,4 @@
-"""The fitted model: a Transformer of Spark ML around a trained model of any framework.
-
-`transform` adds a column of predictions, batch by batch in Arrow. Saving follows Spark ML's layout (`metadata/`
-beside `data/`), written through Spark, so that any path Spark can write will do and pipelines can hold the model.
-"""
+"""The fitted model: a Transformer of Spark ML around a trained model of any framework."""
 
 from __future__ import annotations
 
@@ -318,8 +314,8 @@ _TAKES = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "O": "O"}
 
 
 def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
-    """The column, as it is handed to the model's Python worker: its name if it stays as it is, since each Column costs
-    several calls of the JVM. Raises InvalidInput if it is missing, or of another type than in training."""
+    """The column, as the model's Python worker gets it; its name if it stays as it is, since a Column costs calls of
+    the JVM. Raises InvalidInput if it is missing, or of another type than in training."""
     given = find_column_type(dataset.schema, column.name, transformed=True)
     spark_type = get_type(dataset.schema, column.name)
     if not _fits(given, column):

@@ -138,15 +138,13 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
 
 
 def has_hook(callbacks: Iterable[Any], names: Iterable[str], known: tuple[str, ...]) -> bool:
-    """Whether one of the callbacks has one of these hooks, which may do something to the model that it needs; those of
-    modules that begin with `known` do not."""
+    """Whether a callback has one of these hooks, which the model may need; those of `known` modules do not count."""
     hooks = [getattr(callback, name) for callback in callbacks for name in names]
     return not all(str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
 
 
 def copy_objects(things: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies as workers get them, which the user's code may change, with the globals of a script or notebook. What two
-    of them share stays shared."""
+    """Copies as workers get them, which the user's code may change. What two of them share stays shared."""
     copies: tuple[Any, ...] = cloudpickle.loads(cloudpickle.dumps(things))
     return copies
 

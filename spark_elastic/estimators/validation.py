@@ -1,7 +1,6 @@
 """From the parameters of an estimator to one checked request; each mistake is one sentence, before any Spark job.
 
-`FitConfig` checks what training needs; here are the parameters of the driver alone. The objects of the user are
-checked in `torch_objects.py` and `keras_objects.py`.
+`FitConfig` checks what training needs; here are the parameters of the driver alone.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ MODEL_FACTORY_LOCK = threading.RLock()
 def build_request(
     values: Mapping[str, Any], check_objects: Callable[[Mapping[str, Any]], O]
 ) -> FitRequest[O]:
-    """Check the parameters of an estimator, by name; `check_objects` those that are objects. Raises InvalidInput with
-    the first mistake."""
+    """Check the parameters of an estimator, by name; `check_objects` those that are objects."""
     config = FitConfig.from_params(values)
     objects = _reshape_inputs(check_objects(values), config)
     if config.transformation.transformation_workers and objects.transformation is None:
@@ -109,8 +107,7 @@ def name_failing(parameter: str) -> Iterator[None]:
 
 
 def build_model(given: Any, kind: type[M], words: str) -> M:
-    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded. Raises
-    InvalidInput if it is no model of that kind, or the function fails."""
+    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded."""
     if not isinstance(given, kind) and not isinstance(given, type) and callable(given):
         with name_failing("model"):
             given = given()

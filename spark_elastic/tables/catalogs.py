@@ -66,8 +66,7 @@ class CatalogTable:
         return f"table {self.name!r} of the catalog {self.uri}"
 
     def open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `read_snapshot` reads, and storage options for it. options: the user's. Raises InvalidInput if there is
-        no such table, its kind cannot be read, or the catalog refuses, StoreError if nobody answers."""
+        """What `read_snapshot` takes. options: the user's. Raises StoreError if the catalog does not answer."""
         try:
             return self._open(options)
         except ConnectionError as error:

@@ -1,8 +1,7 @@
 """A manifest for Parquet files that another program wrote: any row groups, further columns, folders by partition.
 
 Owns what is checked before such files are trained on: one type and one shape a column, and no nulls, by the footers
-wherever these say so. Columns that petastorm encoded are described as what they decode to. Large row groups become
-several. Knows nothing of Spark. Runs in the caller's thread.
+wherever these say so. Large row groups become several. Knows nothing of Spark. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ def _is_readable(arrow: pa.DataType | None) -> bool:
 def find_data_files(
     urls: Sequence[str], columns: Sequence[str], storage_options: Mapping[str, Any]
 ) -> tuple[Store, tuple[DataFile, ...]]:
-    """The Parquet files at these urls (at least one), as Spark writes urls, and one store that holds them all. columns:
-    those that a file's path may tell of."""
+    """The Parquet files at these urls, as Spark writes them, and a store that holds all. columns: a path may have."""
     parts = [urlsplit(url) for url in urls]
     places = [(each.scheme or "file", each.netloc, unquote(each.path)) for each in parts]
     store, names = open_common(places, storage_options)
@@ -453,9 +451,8 @@ def _make_ragged(column: Column) -> Column:
 
 
 def _find_difference(column: Column, files: _Files, transformed: bool) -> str | None:
-    """Where arrays of another length than the first are; None: nowhere. Judged by the number of values in each row
-    group and, where others may be taken, by the first rows: lengths may add up by chance. What neither shows is found
-    when it is read."""
+    """Where arrays of another length than the first are; None: nowhere. Judged by the values of each row group and, where
+    others may be taken, by the first rows: lengths may add up by chance."""
     expected = math.prod(column.shape)
     if transformed and len(column.shape) == 1:
         lengths = count_elements(files.first_rows(column.name, 1 + _SAMPLED_VALUES // (1 + expected)))
@@ -475,8 +472,7 @@ def _find_difference(column: Column, files: _Files, transformed: bool) -> str | 
 
 
 def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroups:
-    """The row groups, the large ones in parts, which plan, cache and prefetch take for row groups, without those of
-    which the table has no row."""
+    """The row groups of which the table has rows, the large ones in parts."""
     rows, size = files.group_rows, files.group_bytes
     ragged = [column for column in columns if column.ragged]
     if ragged:  # the bytes of decoded values, where these are more: numbers may be encoded in few bits

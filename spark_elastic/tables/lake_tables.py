@@ -1,8 +1,7 @@
 """Tables of Delta Lake and Iceberg as the data files of one snapshot, with what only the table knows of them.
 
-A table's own log says which files and rows belong to a version, and the values of partition columns; it is read by the
-packages `deltalake` and `pyiceberg`. Of Iceberg's delete files this module knows which count for which data file: by
-position, by deletion vector, and by equality. Knows nothing of Spark. The caller's thread, and a few of its own.
+A table's own log is read by the packages `deltalake` and `pyiceberg`. Of Iceberg's delete files this module knows which
+count for which data file. Knows nothing of Spark. The caller's thread, and a few of its own.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
-    """Raises InvalidInput if that version, which deltalake takes for the state at a time, was written later: it takes
-    the oldest for any time before it."""
+    """Raises InvalidInput if the version is newer than a time: deltalake takes the oldest for any time before it."""
     logged = f"_delta_log/{number:020d}.json"
     written = store.describe(logged).modified if store.exists(logged) else None
     if written is not None and written > _to_utc(moment).timestamp():
@@ -315,8 +313,7 @@ class DeletedRows:
     def __init__(
         self, specs: Mapping[int, Any], entries: Sequence[Any], storage_options: Mapping[str, Any]
     ) -> None:
-        """specs: the table's partition specs by their numbers. entries: those of the manifests that are delete
-        files."""
+        """specs: the table's partition specs by their numbers. entries: the manifests' delete files."""
         self._specs, self._options = specs, storage_options
         # Path of a data file -> for each delete file that names it, the sequence number and the rows.
         self._positions: dict[str, list[tuple[int, Int64s]]] = defaultdict(list)
@@ -336,8 +333,7 @@ class DeletedRows:
             self._equalities[self._find_partition(entry.data_file)].append(equality)
 
     def find(self, store: Store, entries: Sequence[Any], files: Sequence[DataFile]) -> list[Mask | None]:
-        """Of each data file, which of its rows are deleted; None: no delete file counts for it. entries: those of
-        `files`, which are in the store."""
+        """Of each data file, which rows are deleted; None: no delete file counts for it. entries: those of `files`."""
         if not self._positions and not self._equalities:
             return [None] * len(files)
         pairs = zip(entries, files, strict=True)

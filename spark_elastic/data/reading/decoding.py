@@ -1,9 +1,4 @@
-"""From Parquet and Arrow to numpy arrays, without a copy where the layout allows it.
-
-Maps Arrow's types to numpy's, checks that all rows have one shape or makes views of ragged ones, opens Parquet files
-and reads their footers, and decodes what petastorm's codecs encode. Pillow or OpenCV is imported for images alone.
-Any thread.
-"""
+"""From Parquet and Arrow to numpy arrays, without a copy where the layout allows it. Any thread."""
 
 from __future__ import annotations
 
@@ -48,8 +43,7 @@ def is_list(arrow: pa.DataType) -> bool:
 
 
 def to_plain_type(arrow: pa.DataType) -> pa.DataType:
-    """The type without what the files of one column may differ in: how Arrow keeps the values in memory, whether there
-    may be nulls, and the unit and the name of the zone of times."""
+    """The type without what the files of one column may differ in: memory layout, nulls, units and zones' names."""
     if types.is_dictionary(arrow):
         return to_plain_type(arrow.value_type)
     if is_list(arrow):
@@ -62,8 +56,7 @@ def to_plain_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def drop_views(values: Any) -> Any:
-    """A column without views of strings and bytes, which Arrow neither filters nor compares. Files of deltalake have
-    them after an update or a deletion."""
+    """A column without views, as deltalake updates files, which Arrow neither filters nor compares."""
     return values.cast(to_plain_type(values.type)) if _has_views(values.type) else values
 
 
@@ -90,7 +83,7 @@ def dtype_of(arrow: pa.DataType) -> str | None:
 def decode_columns(
     found: Mapping[str, Any], rows: int, columns: tuple[Column, ...], constants: Mapping[str, str]
 ) -> ColumnArrays:
-    """Column -> read-only array (rows, *shape); ValueError for nulls, with their number, or rows of another shape.
+    """Column -> read-only array (rows, *shape); ValueError for nulls, or rows of another shape.
 
     found: column -> its values in Arrow. constants: columns that have one value, and are not in the file.
     """
@@ -189,8 +182,7 @@ def _to_numbers(values: Any) -> Array:
 
 
 def _find_first(values: Any, length: int, column: Column) -> Any:
-    """Where the first row begins. Each row's length is checked: wrong ones may have the right sum, and the rows would
-    be mixed up."""
+    """Where the first row begins. Each row's length is checked: wrong ones may have the right sum."""
     if not is_list(values.type):
         raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
     if types.is_fixed_size_list(values.type):
@@ -327,8 +319,7 @@ def _decode_ndarray(encoded: bytes) -> npt.NDArray[Any]:
 
 
 def _decode_image(encoded: bytes) -> npt.NDArray[Any]:
-    """An image as (height, width) or (height, width, 3) in the order red, green, blue, by OpenCV, which is petastorm's
-    own, else by Pillow."""
+    """An image as (height, width) or (height, width, 3) in red, green, blue, by OpenCV as petastorm, or Pillow."""
     try:
         import cv2
     except ImportError:

@@ -63,8 +63,7 @@ class Reader(ABC):
         self._groups = RowGroupCache(cache_bytes)
 
     def fetch(self, group: int) -> ColumnArrays:
-        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory. StoreError where the
-        row group cannot be read."""
+        """Column -> read-only array (rows, *shape), maybe a view of shared memory. Raises StoreError."""
         return self._groups.fetch(group, self._decode)
 
     def prefetch(self, group: int) -> bool:

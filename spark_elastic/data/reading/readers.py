@@ -285,10 +285,7 @@ def open_reader(
     columns: Sequence[str] | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Reader:
-    """The reader of that name over `columns` (all, if none are named); see `check_reader` for what it raises.
-
-    cache_bytes: for decoded row groups; a data set that fits is read once.
-    """
+    """The reader of that name. columns: None: all. cache_bytes: for decoded row groups. Raises as `check_reader`."""
     check_reader(name)
     if manifest.packed is not None:
         return PackedReader(
@@ -300,8 +297,7 @@ def open_reader(
 
 
 def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = "arrow") -> Manifest:
-    """The data set of sequences that the documents of a data set make; reads the documents' lengths. Its rows, row
-    groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any."""
+    """The data set of sequences that documents make, for plans, loaders and readers as any; reads their lengths."""
     columns = describe_packed(manifest, packing)
     names = [packing.length_column or packing.column]
     with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
@@ -327,8 +323,8 @@ def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup
 def read_sample_rows(
     store: Store, manifest: Manifest, columns: Sequence[str], label: str | None = None
 ) -> ColumnArrays:
-    """Four rows of a small row group, to try a function or a model on: its first and its last row, then two between
-    them; with as many values of the label as there are, its lowest and its highest first."""
+    """Four rows of a small row group, to try a function or a model on: its first and its last, then two between; with
+    as many values of the label as there are, its lowest and its highest first."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
     last = len(found[columns[0]]) - 1

@@ -105,8 +105,8 @@ class RowGroupCache:
     """Decoded row groups by number. A row group is in use from `fetch` until `release`.
 
     Above the bound it evicts the row group that was released last; if all are in use, the one that was fetched before
-    the newest. The newest stays even if it exceeds the bound by itself. Epochs read row groups in about the same order:
-    the last one used is the last one needed again, while evicting the oldest would leave nothing to reuse.
+    the newest, which always stays. Epochs read row groups in about the same order: the last one used is the last one
+    needed again, while evicting the oldest would leave nothing to reuse.
     """
 
     def __init__(
@@ -144,8 +144,7 @@ class RowGroupCache:
         return self._decode_and_keep(group, decode)
 
     def prefetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> bool:
-        """Decode a row group that will be fetched soon, once no thread waits in `fetch`. False if there is no room for
-        it beside those in use."""
+        """Decode a row group ahead, once no thread waits in `fetch`. False: no room beside those in use."""
         with self._changed:
             self._changed.wait_for(lambda: not self._decoding and not self._waiting)
             if self._get(group) is not None or self._closed:
@@ -242,8 +241,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class SplitGroupCache:
-    """Split row groups by key. Before another one is split, the least recently used ones are dropped until the disk has
-    as much free space as the rest takes, since other workers use the disk, too."""
+    """Split row groups by key. Before another one is split, the least recently used ones are dropped until the disk
+    has as much free space as the rest takes, since other workers use the disk, too."""
 
     def __init__(self) -> None:
         self._groups_by_key: OrderedDict[str, SplitRowGroup] = OrderedDict()
@@ -251,8 +250,8 @@ class SplitGroupCache:
         self._folder: Path | None = None  # this process's own
 
     def get(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
-        """A split row group: its own, another worker's of this machine, or one that is split now. key: names the row
-        group and its parts, a name of a file. split: splits it into a new file of that path."""
+        """A split row group, by whichever worker of this machine, or split now by `split` into a new file of that path.
+        key: names the row group and its parts, a name of a file."""
         if key not in self._groups_by_key:
             self._make_room()
             self._groups_by_key[key] = self._find_shared(key) or self._create(key, split)
@@ -306,8 +305,7 @@ class SplitGroupCache:
 
 
 class SplitRowGroup:
-    """The rows of one row group on disk, as `split_row_group` wrote them. Readable even after whoever has the file has
-    deleted it."""
+    """The rows of one row group on disk. Readable even after whoever has the file has deleted it."""
 
     def __init__(self, path: str, owned: bool = False) -> None:
         """owned: whether `close` deletes the file. Raises ValueError if that is not complete."""
@@ -349,9 +347,8 @@ class SplitRowGroup:
 
 
 def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
-    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
-    each, then where they end, from 0, and how many numbers these are. source: an open Parquet file, which stays
-    open."""
+    """Write a row group in parts of `rows` rows to a file: a stream of Arrow for each, where they end, from 0, and
+    how many numbers these are. source: an open Parquet file, which stays open."""
     file = open_parquet(source, buffer_size=_STREAMED)
     batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
     waiting: list[pa.RecordBatch] = []
@@ -376,8 +373,7 @@ def split_row_group(source: Any, index: int, columns: list[str], rows: int, path
 
 
 def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
-    batches."""
+    """The batch without views and dictionaries: Arrow's files have one for all batches."""
     columns = []
     for column in batch.columns:
         is_encoded = pa.types.is_dictionary(column.type)

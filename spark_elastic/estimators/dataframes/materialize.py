@@ -2,14 +2,12 @@
 
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
 manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
-error. Rows in the order of their hash are written by tasks of our own (`row_order`), into files and row groups whose
-sizes follow from these counts.
+error. Rows in the order of their hash are written by tasks of our own (`sorted_rows.py`).
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
-of the files that the plan reads. Where that state cannot be seen (other databases, subqueries in expressions, Spark
-Connect, clusters that deny it), or the plan has random or time-dependent expressions, a fingerprint is unique and
-nothing is reused. `find_difference` then counts and hashes the rows by a job of its own (R19, resuming a run).
-Runs in the caller's thread.
+of the files that the plan reads. Where that state cannot be seen, or the plan has random or time-dependent expressions,
+a fingerprint is unique and nothing is reused. `find_difference` then counts and hashes the rows by a job of its own
+(R19, resuming a run). Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -139,8 +137,7 @@ class SortedChunks:
     def merge(
         self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
     ) -> list[list[str]]:
-        """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: of rows to train on
-        (False) and, with a split, to validate with (True)."""
+        """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: rows of each."""
         total, distinct = sum(counts.values()), self.sums.distinct
         has_copies = distinct < DISTINCT * total
         # Copies of few rows are few bytes to read: the driver makes more of them, if they need not travel either.
@@ -249,8 +246,7 @@ class WriteOptions:
         return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
 
     def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
-        """Options of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether the writer can end a
-        row group after a number of rows, as that of Spark 4 does."""
+        """Of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether it can, as Spark 4's does."""
         rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
         return {
             "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
@@ -311,11 +307,7 @@ def materialize(
     """Write `columns` of `df` to the store, or find what was written there before from the same DataFrame.
 
     Returns the data set to train on and, with a split, the one to validate with; one job writes both. Vectors become
-    float32 arrays, decimals float64.
-
-    Raises:
-        InvalidInput: columns that hold no numbers, nulls, arrays of different lengths, or no rows.
-        StoreError: the store cannot be written.
+    float32 arrays, decimals float64. Raises InvalidInput for missing values, arrays of different lengths, and no rows.
     """
     names = list(dict.fromkeys(columns))
     if split is not None and _SPLIT in map(str.lower, names):
@@ -518,8 +510,8 @@ def _describe_source(df: DataFrame) -> list[Any]:
 
 
 def _has_unseen_content(df: DataFrame, plan: Any) -> bool:
-    """Whether rows depend on more than the leaves: random expressions, some that depend on the time, user or session,
-    or subqueries (in, exists, of one value), whose tables are no leaves of the plan."""
+    """Whether rows depend on more than the leaves: expressions that are random, or depend on time, user or session,
+    or subqueries, whose tables are no leaves of the plan."""
     gateway: Any = df.sparkSession._jvm
     patterns = gateway.org.apache.spark.sql.catalyst.trees.TreePattern
     unseen = patterns.CURRENT_LIKE(), patterns.PLAN_EXPRESSION()

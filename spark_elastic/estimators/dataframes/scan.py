@@ -314,14 +314,12 @@ class TableScan:
         return df.observe(self._observation, *counters).drop(*added)
 
     def digest(self) -> str:
-        """A digest of every value and, where rows are placed, its position, after the write: 16 hex digits, "-" and
-        `digest_rows`. It detects changes, not attacks."""
+        """A digest of every value and, where rows are placed, its position; it detects changes, not attacks."""
         content = self._observation.get["content"] if self._sums is None else self._sums.content
         return f"{_hex(content)}-{self.digest_rows()}"
 
     def digest_rows(self) -> str:
-        """The number of rows, and a digest of them in any order, with float64 rounded to float32: sums after a shuffle
-        differ in their last bits from run to run."""
+        """The number of rows, and a digest of them in any order, with float64 rounded to float32: see `add_hashes`."""
         found = self._observation.get
         sums = self._sums
         mixed, added = (found["mixed"], _add_halves(found)) if sums is None else (sums.mixed, sums.added)
@@ -404,8 +402,7 @@ def extract_row_digest(content: str) -> str:
 
 
 def _sum_halves(number: Column) -> tuple[Column, Column]:
-    """The sum of a column without a sign, as counters of its high bits and its low 16. ANSI mode refuses a sum that
-    overflows: one of 32 bits would after 2**31 rows, and these do after 2**47."""
+    """The sum of 32 bits as counters of its high bits and its low 16: ANSI mode refuses a sum that overflows."""
     high, low = F.shiftrightunsigned(number, 16), number.bitwiseAND(0xFFFF)
     return F.sum(high).alias("added_high"), F.sum(low).alias("added_low")
 

@@ -88,9 +88,10 @@ def check_columns(
     sample_weight_col: str | None = None,
     transformed: bool = False,
 ) -> None:
-    """Raise InvalidInput unless every column exists and holds numbers: numeric and boolean columns, arrays of them
-    (nested too), ML vectors. transformed: a transformation makes numbers of bytes (images), strings, dates and
-    timestamps."""
+    """Raise InvalidInput unless every column exists and holds numbers, arrays of them, or ML vectors.
+
+    transformed: a transformation makes numbers of bytes (images), strings, dates and timestamps.
+    """
     if not feature_cols:
         raise InvalidInput(f"feature_cols is empty: name at least one of the columns {schema.names}.")
     weights = [] if sample_weight_col is None else [sample_weight_col]
@@ -142,8 +143,7 @@ def check_validation_column(schema: StructType, name: str) -> None:
 
 
 def find_column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
-    """The type in which the column is written. Raises InvalidInput, with its role, if it is missing or holds no
-    numbers."""
+    """The type in which the column is written. Raises InvalidInput if it is missing or holds no numbers."""
     called = f"{role} column {name!r}".strip()
     _check_presence(schema, name, called)
     return _find_column_type(get_type(schema, name), called, transformed)

@@ -208,10 +208,9 @@ class ReadTask:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
+    """Numbers copies of each row and writes them as chunks, by a hash of row and number; gives what `SortTask` does.
 
-    A task takes a range of hashes, and of each row there a share of its copies; first come rows to train on. It gives
-    what `SortTask` does.
+    A task takes a range of hashes, and of each row there a share of its copies; first come rows to train on.
     """
 
     sort: SortTask
@@ -253,8 +252,7 @@ class CopyTask:
 
 @dataclass(frozen=True)
 class MergeTask:
-    """Writes files, by their numbers: first come those to train on. Gives the name of each;
-    "": it has no rows."""
+    """Writes files, by their numbers: first come those to train on. Gives the name of each; "": it has no rows."""
 
     sort: SortTask  # by which the chunks were written
     folder: str

@@ -59,11 +59,7 @@ def escape_pattern(path: str) -> str:
 
 
 def check_store_access(spark: SparkSession, store: Store) -> None:
-    """Write an object in Python and look for it in the JVM.
-
-    Raises:
-        StoreError: names the side that fails, its user, and the settings that it uses.
-    """
+    """Write an object in Python and look for it in the JVM. Raises StoreError that names the side that fails."""
     name, token = f"probes/{uuid.uuid4().hex}", uuid.uuid4().hex
     try:
         store.write_bytes(name, token.encode())
