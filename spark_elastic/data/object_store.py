@@ -149,7 +149,7 @@ class RetryingClient:
         """The result of the first attempt that succeeds.
 
         size: bytes that are written or read. longest: seconds that an attempt of many requests may take, which begins
-        before the limit is over; None: a part of the limit. Raises TimeoutError with the last error, else as the client.
+        before the limit is over; None: a part of the limit. Raises TimeoutError with the last error, or as the client.
         """
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from spark_elastic.estimators.dataframes.schema import (
 )
 from spark_elastic.estimators.fit_rows import (
     FoundRows,
+    Options,
     Request,
     RowSource,
     RunRecord,
@@ -89,7 +90,7 @@ class DataFrameRows(RowSource):
             )
         data, schema = request.config.data, self._df.schema
         transformed = request.objects.transformation is not None
-        check_columns(schema, data.feature_cols, data.label_cols, data.sample_weight_col, transformed)
+        check_columns(schema, data, transformed)
         used = data.used_cols
         if isinstance(data.validation, str):
             check_validation_column(schema, data.validation)
@@ -168,7 +169,7 @@ def find_or_write_rows(
     row_order: str | None,
     missing: Any,
     materialize: str,
-    storage_options: Mapping[str, Any],
+    storage_options: Options,
 ) -> tuple[Any, ...]:
     """The fields of `Rows.from_dataframe`."""
     check_is_dataframe(df, "Rows.from_dataframe")
@@ -234,11 +235,7 @@ def find_obstacle(request: Request) -> str | None:
 
 
 def find_scanned_rows(
-    df: DataFrame,
-    names: Sequence[str],
-    transformed: bool,
-    piece_bytes: int,
-    storage_options: Mapping[str, Any],
+    df: DataFrame, names: Sequence[str], transformed: bool, piece_bytes: int, storage_options: Options
 ) -> FoundRows:
     """The rows of the files that a DataFrame scans. Raises NoFileScan, and as `describe_files` does."""
     scan = find_file_scan(df, names)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
 
 from spark_elastic.clusters.spark.host_facts import find_session, get_session
 from spark_elastic.errors import InvalidInput
@@ -39,7 +39,26 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
     _train: Callable[[RowSource, FitRequest[Any]], ElasticModel]  # of the framework
 
     def write(self) -> MLWriter:
-        return _Writer(self)
+        return saving.Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        return saving.Reader(cls)
+
+    def list_saved(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+        """Metadata, plain parameters, and the others in one pickle, so that shared objects stay shared."""
+        values = {p.name: value for p, value in self._paramMap.items() if p.name not in _UNSAVED}
+        objects = {name: value for name, value in values.items() if not _is_plain(value)}
+        plain = {name: value for name, value in values.items() if name not in objects}
+        return {}, plain, self._pack_objects(objects)
+
+    @classmethod
+    def load_saved(cls, metadata: Mapping[str, Any], parts: Mapping[str, bytes]) -> Any:
+        estimator: Any = cls()
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
+        estimator._set(**{**metadata["paramMap"], **estimator._unpack_objects(parts)})
+        return estimator
 
     def fit_on_parquet(self, paths: Paths, validation_paths: Paths | None = None) -> Any:
         """Train on existing Parquet files without a copy. Needs a Spark session.
@@ -139,45 +158,6 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
     @abstractmethod
     def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         """The parameters that `_pack_objects` has serialized."""
-
-
-class _Writer(saving.OverwritingWriter):
-    """Writes plain parameters as Spark ML does, and the others in one pickle, so that shared objects stay shared."""
-
-    def __init__(self, instance: ElasticEstimator) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:
-        estimator = self._instance
-        values = {p.name: value for p, value in estimator._paramMap.items() if p.name not in _UNSAVED}
-        objects = {name: value for name, value in values.items() if not _is_plain(value)}
-        plain = {name: value for name, value in values.items() if name not in objects}
-        extra = {"format": saving.FORMAT}
-        DefaultParamsWriter.saveMetadata(
-            estimator,
-            path,
-            saving.find_metadata_session(self.sparkSession),
-            extraMetadata=extra,
-            paramMap=plain,
-        )
-        saving.write(self.sparkSession, path, estimator._pack_objects(objects))
-
-
-class EstimatorReader(MLReader[Any]):
-    def __init__(self, cls: type[ElasticEstimator]) -> None:
-        super().__init__()
-        self._cls = cls
-
-    def load(self, path: str) -> Any:
-        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
-        with saving.name_incomplete(path, self._cls):
-            estimator: Any = self._cls()
-            estimator._resetUid(metadata["uid"])
-            DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-            objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
-            estimator._set(**{**metadata["paramMap"], **objects})
-        return estimator
 
 
 def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:

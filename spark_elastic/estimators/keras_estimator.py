@@ -11,10 +11,10 @@ from typing import Any
 
 import cloudpickle
 import keras
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
@@ -83,10 +83,6 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     """
 
     _check_objects, _train = staticmethod(check_keras_objects), staticmethod(fit_keras)
-
-    @classmethod
-    def read(cls) -> MLReader[ElasticKerasEstimator]:
-        return EstimatorReader(cls)
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""

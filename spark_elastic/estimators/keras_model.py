@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import io
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,19 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
 from spark_elastic.estimators.outputs import Floats, Shape
-from spark_elastic.estimators.predictor import choose_gpu, find_shapes, name_parts, predict_in_batches
-from spark_elastic.estimators.transformer import ElasticModel, ModelReader
+from spark_elastic.estimators.predictor import (
+    Predictor,
+    choose_gpu,
+    find_shapes,
+    name_parts,
+    predict_in_batches,
+)
+from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.batching import Inputs, order_labels, pack_inputs
 from spark_elastic.training.keras.devices import let_gpu_memory_grow
@@ -31,7 +36,7 @@ PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformatio
 
 
 @dataclass(frozen=True)
-class KerasPredictor:
+class KerasPredictor(Predictor):
     """Rows in, predictions out; the model is called with training=False."""
 
     archive: Archive  # the model
@@ -39,12 +44,6 @@ class KerasPredictor:
     # cloudpickle of what makes the model's inputs of the feature columns; None: they are its inputs.
     transformation: bytes | None = None
     labels: tuple[str, ...] = ()  # the outputs have their order; (): the model's own
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def model(self) -> Any:
         return self.archive.load()
@@ -143,10 +142,6 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     are imported by name from where they are defined. Only a transformation_fn, lambdas and what is defined inside of a
     function go through cloudpickle: such a model must be loaded from paths alone that are trusted.
     """
-
-    @classmethod
-    def read(cls) -> MLReader[ElasticKerasModel]:
-        return ModelReader(cls)
 
     def _extra(self) -> dict[str, Any]:
         archive = self._predictor.archive  # type: ignore[attr-defined]

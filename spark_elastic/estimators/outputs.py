@@ -89,14 +89,6 @@ class OutputColumns:
             required=bool(asked) or (values["activation"] is not None and "activation" in named),
         )
 
-    def list_certain(self) -> tuple[str, ...]:
-        """The columns that there will be whatever the model's outputs are."""
-        if self.outputs is not None:
-            return self.outputs
-        if self.required:
-            return tuple(name for name, _ in self.list_of_classes())
-        return (self.prediction,) if len(self.labels) <= 1 else ()
-
     def list_of_classes(self) -> list[tuple[str, str]]:
         """The columns of classes and the content of each, in the order of Spark ML's classifiers."""
         contents = (self.raw_prediction, "raw"), (self.probability, "probability"), (self.prediction, "class")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import finalize, ref
 
 import cloudpickle
@@ -31,14 +31,10 @@ from spark_elastic.estimators.dataframes.scan import MissingKind, MissingValues,
 from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.predictor import Predictor
 
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+
 log = logging.getLogger("spark_elastic")
-
-
-class ShippedPredictor(Protocol):
-    """A predictor as a task has it."""
-
-    @property
-    def value(self) -> Predictor: ...
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,14 @@ class PickledPredictor:
         return found
 
 
+Shipped: TypeAlias = "Broadcast[Predictor] | PickledPredictor"  # a predictor as a task has it
+
 # By the id of a predictor, which never changes: its broadcast, and whose it is. Spark keeps each in a file of the
 # driver until the session ends, so that each `transform` must not make another one.
-_broadcasts: dict[int, tuple[ref[Any], ShippedPredictor]] = {}
+_broadcasts: dict[int, tuple[ref[Any], Shipped]] = {}
 
 
-def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredictor:
+def ship_predictor(spark: SparkSession, predictor: Predictor) -> Shipped:
     """`predictor`, to be used inside of tasks."""
     if not has_context(spark):
         return PickledPredictor(make_payload(spark, cloudpickle.dumps(predictor)))
@@ -116,7 +114,7 @@ class MissingRows:
             log.warning(line) if self.driver_log is None else self.driver_log.add(line)
 
 
-def predict_udf(shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
+def predict_udf(shipped: Shipped, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
     """From the feature columns, and the number of what a row lacks, to a column of `outputs`, or a struct."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
@@ -137,7 +135,7 @@ def predict_udf(shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows) 
 
 
 def _predict(
-    shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows, batches: Iterator[tuple[pd.Series, ...]]
+    shipped: Shipped, outputs: Outputs, rows: MissingRows, batches: Iterator[tuple[pd.Series, ...]]
 ) -> Iterator[list[Any]]:
     counts: Counter[int] = Counter()
     task = TaskContext.get()

@@ -61,11 +61,8 @@ class Rows(RowHandle):
         """
         from spark_elastic.estimators.dataframe_rows import find_or_write_rows
 
-        return cls(
-            *find_or_write_rows(
-                df, store, columns, row_order, missing, materialize, dict(storage_options or {})
-            )
-        )
+        options = dict(storage_options or {})
+        return cls(*find_or_write_rows(df, store, columns, row_order, missing, materialize, options))
 
     @classmethod
     def from_table(

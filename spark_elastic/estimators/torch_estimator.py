@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
-from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.params import TorchParams, with_horovod_names
@@ -82,10 +82,6 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
     """
 
     _check_objects, _train = staticmethod(check_torch_objects), staticmethod(fit_torch)
-
-    @classmethod
-    def read(cls) -> MLReader[ElasticTorchEstimator]:
-        return EstimatorReader(cls)
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         model = self.getOrDefault("model")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, TimestampType
@@ -150,7 +150,29 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return SparkSession.active().createDataFrame(worlds, "seconds double, size int, reason string")
 
     def write(self) -> MLWriter:
-        return ModelWriter(self)
+        return saving.Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        return saving.Reader(cls)
+
+    def list_saved(self) -> tuple[dict[str, Any], None, Mapping[str, bytes]]:
+        """Metadata, Spark ML's own parameters (None: all), and parts."""
+        columns = [[c.name, c.dtype, list(c.shape), c.ragged] for c in self._predictor.columns]
+        known = {"summary": self.summary.to_json(), "columns": columns, "shapes": self._known_shapes}
+        return {**known, **self._extra()}, None, self._predictor.parts()
+
+    @classmethod
+    def load_saved(cls, metadata: Mapping[str, Any], parts: Mapping[str, bytes]) -> Any:
+        given = metadata["columns"]
+        columns = tuple(Column(name, dtype, tuple(shape), "", ragged) for name, dtype, shape, ragged in given)
+        shapes = metadata["shapes"]  # none: not tried
+        predictor = cls._restore_predictor(parts, columns, metadata)
+        summary = FitSummary.from_json(metadata["summary"])
+        model: Any = cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model
 
     @classmethod
     def _restore_predictor(
@@ -166,8 +188,6 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_is_dataframe(dataset, "transform")
         wanted = self.find_output_columns()
-        # Before `_find_shapes`, which may run a job.
-        _check_new(dataset, wanted.list_certain())
         inputs = self._find_inputs(dataset)
         missing = MissingValues.parse(self.getOrDefault("missing"))
         types = {name: find_column_type(dataset.schema, name, transformed=True) for name, _ in inputs}
@@ -259,49 +279,6 @@ def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
             f"the predictions' columns would be called {', '.join(names)}: give each another name in prediction_col, "
             "probability_col, raw_prediction_col and output_cols."
         )
-
-
-class ModelWriter(saving.OverwritingWriter):
-    """Metadata as Spark ML writes it, the module's parts in rows of a Parquet table."""
-
-    def __init__(self, instance: ElasticModel) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:
-        model = self._instance
-        extra = {
-            "format": saving.FORMAT,
-            "summary": model.summary.to_json(),
-            "columns": [[c.name, c.dtype, list(c.shape), c.ragged] for c in model._predictor.columns],
-            "shapes": model._known_shapes,
-            **model._extra(),
-        }
-        DefaultParamsWriter.saveMetadata(
-            model, path, saving.find_metadata_session(self.sparkSession), extraMetadata=extra
-        )
-        saving.write(self.sparkSession, path, model._predictor.parts())
-
-
-class ModelReader(MLReader[Any]):
-    def __init__(self, cls: type[ElasticModel]) -> None:
-        super().__init__()
-        self._cls = cls
-
-    def load(self, path: str) -> Any:
-        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
-        with saving.name_incomplete(path, self._cls):
-            columns = tuple(
-                Column(name, dtype, tuple(shape), ragged=ragged)
-                for name, dtype, shape, ragged in metadata["columns"]
-            )
-            summary = FitSummary.from_json(metadata["summary"])
-            predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
-            shapes = metadata["shapes"]  # none: not tried
-            model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
-            model._resetUid(metadata["uid"])
-            DefaultParamsReader.getAndSetParams(model, metadata)
-        return model
 
 
 # A table's columns as a fitted model takes them: checked by the schema, before any job, against the trained ones.

@@ -58,7 +58,11 @@ def build_request(
 ) -> FitRequest[O]:
     """Check the parameters of an estimator, by name; `check_objects` those that are objects."""
     config = FitConfig.from_params(values)
-    objects = _reshape_inputs(check_objects(values), config)
+    objects, shapes = check_objects(values), config.data.input_shapes
+    if shapes is not None and objects.transformation is not None:  # they are of what it returns
+        named = dict(zip(config.data.feature_cols, shapes, strict=True))
+        change = {"transformation": reshape_results(objects.transformation, named)}
+        objects = dataclasses.replace(objects, **change)  # type: ignore[type-var]
     if config.transformation.transformation_workers and objects.transformation is None:
         raise InvalidInput(
             "transformation_workers apply transformation_fn, which is missing: give it, or leave them out."
@@ -79,17 +83,6 @@ def build_request(
         on_progress=FUNCTION.or_none()("on_progress", values["on_progress"]),
         elastic=build_config(values["config"], values["settings"] or {}),
     )
-
-
-def _reshape_inputs(objects: O, config: FitConfig) -> O:
-    """With a transformation, `input_shapes` are the shapes of what it returns."""
-    if config.data.input_shapes is None or objects.transformation is None:
-        return objects
-    shapes = dict(zip(config.data.feature_cols, config.data.input_shapes, strict=True))
-    found: O = dataclasses.replace(  # type: ignore[type-var]
-        objects, transformation=reshape_results(objects.transformation, shapes)
-    )
-    return found
 
 
 @contextmanager

@@ -451,8 +451,8 @@ def _make_ragged(column: Column) -> Column:
 
 
 def _find_difference(column: Column, files: _Files, transformed: bool) -> str | None:
-    """Where arrays of another length than the first are; None: nowhere. Judged by the values of each row group and, where
-    others may be taken, by the first rows: lengths may add up by chance."""
+    """Where arrays of another length than the first are; None: nowhere. Judged by the values of each row group and,
+    where others may be taken, by the first rows: lengths may add up by chance."""
     expected = math.prod(column.shape)
     if transformed and len(column.shape) == 1:
         lengths = count_elements(files.first_rows(column.name, 1 + _SAMPLED_VALUES // (1 + expected)))

@@ -49,7 +49,6 @@ class TableSnapshot:
     store: Store  # holds all files
     files: tuple[DataFile, ...]  # each marks the rows that the table has no more
     columns: tuple[str, ...]  # the names of its columns
-    single: tuple[str, ...]  # those of single values
 
 
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
@@ -159,9 +158,8 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
     number, columns = table.version(), tuple(each.name for each in schema.fields)
-    single = [column for column, kind in types.items() if not is_list(kind)]
     name = f"version {number} of the Delta table {store.url}"
-    return TableSnapshot(name, number, store, tuple(files), columns, tuple(single))
+    return TableSnapshot(name, number, store, tuple(files), columns)
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
@@ -259,8 +257,7 @@ def _read_iceberg(
     deletes = [each for each in entries if each.data_file.content.name != "DATA"]
     deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
     files = [replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True)]
-    single = tuple(field.name for field in schema.fields if field.field_type.is_primitive)
-    return TableSnapshot(name, number, store, tuple(files), tuple(ids), single)
+    return TableSnapshot(name, number, store, tuple(files), tuple(ids))
 
 
 def _find_partition_values(table: Any, schema: Any, types: Mapping[str, Any], file: Any) -> dict[str, str]:

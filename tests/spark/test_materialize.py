@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def materialize(
-    df: DataFrame, columns: list[str], store: Store, rows: int | None = None, row_order: str = "hash"
+    df: DataFrame, columns: list[str], store: Store, rows: int = 10_000, row_order: str = "hash"
 ) -> Manifest:
     from spark_elastic.estimators.dataframes.materialize import WriteOptions
     from spark_elastic.estimators.dataframes.materialize import materialize as write

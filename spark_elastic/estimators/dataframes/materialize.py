@@ -216,8 +216,7 @@ _FILES = "HadoopFsRelation"
 
 # For workers of any memory: what they keep decoded is bounded, and the plan takes as many lanes as fit into that.
 ROW_GROUP_BYTES = 4 << 20
-ROWS_PER_GROUP = 10_000
-_UNBOUNDED_ROWS = _UNBOUNDED_BYTES = 1 << 30
+_UNBOUNDED_ROWS = 1 << 30
 _FOLDER = "data"
 _SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
 _HASH_RANGE = 1 << 20  # the resolution of a fraction
@@ -230,9 +229,8 @@ log = logging.getLogger("spark_elastic")
 class WriteOptions:
     """How columns are written."""
 
-    # Rows of each row group but the last of a file. None: about `row_group_bytes`, and 10,000 rows at most (on Spark
-    # 3.5, in the table's order, only if every column holds single numbers).
-    rows_per_group: int | None = None
+    # Of a row group, at most (on Spark 3.5, in the table's order, only if every column holds single numbers).
+    rows_per_group: int = 10_000
     row_group_bytes: int = ROW_GROUP_BYTES  # bytes of a row group before compression
     # Whether a transformation makes numbers of the columns, so that strings, bytes, dates and arrays of different
     # lengths are written as they are.
@@ -243,17 +241,22 @@ class WriteOptions:
 
     def count_group_rows(self, row_bytes: int) -> int:
         """Rows of a row group, of rows of so many bytes on average."""
-        return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
+        return min(self.rows_per_group, max(1, self.row_group_bytes // row_bytes))
 
     def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
         """Of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether it can, as Spark 4's does."""
-        rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
+        rows, least, size = self.rows_per_group, 1, self.row_group_bytes
+        if row_bytes is not None:
+            rows = least = self.count_group_rows(row_bytes)
+            # A writer that holds more than three times the size dumps its buffers to the log. One that does not count
+            # looks at the size after `rows` rows.
+            size = max(size, 2 * rows * row_bytes) if counts_rows else 1
         return {
-            "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
-            "parquet.block.size": str(self._choose_block_size(rows, row_bytes, counts_rows)),
+            "parquet.block.row.count.limit": str(rows),
+            "parquet.block.size": str(size),
             # By default the size is first checked after 100 rows: 40 MB if a row has 100,000 numbers.
-            "parquet.page.size.row.check.min": str(rows or 1),
-            "parquet.page.size.row.check.max": str(rows or ROWS_PER_GROUP),
+            "parquet.page.size.row.check.min": str(least),
+            "parquet.page.size.row.check.max": str(rows),
             # A page that ends within its group is compressed and then counts with its compressed size.
             "parquet.page.size": str(2 * self.row_group_bytes),
             "parquet.page.row.count.limit": str(_UNBOUNDED_ROWS),
@@ -264,14 +267,6 @@ class WriteOptions:
             "compression": "snappy",
             "maxRecordsPerFile": "0",
         }
-
-    def _choose_block_size(self, rows: int | None, row_bytes: int | None, counts_rows: bool) -> int:
-        """At which a row group ends. A writer that holds more than three times that dumps its buffers to the log."""
-        if rows is None:
-            return self.row_group_bytes
-        if not counts_rows:
-            return 1  # the size is first checked after `rows` rows
-        return _UNBOUNDED_BYTES if row_bytes is None else max(self.row_group_bytes, 2 * rows * row_bytes)
 
 
 @dataclass(frozen=True)
