@@ -130,9 +130,8 @@ class RowGroups:
         numbers: dict[str, Any] = {}
         for name in cls.NUMBERS:
             numbers[name] = np.array([getattr(group, name) for group in single], np.int64)
-        return cls(
-            **numbers, deleted={place: group.deleted for place, group in enumerate(single) if group.deleted}
-        )
+        deleted = {place: group.deleted for place, group in enumerate(single) if group.deleted}
+        return cls(**numbers, deleted=deleted)
 
     def keep(self, rows: Int64s, deleted: Mapping[int, str]) -> RowGroups:
         """The row groups that have rows of so many each. deleted: of their rows in the files, by row group."""
@@ -163,11 +162,8 @@ class RowGroups:
     def to_fields(self) -> dict[str, Any]:
         """For a document: a number where all row groups have it, else a list."""
         numbers = {name: _shorten(getattr(self, name)) for name in self.NUMBERS}
-        return {
-            **numbers,
-            "count": len(self),
-            "deleted": {str(key): text for key, text in self.deleted.items()},
-        }
+        deleted = {str(key): text for key, text in self.deleted.items()}
+        return {**numbers, "count": len(self), "deleted": deleted}
 
     @classmethod
     def from_fields(cls, content: Mapping[str, Any]) -> RowGroups:
@@ -248,9 +244,10 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """Hash of columns, row groups and `content`: equal rows written again have the same, in files of any names."""
+        columns = [_to_fields(column) for column in self.columns]
         content = {
             "version": VERSION,
-            "columns": [_to_fields(column) for column in self.columns],
+            "columns": columns,
             "row_groups": self.group_rows,
             "content": self.content,
         }
@@ -305,14 +302,14 @@ class Manifest:
         if packed is not None:
             packed = {**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
         manifest = cls(
-            tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
-            tuple(content["files"]),
-            RowGroups.from_fields(content["row_groups"]),
-            content["fingerprint"],
-            content["content"],
-            tuple(kinds[number] for number in content["file_columns"]),
-            tuple(content["file_states"]),
-            packed and PackedSource(**packed),
+            columns=tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
+            files=tuple(content["files"]),
+            row_groups=RowGroups.from_fields(content["row_groups"]),
+            fingerprint=content["fingerprint"],
+            content=content["content"],
+            file_columns=tuple(kinds[number] for number in content["file_columns"]),
+            file_states=tuple(content["file_states"]),
+            packed=packed and PackedSource(**packed),
         )
         manifest.max_decoded_group_bytes()  # raises for what are no columns
         if not all(isinstance(name, str) for name in manifest.files):

@@ -101,14 +101,9 @@ class RowHandle:
     def save(self, url: str, **storage_options: Any) -> None:
         """Write the handle, without credentials, for programs that get no objects: `Rows.open(url)` reads it."""
         folder, name = posixpath.split(str(url).rstrip("/"))
-        document = {
-            "format": FORMAT,
-            "store": self.store.url,
-            "table": find_table(self.store.filesystem),
-            "source": self.source,
-            "has_no_nan": self.has_no_nan,
-            "manifest": self.manifest.to_json(),
-        }
+        place = {"store": self.store.url, "table": find_table(self.store.filesystem)}
+        about = {"source": self.source, "has_no_nan": self.has_no_nan, "manifest": self.manifest.to_json()}
+        document = {"format": FORMAT, **place, **about}
         Store.open(folder or ".", **storage_options).write_bytes(name, json.dumps(document).encode())
 
     # ---- what they are

@@ -151,18 +151,11 @@ def _check_epochs_left(request: FitRequest[Any], checkpoints: CheckpointStore, r
 
 
 def _summarize(run: FinishedRun, run_id: str, seconds: float, data: str) -> FitSummary:
-    result = run.result
-    return FitSummary(
-        run_id=run_id,
-        epochs=tuple(result.history),
-        worlds=tuple(WorldRecord(world.at, world.size, world.reason) for world in run.report.world_changes),
-        seconds=seconds,
-        data_rows=result.data_rows,
-        digest=result.digest,
-        data=data,
-        data_digest=run.record.load_manifest().content[:32],
-        report=run.report.with_rows(result.history, result.data_rows),
-    )
+    result, content = run.result, run.record.load_manifest().content
+    worlds = tuple(WorldRecord(world.at, world.size, world.reason) for world in run.report.world_changes)
+    report, epochs = run.report.with_rows(result.history, result.data_rows), tuple(result.history)
+    rows, digest = result.data_rows, result.digest
+    return FitSummary(run_id, epochs, worlds, seconds, rows, digest, data, content[:32], report)
 
 
 @contextmanager
@@ -189,12 +182,8 @@ def _ledger_folder(request: FitRequest[Any], store: Store, run_id: str) -> str |
 
 @contextmanager
 def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
-    listener = ProgressListener(
-        request.config.data.epochs,
-        callback=request.on_progress,
-        quiet=request.verbose == 0,
-        show_output=request.elastic.show_logs,
-    )
+    epochs, quiet, show_logs = request.config.data.epochs, request.verbose == 0, request.elastic.show_logs
+    listener = ProgressListener(epochs, callback=request.on_progress, quiet=quiet, show_output=show_logs)
     with close_within_deadline(listener), log_to_listener(listener.on_message, request.verbose > 1):
         yield listener
 
@@ -225,14 +214,9 @@ class FitRun(Generic[O]):
             manifest = record.load_manifest()
             launched = self.launch(self.build_spec(record, data, run), run)
             trained = check_replicas([json.loads(result) for result in launched.results])
-            result = RunResult(
-                model=trained["model"],
-                sha256=trained["sha256"],
-                digest=trained["digest"],
-                epochs=self.request.config.data.epochs,
-                history=trained["history"],
-                data_rows=manifest.rows,
-            )
+            told = {name: trained[name] for name in ("model", "sha256", "digest", "history")}
+            epochs = self.request.config.data.epochs
+            result = RunResult(**told, epochs=epochs, data_rows=manifest.rows)
             run.check()
             # Before rows and checkpoints, which could resume the run, are deleted
             result.save(self.store, self.run_id)
@@ -271,10 +255,8 @@ class FitRun(Generic[O]):
 
 def make_fit_limits(request: FitRequest[Any], global_batch: int) -> Limits:
     """The limits of the job: none of its worlds has more workers than a step has rows."""
-    config = request.config
-    limits = make_limits(
-        request.elastic, config.world.num_workers, config.world.min_workers, config.world.max_workers
-    )
+    world = request.config.world
+    limits = make_limits(request.elastic, world.num_workers, world.min_workers, world.max_workers)
     return dataclasses.replace(limits, max_global_batch=global_batch)
 
 

@@ -110,11 +110,9 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
             custom = cloudpickle.loads(archive.custom)
         if custom:
             parts["custom"] = cloudpickle.dumps(custom)
-        return {
-            **parts,
-            "configured": json.dumps(plain).encode(),
-            **({"objects": cloudpickle.dumps(objects)} if objects else {}),
-        }
+        if objects:
+            parts["objects"] = cloudpickle.dumps(objects)
+        return {**parts, "configured": json.dumps(plain).encode()}
 
     def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         found: dict[str, Any] = cloudpickle.loads(parts["objects"]) if "objects" in parts else {}

@@ -144,14 +144,10 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     """
 
     def _extra(self) -> dict[str, Any]:
-        archive = self._predictor.archive  # type: ignore[attr-defined]
-        labels = self._predictor.labels  # type: ignore[attr-defined]
-        return {
-            "floatx": archive.floatx,
-            "custom_objects": archive.places(),
-            "undecayed": list(archive.undecayed),
-            "labels": list(labels),
-        }
+        predictor: Any = self._predictor
+        archive, labels = predictor.archive, list(predictor.labels)
+        places, undecayed = archive.places(), list(archive.undecayed)
+        return {"floatx": archive.floatx, "custom_objects": places, "undecayed": undecayed, "labels": labels}
 
     @classmethod
     def _restore_predictor(
@@ -160,14 +156,10 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         custom = {name: import_by_name(*place) for name, place in extra["custom_objects"].items()}
         if CUSTOM in parts:
             custom.update(cloudpickle.loads(parts[CUSTOM]))
-        archive = Archive(
-            parts[PART],
-            cloudpickle.dumps(custom),
-            extra["floatx"],
-            safe=CUSTOM not in parts,
-            undecayed=tuple(extra["undecayed"]),
-            adapters=_unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else (),
-        )
+        safe, undecayed = CUSTOM not in parts, tuple(extra["undecayed"])
+        adapters = _unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else ()
+        content, custom_objects = parts[PART], cloudpickle.dumps(custom)
+        archive = Archive(content, custom_objects, extra["floatx"], safe, undecayed, adapters)
         return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), tuple(extra["labels"]))
 
 

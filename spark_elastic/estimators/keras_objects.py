@@ -59,11 +59,8 @@ from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
 # Callbacks with a `monitor`.
-_WATCHING = (
-    keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ReduceLROnPlateau,
-)
+_KINDS = ("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau")
+_WATCHING = tuple(getattr(keras.callbacks, name) for name in _KINDS)
 
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
@@ -112,11 +109,8 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:
     """Raise InvalidInput if a callback watches a number that no epoch will have. validates: each epoch is validated."""
-    watched = [
-        callback.monitor
-        for callback in objects.callbacks
-        if isinstance(callback, _WATCHING) and getattr(callback, "save_best_only", True)
-    ]
+    watching = [callback for callback in objects.callbacks if isinstance(callback, _WATCHING)]
+    watched = [callback.monitor for callback in watching if getattr(callback, "save_best_only", True)]
     # The user's own callbacks may add any number in `on_epoch_end`.
     if not watched or has_hook(objects.callbacks, ("on_epoch_end",), ("keras.", "spark_elastic.")):
         return
@@ -225,14 +219,12 @@ def _check_rate_kind(optimizer: Any) -> None:
 
 def _check_steps(model: Any) -> None:
     """Refuse what the elastic training step does not support."""
-    for name, instead in (
-        (
-            "train_step",
-            "the elastic step computes gradients, sums them over the workers and applies them by itself",
-        ),
-        ("compute_loss", "losses are summed by rows: give compile() a loss, and penalties to add_loss()"),
-        ("compute_metrics", "metrics see the rows of all workers: give them to compile()"),
-    ):
+    instead_of = {
+        "train_step": "the elastic step computes gradients, sums them over the workers and applies them by itself",
+        "compute_loss": "losses are summed by rows: give compile() a loss, and penalties to add_loss()",
+        "compute_metrics": "metrics see the rows of all workers: give them to compile()",
+    }
+    for name, instead in instead_of.items():
         if getattr(type(model), name) is not getattr(keras.Model, name) and not _is_keras(type(model), name):
             raise InvalidInput(
                 f"{type(model).__name__} has a {name}() of its own, which is not called: {instead}."
@@ -435,19 +427,16 @@ class _Tries:
                 stats.restore()
         trial = self.make_trial(self.compute_losses)
         values = [[trial.measure(slice(0, len(whole)), 0, False).total] for _ in range(2)]
-        for (one, other), sentence in (
-            (
-                passes,
-                "computes outputs again for their gradients, and the model returns others when it is called again: "
-                "let its layers draw by a keras.random.SeedGenerator that they keep.",
-            ),
-            (
-                values,
-                "has each worker compute the loss of all rows, and the model's loss is another one when it is computed "
-                "again: let a layer of the model draw random numbers, not the loss.",
-            ),
-        ):
-            for a, b in zip(one, other, strict=True):
+        of_passes = (
+            "computes outputs again for their gradients, and the model returns others when it is called again: let its "
+            "layers draw by a keras.random.SeedGenerator that they keep."
+        )
+        of_values = (
+            "has each worker compute the loss of all rows, and the model's loss is another one when it is computed "
+            "again: let a layer of the model draw random numbers, not the loss."
+        )
+        for tried, sentence in ((passes, of_passes), (values, of_values)):
+            for a, b in zip(*tried, strict=True):
                 if not np.allclose(a, b, rtol=self._tolerance, atol=self._tolerance, equal_nan=True):
                     raise InvalidInput(f"loss_scope='step' {sentence}")
 

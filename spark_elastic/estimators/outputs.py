@@ -102,21 +102,14 @@ def _check_thresholds(values: Mapping[str, Any], named: Collection[str]) -> tupl
     is_usable = isinstance(found, list | tuple) and all(
         isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < np.inf for each in found
     )
-    if (
-        not is_usable
-        or (several is None and single > 1)
-        or (several is not None and list(found).count(0) > 1)
-    ):
+    if not is_usable or (single > 1 if several is None else list(found).count(0) > 1):
         raise InvalidInput(
             f"threshold must be a number from 0 to 1, and thresholds a list of one number for each class, none below 0 "
             f"and at most one 0; got {single if several is None else several!r}."
         )
     thresholds = tuple(float(each) for each in found)
-    if (
-        several is not None
-        and "threshold" in named
-        and (len(thresholds) != 2 or abs(find_threshold(thresholds) - single) > 1e-5)
-    ):
+    is_like_single = len(thresholds) == 2 and abs(find_threshold(thresholds) - single) <= 1e-5
+    if several is not None and "threshold" in named and not is_like_single:
         raise InvalidInput("threshold and thresholds say different things: give one of them.")
     return thresholds
 

@@ -165,8 +165,6 @@ def _choose_type(width: int) -> DataType:
 def restore_nan(predicted: Column, width: int) -> Column:
     """A column of `predict_udf` with NaN where the model gave it: pandas' way to Arrow makes a null of it."""
     nan = F.lit(float("nan"))
-    return (
-        F.coalesce(predicted, nan)
-        if width == 1
-        else F.transform(predicted, lambda each: F.coalesce(each, nan))
-    )
+    if width == 1:
+        return F.coalesce(predicted, nan)
+    return F.transform(predicted, lambda each: F.coalesce(each, nan))

@@ -206,11 +206,8 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         draw_rows(model, part.row_ids, spec.config.data.seed)
-        held = {
-            each: {n: b.clone() for n, b in each.named_buffers()}
-            for each in losses
-            if isinstance(each, torch.nn.Module)
-        }
+        modules = [each for each in losses if isinstance(each, torch.nn.Module)]
+        held = {each: {name: b.clone() for name, b in each.named_buffers()} for each in modules}
         result = objects.loss_fn(spec)(model, part)
         for name, loss, label in zip(spec.config.data.label_cols, losses, part.labels, strict=False):
             wrong = label[(label < 0) | (label > 1)]  # on which torch would train in silence

@@ -102,18 +102,9 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         self._known_shapes = shapes
         self._predictor = predictor
         self._summary = summary
-        self._setDefault(
-            prediction_col="prediction",
-            probability_col="probability",
-            raw_prediction_col="rawPrediction",
-            threshold=HALF,
-            thresholds=None,
-            activation=None,
-            raw_outputs=False,
-            output_cols=None,
-            label_cols=[],
-            missing="refuse",
-        )
+        columns = {"prediction_col": "prediction", "probability_col": "probability", "label_cols": []}
+        self._setDefault(**columns, raw_prediction_col="rawPrediction", output_cols=None, raw_outputs=False)
+        self._setDefault(activation=None, threshold=HALF, thresholds=None, missing="refuse")
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -225,10 +216,8 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 f"{', '.join(before)}: name one column for each of these, in that order."
             )
         check_distinct_names(dataset, names)
-        return [
-            (name, model_input(dataset, replace(column, name=name)))
-            for column, name in zip(trained, names, strict=True)
-        ]
+        columns = [replace(column, name=name) for column, name in zip(trained, names, strict=True)]
+        return [(column.name, model_input(dataset, column)) for column in columns]
 
     def _find_shapes(
         self, dataset: DataFrame, inputs: list[SparkColumn | str], which: SparkColumn

@@ -108,10 +108,8 @@ def _format(error: Exception) -> str:
 
 
 def _describe_failure(columns: Mapping[str, Any], error: Exception, what: str) -> str:
-    given = ", ".join(
-        f"{name!r} of {str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
-        for name, values in columns.items()
-    )
+    kinds = {n: f"{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in columns.items()}
+    given = ", ".join(f"{name!r} of {kind}" for name, kind in kinds.items())
     text = _format(error)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
     tried = "one row" if {len(values) for values in columns.values()} == {1} else "two rows"

@@ -264,10 +264,11 @@ class _Files:
         return found
 
     def count_nulls(self, column: str) -> int:
-        return sum(
-            facts.nulls.get(column, facts.rows if file.constants.get(column) == NO_VALUE else 0)
-            for file, facts in zip(self.data, self.facts, strict=True)
+        pairs = zip(self.data, self.facts, strict=True)
+        absent = (
+            (facts, facts.rows if file.constants.get(column) == NO_VALUE else 0) for file, facts in pairs
         )
+        return sum(facts.nulls.get(column, rows) for facts, rows in absent)
 
     def _different_types(
         self, column: str, first: int, found: pa.DataType, place: int, other: pa.DataType | None

@@ -87,12 +87,16 @@ def decode_columns(
 
     found: column -> its values in Arrow. constants: columns that have one value, and are not in the file.
     """
-    return {
-        column.name: _to_array(found[column.name], column, rows)
-        if column.name in found
-        else repeat_constant(constants[column.name], column, rows)
-        for column in columns
-    }
+    arrays = {}
+    for column in columns:
+        name = column.name
+        is_there = name in found
+        arrays[name] = (
+            _to_array(found[name], column, rows)
+            if is_there
+            else repeat_constant(constants[name], column, rows)
+        )
+    return arrays
 
 
 def repeat_constant(text: str, column: Column, rows: int) -> Array:
@@ -226,14 +230,8 @@ def open_parquet(
 ) -> pq.ParquetFile:
     """Open a Parquet file over `source`, which the caller closes. Spark's timestamps (INT96) are read as microseconds:
     Arrow's nanoseconds overflow outside of the years 1677 to 2262. Pages are checked by their checksums, if any."""
-    return pq.ParquetFile(
-        source,
-        metadata=footer,
-        pre_buffer=pre_buffer,
-        buffer_size=buffer_size,
-        coerce_int96_timestamp_unit="us",
-        **VERIFIED,
-    )
+    options = {"pre_buffer": pre_buffer, "buffer_size": buffer_size, "coerce_int96_timestamp_unit": "us"}
+    return pq.ParquetFile(source, metadata=footer, **options, **VERIFIED)
 
 
 FOOTER_BYTES = 64 << 10  # one read of so many gets nearly every footer

@@ -124,11 +124,11 @@ class ArrowReader(Reader):
     def announce(self, groups: Iterable[int]) -> None:
         # Parts of one row group are read together, when the first is needed.
         if self._remote is not None:
-            entries = ((group, self._manifest.row_groups[group]) for group in groups)
+            entries = [
+                (group, self._manifest.row_groups[group]) for group in groups if group not in self._groups
+            ]
             self._remote.announce(
-                (group, self._find_names(entry.file))
-                for group, entry in entries
-                if not entry.parent_rows and group not in self._groups
+                (group, self._find_names(e.file)) for group, e in entries if not e.parent_rows
             )
 
     def release(self, group: int | None = None) -> None:
@@ -169,9 +169,8 @@ class ArrowReader(Reader):
             reason = f"{type(error).__name__}: {error}"
             if "CRC checksum" in reason:  # Arrow has no class for it
                 reason = (
-                    "its bytes are not those that were written, by their checksum: bring the file back, or write the "
-                    f"table again; rows that fit has written are written anew once {name.rpartition('/')[0]} is "
-                    "removed, in another run"
+                    "its bytes are not those that were written, by their checksum: bring the file back; rows that fit "
+                    f"has written are written anew once {name.rpartition('/')[0]} is removed, in another run"
                 )
             raise StoreError(
                 f"Cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."

@@ -79,13 +79,10 @@ def pack_manifest(
         for window, (first, past) in enumerate(pairwise(cuts))
     ]
     tokens = (np.minimum(every, packing.length) if packing.overlong == "truncate" else every).sum()
+    packed = PackedSource(manifest, fields, cuts, len(every), overlong, int(tokens))
+    groups, fingerprint = RowGroups.of(windows), f"{manifest.fingerprint}-{digest}"
     return replace(
-        manifest,
-        columns=columns,
-        row_groups=RowGroups.of(windows),
-        fingerprint=f"{manifest.fingerprint}-{digest}",
-        content=digest,
-        packed=PackedSource(manifest, fields, cuts, len(every), overlong, int(tokens)),
+        manifest, columns=columns, row_groups=groups, fingerprint=fingerprint, content=digest, packed=packed
     )
 
 

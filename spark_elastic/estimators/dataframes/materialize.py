@@ -462,12 +462,10 @@ def _load_reusable(store: Store, published: str) -> Manifest | None:
 def warn_about_small_partitions(rows: int, partitions: int) -> None:
     """Each partition costs a task and a file, however few rows it has."""
     if partitions > _MANY_PARTITIONS and rows < _FEW_ROWS * partitions:
-        log.warning(
-            "the table has %d partitions, of %d rows on average, and Spark took 30 ms or more for each: with "
-            "df.coalesce(100), for example, the training would begin sooner",
-            partitions,
-            rows // partitions,
-        )
+        counts = partitions, rows // partitions
+        advice = "with df.coalesce(100), for example, the training would begin sooner"
+        told = "the table has %d partitions, of %d rows on average, and Spark took 30 ms or more for each: %s"
+        log.warning(told, *counts, advice)
 
 
 def fingerprint_table(

@@ -218,11 +218,8 @@ def round_to_float32(name: str, kind: ColumnType) -> str:
 
 def count_bytes(name: str, kind: ColumnType) -> str:
     values = _flatten(name, kind)
-    lengths = (
-        f"transform({values}, each -> octet_length(each))"
-        if kind.dimensions
-        else f"array(octet_length({values}))"
-    )
+    each = f"transform({values}, each -> octet_length(each))"
+    lengths = each if kind.dimensions else f"array(octet_length({values}))"
     return f"coalesce(aggregate({lengths}, 0L, (total, each) -> total + each), 0L)"
 
 

@@ -50,10 +50,8 @@ _P1, _P2, _P3, _P4, _P5 = np.array(
 
 def hash_further(hashes: Hashes, values: npt.NDArray[Any]) -> Hashes:
     """Spark's hashes of rows with one more value behind the others: an int or a long."""
-    mixed, words = (
-        hashes + _P5 + np.uint64(values.itemsize),
-        values.view(f"u{values.itemsize}").astype(np.uint64),
-    )
+    mixed = hashes + _P5 + np.uint64(values.itemsize)
+    words = values.view(f"u{values.itemsize}").astype(np.uint64)
     if values.itemsize == 4:
         return _finish(_rotate(mixed ^ words * _P1, 23) * _P2 + _P3)
     return _finish(_rotate(mixed ^ _rotate(words * _P2, 31) * _P1, 27) * _P1 + _P4)
