@@ -39,8 +39,7 @@ class Column:
     # `datetime64[D]` or `datetime64[us]`.
     dtype: str
     shape: tuple[int, ...] = ()  # shape of one row, () for a scalar
-    # How petastorm encoded a row in the file: "ndarray", "compressed_ndarray" or "image"; "": not at all.
-    codec: str = ""
+    codec: str = ""  # how petastorm encoded a row: "ndarray", "compressed_ndarray" or "image"; "": not at all
     # numpy's dtype of the elements of rows that are 1-D arrays of different lengths, where `dtype` is `object`; "": the
     # rows are no such arrays.
     ragged: str = ""
@@ -228,8 +227,7 @@ class Manifest:
     # times, and of which of their rows are deleted.
     content: str
     file_columns: tuple[FileColumns, ...] = ()  # of each file; (): the files say all
-    # Of each file `ObjectInfo.state`, which readers compare; (): nobody writes these files again.
-    file_states: tuple[str, ...] = ()
+    file_states: tuple[str, ...] = ()  # `ObjectInfo.state` of each file; (): nobody writes them again
     packed: PackedSource | None = None  # what the rows are made of, if they are not in the files as they are
 
     @cached_property

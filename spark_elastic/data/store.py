@@ -135,8 +135,7 @@ class StoreFull(StoreError):
     """The store has no room for what was to be written."""
 
 
-# What file systems and servers without room answer.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # what file systems and servers without room answer
 _NO_ROOM_WORDS = (
     *map(os.strerror, _NO_ROOM),
     "StorageFull",  # MinIO
@@ -150,8 +149,7 @@ def lacks_room(description: str) -> bool:
 
 
 MOST_RETRY_SECONDS = 240.0
-# That a listing may take, or the deletion of a tree: a store gives the names of a thousand objects at a time.
-LISTING_SECONDS = 600.0
+LISTING_SECONDS = 600.0  # of a listing, or the deletion of a tree: a store gives a thousand names at a time
 FILE_BUFFER = 1 << 20  # what `open_read` reads of an object store at least
 # What a driver and its executors need beside the client, by scheme; for errors.
 _NEEDS = {
@@ -178,8 +176,7 @@ def _open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system of a url, and the path in it."""
     if _is_chained(url):
         return cast("tuple[Any, str]", url_to_fs(url, **options))
-    # fsspec would drop what follows "::" in any path: two stores would be one.
-    colons = uuid.uuid4().hex
+    colons = uuid.uuid4().hex  # fsspec would drop what follows "::" in any path: two stores would be one
     filesystem, root = url_to_fs(url.replace("::", colons), **options)
     return filesystem, root.replace(colons, "::")
 
@@ -658,8 +655,7 @@ def _process_start(pid: int) -> str:
     return "" if state in DEAD else fields[18]
 
 
-# Follows an attempt's number in the name of an object that says that its job has succeeded.
-ENDED = "-ended"
+ENDED = "-ended"  # follows an attempt's number in the name of an object that says that its job has succeeded
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
 # Objects that only this package makes. Each data set has one of these, also while it is written, and each run.
 _OWN = re.compile(

@@ -67,8 +67,7 @@ class DataFrameRows(RowSource):
 
     def __init__(self, df: DataFrame) -> None:
         self._df = df
-        # The manifest (JSON) that is known to have this DataFrame's rows.
-        self._verified_manifest: str | None = None
+        self._verified_manifest: str | None = None  # as JSON: known to have this DataFrame's rows
 
     @property
     def session(self) -> SparkSession:  # type: ignore[override] # of what may be no DataFrame

@@ -65,15 +65,13 @@ _TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
 class RunRecord:
     """Everything that stays the same when a run is resumed, whatever the number of workers then is."""
 
-    # Where the rows are: a folder of the store ("": its root), or the url of existing files, or those of two tables.
-    data: str
+    data: str  # a folder of the store ("": its root), or the url of existing files, or those of two tables
     manifest: str  # the manifest of the rows that are trained on, as JSON
     manifest_hash: str  # its `Manifest.hash`; `load_manifest` compares it
     global_batch: int  # rows of one step
     lanes: int  # streams that an epoch is cut into
     settings: Mapping[str, Any]  # the parameters that must stay the same
-    # manifest, global_batch and lanes of the rows that are validated with; None: there are none.
-    validation: Mapping[str, Any] | None
+    validation: Mapping[str, Any] | None  # manifest, global_batch and lanes; None: no rows validate
     objects: Mapping[str, str]  # digests of the user's objects, by the names that an error has for them
     format: int = FORMAT  # of this record; a release reads its own alone
 
@@ -282,8 +280,7 @@ class FileRows(RowSource):
     call: str  # the method, as the user knows it
     argument: str  # its argument that gives rows to validate with
     store: Store  # that has the files
-    # Describe the rows to train on and, if there are any, those to validate with.
-    parts: Sequence[Callable[..., Manifest]]
+    parts: Sequence[Callable[..., Manifest]]  # describe the rows to train on, and to validate with
     place: str  # as in `FoundRows`, as are the next two
     source: str
     any_version: bool = False

@@ -58,8 +58,7 @@ from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
-# Callbacks with a `monitor`.
-_KINDS = ("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau")
+_KINDS = ("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau")  # callbacks with a `monitor`
 _WATCHING = tuple(getattr(keras.callbacks, name) for name in _KINDS)
 
 
@@ -86,8 +85,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     )
 
 
-# Hooks that run before the first forward pass.
-_FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
+_FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")  # before the first forward pass
 
 
 def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:

@@ -21,8 +21,7 @@ Shape = tuple[int, ...]
 # Of a number for each class, then of the one number that says how likely class 1 of two is. identity takes both.
 SEVERAL, SINGLE = ("softmax", "exp"), ("sigmoid", "probability")
 ACTIVATIONS = (*SEVERAL, *SINGLE, "identity")
-# Parameters that have a meaning for classes alone.
-OF_CLASSES = ("probability_col", "raw_prediction_col", "threshold", "thresholds")
+OF_CLASSES = ("probability_col", "raw_prediction_col", "threshold", "thresholds")  # of classes alone
 HALF = 0.5
 
 
@@ -40,11 +39,9 @@ class OutputColumns:
     # Column of each output as it is; None: `prediction`, or names of `labels`.
     outputs: tuple[str, ...] | None
     labels: tuple[str, ...]  # label columns of the training
-    # Function that makes probabilities of the one output; None: outputs stay as they are.
-    activation: str | None
+    activation: str | None  # what makes probabilities of the one output; None: it stays as it is
     thresholds: tuple[float, ...]  # threshold of each class; a single one is that of class 1 of two
-    # Whether the user asked for classes by name; else outputs stay as they are where they cannot be classes.
-    required: bool
+    required: bool  # whether classes were asked for by name; else outputs that are none stay as they are
 
     @classmethod
     def from_params(
@@ -127,8 +124,7 @@ class Outputs:
     widths: tuple[int, ...]  # numbers of a row in each column; 1: a plain double
     # Content of each column, "class", "probability" or "raw", of the one output; (): the outputs as they are.
     contents: tuple[str, ...] = ()
-    # As in `OutputColumns`, as is the next.
-    activation: str | None = None
+    activation: str | None = None  # as in `OutputColumns`, as is the next
     thresholds: tuple[float, ...] = (HALF,)
 
     @classmethod

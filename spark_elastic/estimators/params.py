@@ -111,8 +111,7 @@ def _add_method(owner: type, name: str, method: Any, doc: str) -> None:
         setattr(owner, name, method)
 
 
-# Horovod's name -> ours.
-ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}
+ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}  # Horovod's name -> ours
 # Horovod's names for whether workers use GPUs where there are some: `device` is then auto, else cpu.
 GPU_NAMES = ("use_gpu", "num_gpus")
 

@@ -87,8 +87,7 @@ class MissingRows:
     # Kinds of missing values, by the number that a row has in the last column of the UDF; -1: it has all values.
     kinds: tuple[MissingKind, ...]
     drops: tuple[bool, ...]  # whether rows of each kind are left out; else they end the job
-    # Takes the driver's line of the log from a task; None: the task logs it on its host.
-    driver_log: Accumulator[str] | None = None
+    driver_log: Accumulator[str] | None = None  # takes a task's line of the log; None: it logs itself
 
     @classmethod
     def of(cls, spark: SparkSession, kinds: Iterable[MissingKind], missing: MissingValues) -> MissingRows:

@@ -95,8 +95,7 @@ class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
         return "tensor" if isinstance(thing, torch.Tensor) else None
 
 
-# An optimizer over a copy of the model, and its schedules
-OptimizerTrial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]
+OptimizerTrial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # over a copy of the model
 
 ACTIVATIONS: dict[Any, str] = {
     torch.nn.CrossEntropyLoss: "softmax",
@@ -107,8 +106,7 @@ ACTIVATIONS: dict[Any, str] = {
     torch.nn.functional.nll_loss: "exp",
     torch.nn.BCELoss: "probability",
     torch.nn.functional.binary_cross_entropy: "probability",
-    # Its margins are no logits, but they order classes and rows alike.
-    torch.nn.MultiMarginLoss: "softmax",
+    torch.nn.MultiMarginLoss: "softmax",  # its margins are no logits, but they order classes and rows alike
     torch.nn.functional.multi_margin_loss: "softmax",
 }
 
@@ -172,8 +170,7 @@ def _check_model(given: Any, seed: Any) -> torch.nn.Module:
     return model
 
 
-# Hooks that run before the first forward pass.
-_FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
+_FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")  # before the first forward pass
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:

@@ -180,8 +180,7 @@ class LossTrial:
     measure: Callable[[slice, int, bool], PartLoss]
     # Finds the layer whose output for a row depends on other rows; None: there is none that is not warned of anyway.
     find_layer: Callable[[], str | None]
-    # Whether `measure` computes the loss alone, of outputs that the model has computed of all rows.
-    is_apart: bool
+    is_apart: bool  # whether `measure` computes the loss alone, of outputs of all rows
     tolerance: float  # how far equal losses may differ by rounding
 
 

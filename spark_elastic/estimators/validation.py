@@ -38,13 +38,11 @@ class FitRequest(Generic[O]):
     # fsspec's options for the store, which may hold credentials.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
-    # Whether a DataFrame's rows are written to the store: "auto", "always" or "never".
-    materialize: str = "auto"
+    materialize: str = "auto"  # whether a DataFrame's rows are written: "auto", "always" or "never"
     run_id: str | None = None  # name of the run in the store; None: a new one
     verbose: int = 1  # 0: silent; 1: progress and what workers print; 2: also the log
     keep_data: bool = False  # whether the written rows stay in the store for later fits
-    # Called on the driver with each report of progress.
-    on_progress: Callable[[Mapping[str, Any]], None] | None = None
+    on_progress: Callable[[Mapping[str, Any]], None] | None = None  # gets each report of progress
     elastic: ElasticConfig = field(default_factory=ElasticConfig)  # Ports, addresses, time limits
 
 

@@ -23,15 +23,13 @@ from spark_elastic.errors import InvalidInput, StoreError
 
 ColumnArrays = dict[str, npt.NDArray[np.generic]]
 
-# pyarrow 15 and newer
-HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
+HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters  # pyarrow 15
 VERIFIED = {"page_checksum_verification": True} if HAS_CHECKSUMS else {}  # options of a reader
 CHECKSUMS = {"write_page_checksum": True} if HAS_CHECKSUMS else {}  # options of a writer
 
 
 Array = npt.NDArray[np.generic]
-# Spark's ML vector, as Spark writes it: type 0 is sparse, 1 dense.
-_VECTOR_FIELDS = ("type", "size", "indices", "values")
+_VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's ML vector; type 0 is sparse, 1 dense
 
 
 def is_vector(arrow: pa.DataType) -> bool:

@@ -33,11 +33,9 @@ from spark_elastic.tables.predicate import Predicate
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Spark shows 25 columns of a node unless spark.sql.debug.maxToStringFields says otherwise.
-_SHOWN_COLUMNS = 20
+_SHOWN_COLUMNS = 20  # of a node Spark shows 25, unless spark.sql.debug.maxToStringFields says otherwise
 _SHOWN_CHARACTERS = 120
-# What neither removes, adds nor changes a row.
-_TRANSPARENT = ("Project", "SubqueryAlias", "View", "Relation", "RelationV2")
+_TRANSPARENT = ("Project", "SubqueryAlias", "View", "Relation", "RelationV2")  # keep all rows as they are
 # How Spark finds the files of a relation, where these are all that it has: no log says which of them count.
 _PLAIN_INDEXES = ("InMemoryFileIndex", "CatalogFileIndex")
 _ICEBERG = "org.apache.iceberg.spark.source.SparkTable"
@@ -56,8 +54,7 @@ class FileScan:
 
     kind: str  # "parquet", "delta" or "iceberg"
     columns: Mapping[str, str]  # column of the DataFrame -> its name in the files or the table
-    # parquet: urls of the files. delta: the url of the table. iceberg: that of its metadata file.
-    urls: tuple[str, ...]
+    urls: tuple[str, ...]  # parquet: of the files; delta: of the table; iceberg: of its metadata file
     version: int | None = None  # version of Delta, or id of a snapshot of Iceberg
 
 

@@ -75,8 +75,7 @@ from spark_elastic.estimators.dataframes.store_access import (
 from spark_elastic.monitoring.logs import announce_phase
 
 GROUPS_PER_FILE = 16
-# A table of at most so many bytes is small: the driver merges it.
-SMALL_BYTES = 8 << 20
+SMALL_BYTES = 8 << 20  # of a table that the driver merges, at most
 _COPIED_ROWS = 2_000_000  # of which the driver makes copies at most: it takes 50 bytes for each
 _COPY_BYTES = 4 << 20  # of copies that a task makes at least
 _MERGED_BYTES = 16 << 20  # that a task merges at least, if others are as many as sorted; a task costs 50 ms
@@ -236,8 +235,7 @@ class WriteOptions:
     # lengths are written as they are.
     transformed: bool = False
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
-    # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
-    row_order: str = "hash"
+    row_order: str = "hash"  # hash: by a hash of each row, the same on any cluster; table: as Spark has them
 
     def count_group_rows(self, row_bytes: int) -> int:
         """Rows of a row group, of rows of so many bytes on average."""
