@@ -40,9 +40,7 @@ class Column:
     dtype: str
     shape: tuple[int, ...] = ()  # shape of one row, () for a scalar
     codec: str = ""  # how petastorm encoded a row: "ndarray", "compressed_ndarray" or "image"; "": not at all
-    # numpy's dtype of the elements of rows that are 1-D arrays of different lengths, where `dtype` is `object`; "": the
-    # rows are no such arrays.
-    ragged: str = ""
+    ragged: str = ""  # numpy's dtype in rows that are 1-D arrays of different lengths; `dtype` is `object`
 
     @property
     def is_raw(self) -> bool:
@@ -189,8 +187,7 @@ def _lengthen(values: Any, count: int) -> Int64s:
 class FileColumns:
     """What a file's own footer does not say of its columns."""
 
-    # Column -> the text of its one value, for columns that are not in the file.
-    constants: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)  # column not in the file -> its text
     # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -206,8 +203,9 @@ class PackedSource:
 
     manifest: Manifest  # that of the documents
     packing: Mapping[str, Any]  # the fields of `Packing`
-    # Row group g of the sequences is made of the row groups `cuts[g] ... cuts[g + 1]` of the documents.
-    cuts: tuple[int, ...]
+    cuts: tuple[
+        int, ...
+    ]  # row group g of the sequences is made of `cuts[g] ... cuts[g + 1]` of the documents
     documents: int  # how many were packed
     overlong: int  # documents that were split or truncated
     tokens: int  # of all documents, without those that were cut off; the other places of the sequences are padding
@@ -220,9 +218,7 @@ class Manifest:
     columns: tuple[Column, ...]  # of the data set; its files may have more
     files: tuple[str, ...]  # names of Parquet files in the store
     row_groups: RowGroups  # in the order of the table's rows
-    # Of written rows: identifies what they were made from. Of a table: digest of what is selected of it. Of other
-    # files: `content`.
-    fingerprint: str
+    fingerprint: str  # of what written rows were made from, or of what is selected of a table; else `content`
     # Of written rows: digest of all values and their places. Of files that exist: digest of their names, sizes and
     # times, and of which of their rows are deleted.
     content: str

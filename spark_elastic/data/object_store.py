@@ -380,8 +380,7 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         super().__init__(**options)
         self.roots, self.protocol = roots, roots[0].client.protocol  # type: ignore[attr-defined]
         self.session: object = None  # another one after each refusal and renewal
-        # Path of a root -> its lease and client, and what makes the next ones.
-        self._connected: dict[str, tuple[Lease, AsyncFileSystem]] = {}
+        self._connected: dict[str, tuple[Lease, AsyncFileSystem]] = {}  # by path of a root
         self._connecting: dict[str, asyncio.Future[None]] = {}
 
     async def set_session(self, refresh: bool = False) -> None:

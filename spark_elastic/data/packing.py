@@ -173,14 +173,12 @@ class Packing:
 
     column: str = "input_ids"  # of arrays, the documents' tokens
     length: int = 2048  # tokens of a sequence
-    # Longer documents are an error with their number, or become several ("split"), or lose their end ("truncate").
-    overlong: str = "refuse"
+    overlong: str = "refuse"  # longer documents: "refuse", "split" into several, or "truncate"
     pad_id: int = 0  # the token that fills the end of a sequence
     # Columns whose rows are as long as those of `column`, such as labels -> the value that fills their end.
     along: Mapping[str, Any] = field(default_factory=dict)
     predict_first: bool = False  # whether the last token of a document is to predict the first of the next
-    # The column with the number of tokens of each document; None: the documents are read once, to be counted.
-    length_column: str | None = None
+    length_column: str | None = None  # column with the tokens of each document; None: they are counted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", COUNT("length", self.length))

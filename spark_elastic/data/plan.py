@@ -63,8 +63,7 @@ def compute_share_bounds(planned: int, shares: int, share: int) -> tuple[int, in
 class Division:
     """How ranks divide the rows of each step: into parts that differ by a row at most; a rank takes neighbours."""
 
-    # Rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last number is that of all parts.
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last is the number of parts
 
     @classmethod
     def equal(cls, size: int, shares: int = 0) -> Division:
@@ -146,10 +145,8 @@ class DataPlan:
     seed: int  # decides the order, together with the epoch
     lanes: int  # row streams that an epoch is cut into
     shuffle: bool = True  # whether groups and rows are shuffled, or keep the manifest's order
-    # Virtual shares that each step is cut into, which ranks take whole (`determinism="bitwise"`); 0: ranks divide rows.
-    shares: int = 0
-    # Whether each step has exactly `global_batch` rows, and the rows left over, others in each epoch, are left out.
-    drop_last: bool = False
+    shares: int = 0  # virtual shares of each step, which ranks take whole; 0: ranks divide its rows
+    drop_last: bool = False  # whether each step has `global_batch` rows, and what is left over is left out
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:

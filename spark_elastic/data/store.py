@@ -220,8 +220,7 @@ class ObjectInfo:
     name: str  # within the store
     bytes: int  # its size
     modified: float | None  # when it was last written, in seconds since 1970; None if the store does not say
-    # An object store's name for this content of the object; "": it has none.
-    tag: str = field(default="", repr=False)
+    tag: str = field(default="", repr=False)  # an object store's name for this content; "": it has none
 
     @property
     def state(self) -> str:
@@ -237,8 +236,7 @@ class Store:
     url: str  # as given, with a scheme where it was a local path; Spark and messages get it
     filesystem: Any = field(repr=False, compare=False)  # of fsspec, with the user's `storage_options`
     root: str = field(repr=False)  # the url's path as the file system takes it, without a slash at the end
-    # How long a call of an object store is tried again.
-    retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)
+    retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)  # of a remote call
 
     @classmethod
     def open(

@@ -365,8 +365,7 @@ def _locate_files(paths: Sequence[str], storage_options: Options) -> tuple[Store
 class Selection:
     """What is trained on of a table."""
 
-    # Name of a column for the estimator -> its name in the table, where they differ.
-    columns: Mapping[str, str]
+    columns: Mapping[str, str]  # the estimator's name of a column -> the table's, where they differ
     where: Predicate | None  # which rows; None: all
 
     @classmethod

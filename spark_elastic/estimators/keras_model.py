@@ -41,8 +41,7 @@ class KerasPredictor(Predictor):
 
     archive: Archive  # the model
     columns: tuple[Column, ...]  # of the features
-    # cloudpickle of what makes the model's inputs of the feature columns; None: they are its inputs.
-    transformation: bytes | None = None
+    transformation: bytes | None = None  # cloudpickle of the user's function; None: there is none
     labels: tuple[str, ...] = ()  # the outputs have their order; (): the model's own
 
     def model(self) -> Any:

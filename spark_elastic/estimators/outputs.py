@@ -36,8 +36,7 @@ class OutputColumns:
     prediction: str  # column of the class, or of the model's one output
     probability: str | None  # column of a vector of probabilities; None: it is left out
     raw_prediction: str | None  # column of a vector of what these are made of; None: it is left out
-    # Column of each output as it is; None: `prediction`, or names of `labels`.
-    outputs: tuple[str, ...] | None
+    outputs: tuple[str, ...] | None  # column of each output; None: `prediction`, or by `labels`
     labels: tuple[str, ...]  # label columns of the training
     activation: str | None  # what makes probabilities of the one output; None: it stays as it is
     thresholds: tuple[float, ...]  # threshold of each class; a single one is that of class 1 of two
@@ -122,8 +121,7 @@ class Outputs:
 
     columns: tuple[str, ...]  # names
     widths: tuple[int, ...]  # numbers of a row in each column; 1: a plain double
-    # Content of each column, "class", "probability" or "raw", of the one output; (): the outputs as they are.
-    contents: tuple[str, ...] = ()
+    contents: tuple[str, ...] = ()  # "class", "probability" or "raw" of each column; (): outputs as they are
     activation: str | None = None  # as in `OutputColumns`, as is the next
     thresholds: tuple[float, ...] = (HALF,)
 

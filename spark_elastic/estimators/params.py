@@ -278,8 +278,7 @@ class ColumnParams(Params):
 class EstimatorParams(ColumnParams):
     """The parameters of the estimators of all frameworks."""
 
-    # Horovod's names that have no meaning for the estimator, each with the reason.
-    refused: ClassVar[Mapping[str, str]] = REFUSED
+    refused: ClassVar[Mapping[str, str]] = REFUSED  # Horovod's name -> why it has no meaning here
     _input_kwargs: dict[str, Any]
 
     learning_rate = declare("learning rate of all parameter groups; None: the optimizer's own")

@@ -84,8 +84,7 @@ class _LogOnDriver(AccumulatorParam[str]):
 class MissingRows:
     """What happens to rows with missing values."""
 
-    # Kinds of missing values, by the number that a row has in the last column of the UDF; -1: it has all values.
-    kinds: tuple[MissingKind, ...]
+    kinds: tuple[MissingKind, ...]  # by the number in the UDF's last column; -1 there: nothing is missing
     drops: tuple[bool, ...]  # whether rows of each kind are left out; else they end the job
     driver_log: Accumulator[str] | None = None  # takes a task's line of the log; None: it logs itself
 

@@ -68,8 +68,7 @@ class FitSummary:
     digest: str = ""  # checksum of the final weights
     data: str = ""  # which rows were trained on, such as the version of a table
     data_digest: str = ""  # checksum of what they were read from
-    # Where the time went, what losses cost, and the rows of each epoch; of the last `fit` of the run alone.
-    report: JobReport = field(default_factory=JobReport)
+    report: JobReport = field(default_factory=JobReport)  # of the last `fit` of the run alone
 
     @property
     def rows_per_epoch(self) -> list[int]:

@@ -31,10 +31,8 @@ from spark_elastic.training.transformation_pool import bind_transformation
 
 log = logging.getLogger("spark_elastic")
 
-# Bytes of a model that is copied to be tried, and of a row group that is read for it. Workers alone try larger ones.
-MAX_BYTES = 1 << 28
-# Bytes of the rows as the model takes them: it may need a hundred times as many, and the driver may have little memory.
-MAX_ROW_BYTES = 1 << 26
+MAX_BYTES = 1 << 28  # of a model that is copied, or a row group that is read; workers alone try larger ones
+MAX_ROW_BYTES = 1 << 26  # of the rows as the model takes them, which may need a hundred times as many
 MORE_ROWS = 16  # on which a model is tried that fails on two: it may compare rows with one another
 MAX_TEXT = 400  # characters of an error that a sentence shows
 # Errors about what this process may lack and a worker has: devices, peers, files, compilers, servers, a step's context.
@@ -147,8 +145,7 @@ def copy_objects(things: tuple[Any, ...]) -> tuple[Any, ...]:
     return copies
 
 
-# The rows of `read_rows` that a loss is tried on: each comes twice, so that labels that are compared have pairs.
-_ROWS = np.array([0, 1, 0, 0, 2, 1, 3, 2])
+_ROWS = np.array([0, 1, 0, 0, 2, 1, 3, 2])  # of `read_rows`, each twice: labels that are compared have pairs
 _DRAWS = 8  # tries of a loss that draws random numbers
 STEP_ADVICE = "set loss_scope='step' to compare all rows of each step"
 TOLERANCE, TOLERANCE_16 = 1e-3, 3e-2  # of rounding, relative to the loss; the second for numbers of 16 bits
@@ -178,8 +175,7 @@ class LossTrial:
     # The loss of a part of the rows, given the seed for what it draws, and whether the outputs (or the weights) are
     # moved: where those of a new model are all zero, a loss that compares them shows nothing.
     measure: Callable[[slice, int, bool], PartLoss]
-    # Finds the layer whose output for a row depends on other rows; None: there is none that is not warned of anyway.
-    find_layer: Callable[[], str | None]
+    find_layer: Callable[[], str | None]  # finds a layer whose output for a row depends on other rows
     is_apart: bool  # whether `measure` computes the loss alone, of outputs of all rows
     tolerance: float  # how far equal losses may differ by rounding
 

@@ -35,8 +35,7 @@ class FitRequest(Generic[O]):
     config: FitConfig  # the parameters of the training, which the workers receive as they are
     objects: O  # the user's model, optimizer, losses and so on
     store: str | None = None  # url or path of the store; None: a folder of this machine
-    # fsspec's options for the store, which may hold credentials.
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # fsspec's, for the store
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
     materialize: str = "auto"  # whether a DataFrame's rows are written: "auto", "always" or "never"
     run_id: str | None = None  # name of the run in the store; None: a new one

@@ -78,8 +78,7 @@ class FileSchema:
 
     names: tuple[str, ...]  # the names of all columns in the file
     types: tuple[tuple[str, pa.DataType], ...]  # (wanted column, its type), of those that are in the file
-    # (column, its name in the file); (): columns have their own names.
-    stored_names: tuple[tuple[str, str], ...]
+    stored_names: tuple[tuple[str, str], ...]  # (column, its name in the file); (): their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class FileFacts:
     # bytes before compression.
     groups: Int64s
     nulls: Mapping[str, int]  # wanted column -> its nulls; those that are not in the file are not in here
-    # Wanted column of arrays -> its numbers in each row group, those of deleted rows among them.
-    values: Mapping[str, Int64s]
+    values: Mapping[str, Int64s]  # wanted column of arrays -> its numbers in each row group, deleted or not
     deleted: Mask | None  # of each row in the file, whether it is not taken; None: as the table says
 
 

@@ -262,11 +262,9 @@ class RemoteGroups:
     def __init__(self, store: Store, client: RetryingClient, manifest: Manifest) -> None:
         self._store, self.client, self._manifest = store, client, manifest
         self._changed = threading.Lock()
-        # Row groups that will be needed, in this order, with the names of their columns in the file.
-        self._wanted: dict[int, Collection[str]] = {}
+        self._wanted: dict[int, Collection[str]] = {}  # row groups in order -> names of columns in the file
         self._reading: dict[int, Future[LoadedGroup]] = {}
-        # Reads of footers by file, under way or done. Only fsspec's thread adds one.
-        self.footers: dict[int, asyncio.Task[Footer]] = {}
+        self.footers: dict[int, asyncio.Task[Footer]] = {}  # by file; only fsspec's thread adds one
 
     def announce(self, groups: Iterable[tuple[int, Collection[str]]]) -> None:
         """Row groups that will be taken soon, in this order, and the columns that will be needed of each."""

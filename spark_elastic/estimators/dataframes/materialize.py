@@ -231,9 +231,7 @@ class WriteOptions:
     # Of a row group, at most (on Spark 3.5, in the table's order, only if every column holds single numbers).
     rows_per_group: int = 10_000
     row_group_bytes: int = ROW_GROUP_BYTES  # bytes of a row group before compression
-    # Whether a transformation makes numbers of the columns, so that strings, bytes, dates and arrays of different
-    # lengths are written as they are.
-    transformed: bool = False
+    transformed: bool = False  # whether strings, bytes, dates and ragged arrays are written as they are
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
     row_order: str = "hash"  # hash: by a hash of each row, the same on any cluster; table: as Spark has them
 
