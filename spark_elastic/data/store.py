@@ -731,7 +731,7 @@ def _iter_data_sets(store: Store, run: str) -> Iterator[str]:
     """The data sets outside of its own folder that a run reads."""
 
     def read(record: Any) -> list[list[str]]:
-        return [file.split("/") for file in json.loads(record["manifest"])["files"]]
+        return [file.split("/") for file in json.loads(record["rows"]["manifest"])["files"]]
 
     text = store.read_bytes(f"{run}/run.json")
     for parts in parse_document(text, f"{run}/run.json in the store {store.url}", read):

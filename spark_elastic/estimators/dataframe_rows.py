@@ -108,7 +108,7 @@ class DataFrameRows(RowSource):
                 f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
                 "another run_id."
             )
-        if record.manifest == self._verified_manifest:
+        if record.rows.manifest == self._verified_manifest:
             return
         validation = record.load_validation()
         written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
@@ -117,7 +117,7 @@ class DataFrameRows(RowSource):
             raise InvalidInput(
                 f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
             )
-        self._verified_manifest = record.manifest
+        self._verified_manifest = record.rows.manifest
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
         """Write the rows, to a folder of the run unless `keep_data`, then the record, which binds the run to them."""
@@ -133,7 +133,7 @@ class DataFrameRows(RowSource):
         except BaseException:
             run.delete_run(folder)
             raise
-        self._verified_manifest = record.manifest
+        self._verified_manifest = record.rows.manifest
         return record
 
     def open_data(self, store: Store, record: RunRecord) -> Store:

@@ -56,9 +56,23 @@ log = logging.getLogger("spark_elastic")
 
 Request = FitRequest[Any]
 Options = Mapping[str, Any]  # fsspec's
-FORMAT = 4  # of run.json
+FORMAT = 5  # of run.json
 # Parts that are words, or anything but a slash in backquotes.
 _TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """Rows of a run, and their order, beside what the settings say of it."""
+
+    manifest: str  # as JSON
+    global_batch: int  # rows of one step
+    lanes: int  # streams that an epoch is cut into
+
+    @classmethod
+    def create(cls, request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> RowRecord:
+        plan = plan_rows(request, manifest, global_batch, shuffle)
+        return cls(manifest.to_json(), plan.global_batch, plan.lanes)
 
 
 @dataclass(frozen=True)
@@ -66,35 +80,21 @@ class RunRecord:
     """Everything that stays the same when a run is resumed, whatever the number of workers then is."""
 
     data: str  # a folder of the store ("": its root), or the url of existing files, or those of two tables
-    manifest: str  # the manifest of the rows that are trained on, as JSON
-    manifest_hash: str  # its `Manifest.hash`; `load_manifest` compares it
-    global_batch: int  # rows of one step
-    lanes: int  # streams that an epoch is cut into
+    rows: RowRecord  # what is trained on
+    validation: RowRecord | None  # what is validated with; None: nothing
     settings: Mapping[str, Any]  # the parameters that must stay the same
-    validation: Mapping[str, Any] | None  # manifest, global_batch and lanes; None: no rows validate
     objects: Mapping[str, str]  # digests of the user's objects, by the names that an error has for them
     format: int = FORMAT  # of this record; a release reads its own alone
 
     @classmethod
     def create(cls, request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
         """The record of a new run on these rows, which are in `data`."""
-        config = request.config
-        plan, seen = plan_rows(request, rows, config.global_batch, config.data.shuffle), None
+        config, seen = request.config, None
+        trained = RowRecord.create(request, rows, config.global_batch, config.data.shuffle)
         if validation is not None:
             batch = config.data.validation_batch * config.world.num_workers
-            order = plan_rows(request, validation, batch, shuffle=False)
-            numbers = {"global_batch": order.global_batch, "lanes": order.lanes}
-            seen = {"manifest": validation.to_json(), **numbers}
-        return cls(
-            data=data,
-            manifest=rows.to_json(),
-            manifest_hash=rows.hash,
-            global_batch=plan.global_batch,
-            lanes=plan.lanes,
-            settings=config.list_run_settings(),
-            validation=seen,
-            objects=request.objects.identity(),
-        )
+            seen = RowRecord.create(request, validation, batch, shuffle=False)
+        return cls(data, trained, seen, config.list_run_settings(), request.objects.identity())
 
     @property
     def is_on_files(self) -> bool:
@@ -117,8 +117,6 @@ class RunRecord:
                 )
             record: RunRecord = codec.read(cls, fields)
             itemgetter("shuffle", "seed", "batch_size", "backward_passes_per_step")(record.settings)
-            if record.validation is not None:
-                itemgetter("manifest", "global_batch", "lanes")(record.validation)
             return record
 
         return parse_document(store.read_bytes(name), f"{name} in the store {store.url}", read)
@@ -146,32 +144,29 @@ class RunRecord:
             )
 
     def load_manifest(self) -> Manifest:
-        """The manifest of the rows that are trained on. Raises StoreError if the document was altered."""
-        manifest = Manifest.from_json(self.manifest)
-        if manifest.hash != self.manifest_hash:
-            raise StoreError("The run's manifest is not the one that it began with: it was altered.")
-        return manifest
+        """The manifest of the rows that are trained on. Raises StoreError if it was altered."""
+        return Manifest.from_json(self.rows.manifest)
 
     def build_plan(self, manifest: Manifest) -> DataPlan:
-        return self._plan_rows(manifest, self.global_batch, self.lanes, self.settings["shuffle"])
+        return self._plan_rows(manifest, self.rows, self.settings["shuffle"])
 
     def load_validation(self) -> tuple[Manifest, DataPlan] | None:
         """The validation rows and their plan; None: there are none."""
         if self.validation is None:
             return None
-        manifest = Manifest.from_json(self.validation["manifest"])
-        batch, lanes = self.validation["global_batch"], self.validation["lanes"]
-        return manifest, self._plan_rows(manifest, batch, lanes, shuffle=False)
+        manifest = Manifest.from_json(self.validation.manifest)
+        return manifest, self._plan_rows(manifest, self.validation, shuffle=False)
 
-    def _plan_rows(self, manifest: Manifest, global_batch: int, lanes: int, shuffle: bool) -> DataPlan:
+    def _plan_rows(self, manifest: Manifest, rows: RowRecord, shuffle: bool) -> DataPlan:
         settings = self.settings
         shares = settings.get("virtual_shares", 0) if settings.get("determinism") else 0
-        return DataPlan(manifest.group_rows, global_batch, settings["seed"], lanes, shuffle, shares)
+        seed, lanes = settings["seed"], rows.lanes
+        return DataPlan(manifest.group_rows, rows.global_batch, seed, lanes, shuffle, shares)
 
     def count_initial_workers(self) -> int:
         """`num_workers` of the fit that began the run; a later fit may have another number."""
         rows: int = self.settings["batch_size"] * self.settings["backward_passes_per_step"]
-        return self.global_batch // rows
+        return self.rows.global_batch // rows
 
 
 def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:

@@ -42,7 +42,7 @@ def fill(store: Store) -> None:
     def run(name: str, rows: str) -> None:
         manifest = json.dumps({"files": [rows]})
         store.write_bytes(f"runs/{name}/attempts/000001", b"")
-        store.write_bytes(f"runs/{name}/run.json", json.dumps({"manifest": manifest}).encode())
+        store.write_bytes(f"runs/{name}/run.json", json.dumps({"rows": {"manifest": manifest}}).encode())
 
     for name in (OLD, READ):
         store.write_bytes(f"data/{name}/x/part.parquet", b"123")
