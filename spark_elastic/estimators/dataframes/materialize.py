@@ -24,7 +24,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -63,8 +62,8 @@ from spark_elastic.estimators.dataframes.sorted_rows import (
     CopyTask,
     MergeTask,
     ReadTask,
-    RowSums,
     SortTask,
+    estimate_distinct,
 )
 from spark_elastic.estimators.dataframes.store_access import (
     check_store_access,
@@ -109,7 +108,7 @@ class SortedChunks:
     schema: StructType
     names: Mapping[bool, list[str]]  # whether rows validate -> chunks
     most: int = 1  # copies of a row; there may be fewer
-    sums: RowSums = field(default_factory=RowSums)
+    distinct: int = 0  # about how many rows differ
 
     @classmethod
     def write(
@@ -120,8 +119,8 @@ class SortedChunks:
         limits = _choose_batch_limits(spark, compute_row_bytes(types.values()))
         with _set_conf(spark, limits), translate_write_errors(store):
             found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
-        chunks = (RowSums(e.content, e.mixed, e.added, np.frombuffer(e.smallest, np.uint64)) for e in found)
-        return cls(spark, task, types, rows.schema, {}, sums=sum(chunks, RowSums()))._with(found)
+        distinct = estimate_distinct(chunk.smallest for chunk in found)
+        return cls(spark, task, types, rows.schema, {}, distinct=distinct)._with(found)
 
     @property
     def files(self) -> list[str]:
@@ -137,7 +136,7 @@ class SortedChunks:
         self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
     ) -> list[list[str]]:
         """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: rows of each."""
-        total, distinct = sum(counts.values()), self.sums.distinct
+        total, distinct = sum(counts.values()), self.distinct
         has_copies = distinct < DISTINCT * total
         # Copies of few rows are few bytes to read: the driver makes more of them, if they need not travel either.
         makes_copies = has_copies and total <= _COPIED_ROWS and self.sort.store.is_local
@@ -207,7 +206,7 @@ def _set_conf(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None
             spark.conf.unset(name) if former is None else spark.conf.set(name, former)
 
 
-_FORM = 4  # of what is written; raise it when that changes
+_FORM = 5  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
 _RDDS = {"LogicalRDD", "ExternalRDD"}
 _FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
@@ -388,7 +387,6 @@ def _write(
     column, chunks = None if split is None else _SPLIT, None
     if sorts:
         chunks = SortedChunks.write(rows, types, target.store, f"{target.folder}/unordered", column)
-        scan.add_sums(chunks.sums)
     else:
         target.write(rows, compute_row_bytes(types.values()), column)
     row_filter.log_dropped_rows()
