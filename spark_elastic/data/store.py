@@ -437,7 +437,6 @@ class Store:
                     if isinstance(error, FileExistsError) or type(error).__name__ == "ResourceExistsError":
                         return False
                     raise
-            self.filesystem.invalidate_cache()
             if self._call("exists", path):
                 return False
             self.write_bytes(name, data)
@@ -451,13 +450,11 @@ class Store:
                     os.stat(path)
                     return True
                 return False
-            self.filesystem.invalidate_cache()
             return bool(self._call("exists", path))
 
     def describe(self, name: str) -> ObjectInfo:
         """The state that an object is in now. StoreError if there is none."""
         with self._translate_errors("look at", name):
-            self.filesystem.invalidate_cache()
             return _to_object_info(name, self._call("info", self.path(name)))
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
@@ -471,7 +468,6 @@ class Store:
     def find_written(self, name: str) -> Sequence[ObjectInfo]:
         """Both."""
         with self._translate_errors("list", name):
-            self.filesystem.invalidate_cache()
             folder = self.path(name)
             found = self._call("find", folder, longest=LISTING_SECONDS, detail=True)
             start = len(self.root) + 1
@@ -480,7 +476,6 @@ class Store:
     def list(self, name: str = "") -> list[str]:
         """The names directly under a folder, sorted; none if there is no folder."""
         with self._translate_errors("list", name):
-            self.filesystem.invalidate_cache()
             try:
                 found = self._call("ls", self.path(name), detail=False)
             except FileNotFoundError:
@@ -506,7 +501,6 @@ class Store:
                     self.filesystem.rm(path, recursive=True)
                     _sync_folder(os.path.dirname(path))
                 return
-            self.filesystem.invalidate_cache()
             # `rm` of fsspec takes a path for a pattern: that of "runs/a[12]" would delete "runs/a1".
             found = self._call("find", path, longest=LISTING_SECONDS, detail=True, withdirs=True)
             if not isinstance(found, dict):  # adlfs: the path is that of an object
@@ -539,7 +533,8 @@ class Store:
     def _call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
     ) -> Any:
-        """A method of the file system. size, longest: see `RetryingClient.retry`."""
+        """A method of the file system, which remembers no listing. size, longest: see `RetryingClient.retry`."""
+        self.filesystem.invalidate_cache()
         if self.client is not None:
             return self.client.call(method, *arguments, size=size, longest=longest, **options)
         return getattr(self.filesystem, method)(*arguments, **options)

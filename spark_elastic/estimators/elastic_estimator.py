@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -16,7 +16,7 @@ from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.schema import describe_class
 from spark_elastic.estimators.fit_rows import HandleRows, RowSource, Selection, locate_rows, open_table_rows
-from spark_elastic.estimators.params import EstimatorParams, to_names
+from spark_elastic.estimators.params import EstimatorParams
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.estimators.validation import FitRequest, build_request
@@ -174,14 +174,13 @@ def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
 
 def _list_paths(given: Any) -> list[str]:
     several = [given] if isinstance(given, str | os.PathLike) else given
-    is_table = hasattr(given, "columns")  # whose iterator gives names of columns
-    paths = list(several) if isinstance(several, Iterable) and not is_table else [None]
-    if not all(isinstance(path, str | os.PathLike) for path in paths):
+    is_list = isinstance(several, Sequence) and all(isinstance(path, str | os.PathLike) for path in several)
+    if not is_list:
         raise InvalidInput(
             f"fit_on_parquet takes paths of Parquet files or folders; got {describe_class(given)}: give their paths, "
             "or call fit with a DataFrame."
         )
-    return to_names(paths)
+    return [str(path) for path in several]
 
 
 def _is_plain(value: Any) -> bool:

@@ -113,21 +113,16 @@ class MissingRows:
 
 
 def predict_udf(shipped: Shipped, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
-    """From the feature columns, and the number of what a row lacks, to a column of `outputs`, or a struct."""
+    """From the feature columns, and the number of what a row lacks, to a struct of `outputs`, in fields of their names.
+    What is left out has nulls."""
 
-    def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
-        for values in _predict(shipped, outputs, rows, batches):
-            yield pd.Series(as_column(values[0]))
-
-    def predict_all(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
+    def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
         for values in _predict(shipped, outputs, rows, batches):
             yield pd.DataFrame({n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)})
 
-    kinds = [_choose_type(width) for width in outputs.widths]
-    fields = [StructField(name, kind) for name, kind in zip(outputs.columns, kinds, strict=True)]
-    made: Any = (
-        pandas_udf(predict, kinds[0]) if len(kinds) == 1 else pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload]
-    )
+    kinds = zip(outputs.columns, outputs.widths, strict=True)
+    fields = [StructField(name, _choose_type(width)) for name, width in kinds]
+    made: Any = pandas_udf(predict, StructType(fields))  # type: ignore[call-overload]
     # Else Spark would filter the rows before they are counted here.
     return made.asNondeterministic() if any(rows.drops) else made  # type: ignore[no-any-return]
 

@@ -193,15 +193,12 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         rows = MissingRows.of(dataset.sparkSession, (*texts, *vectors), missing)
         predict = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs, rows)
         predicted = predict(*columns, which)
-        if len(outputs.columns) == 1:
-            added = dataset.withColumn(outputs.columns[0], restore_nan(predicted, outputs.widths[0]))
-        else:
-            added = dataset.withColumn(_ALL, predicted)
-            for number, (name, width) in enumerate(zip(outputs.columns, outputs.widths, strict=True)):
-                field = restore_nan(F.col(_ALL).getField(name), width)
-                is_vector = outputs.contents and outputs.contents[number] != "class"
-                added = added.withColumn(name, array_to_vector(field) if is_vector else field)
-            added = added.drop(_ALL)
+        added = dataset.withColumn(_ALL, predicted)
+        for number, (name, width) in enumerate(zip(outputs.columns, outputs.widths, strict=True)):
+            field = restore_nan(F.col(_ALL).getField(name), width)
+            is_vector = outputs.contents and outputs.contents[number] != "class"
+            added = added.withColumn(name, array_to_vector(field) if is_vector else field)
+        added = added.drop(_ALL)
         return added.where(which < 0) if any(rows.drops) else added
 
     def _find_inputs(self, dataset: DataFrame) -> list[tuple[str, SparkColumn | str]]:
