@@ -175,7 +175,7 @@ class ElasticSampler:
         """Count a step as processed on all ranks; `batch_size` is the loader's setting, the same on every rank."""
         if batch_size < 1:
             raise InvalidInput(
-                f"record_batch was given a batch of {batch_size} rows: give the loader's batch_size."
+                f"record_batch got a batch of {batch_size} rows: give the loader's batch_size."
             )
         left = len(self.dataset) - len(self._known)
         self._taken = min(left, self._taken + batch_size * self.num_replicas)
@@ -188,8 +188,7 @@ class ElasticSampler:
         for row in rows:
             if not 0 <= row < len(self.dataset):
                 raise InvalidInput(
-                    f"record_indices was given row {row} of a data set of {len(self.dataset)} rows: give what the "
-                    "sampler yields."
+                    f"record_indices got row {row} of {len(self.dataset)}: give what the sampler yields."
                 )
         self._recorded.update(rows)
 

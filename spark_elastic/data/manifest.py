@@ -89,9 +89,7 @@ class RowGroup:
         bits = zlib.decompressobj().decompress(base64.b64decode(packed), max(1, size))
         kept = ~np.unpackbits(np.frombuffer(bits, np.uint8))[:count].view(np.bool_)
         if len(kept) != count or np.count_nonzero(kept) != self.rows:
-            raise StoreError(
-                "The manifest's deleted rows do not match its rows: it was altered; write it again."
-            )
+            raise StoreError("The manifest's deleted rows do not match its rows: write it again.")
         return kept
 
     @property
@@ -286,9 +284,7 @@ class Manifest:
     def _from_content(cls, content: Any) -> Manifest:
         version = content["version"]
         if version != VERSION:
-            raise StoreError(
-                f"The manifest has version {version}, this release reads {VERSION}: write it again."
-            )
+            raise StoreError(f"The manifest has version {version}, not {VERSION}: write it again.")
         kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
         packed = content.get("packed")
         if packed is not None:
@@ -307,9 +303,7 @@ class Manifest:
         if not all(isinstance(name, str) for name in manifest.files):
             raise TypeError("files must be names")
         if manifest.hash != content["hash"]:
-            raise StoreError(
-                "The manifest does not match its own hash: it was altered; write the data set again."
-            )
+            raise StoreError("The manifest does not match its own hash: it was altered; write it again.")
         return manifest
 
     @classmethod

@@ -185,9 +185,7 @@ class Packing:
         make_choice("refuse", "split", "truncate")("overlong", self.overlong)
         for name in (DOCUMENT_IDS, POSITION_IDS):
             if name in self.sources:
-                raise InvalidInput(
-                    f"Packing makes a column {name!r} of its own: rename the one that it is to pack."
-                )
+                raise InvalidInput(f"Packing makes a column {name!r}: rename the one that it is to pack.")
 
     @property
     def sources(self) -> dict[str, Any]:
@@ -267,9 +265,7 @@ def _fit_best(sizes: Sequence[int], length: int) -> tuple[Int64s, int]:
 def check_lengths(lengths: Int64s, packing: Packing) -> int:
     """The number of documents that are split or truncated. Raises InvalidInput where neither is allowed."""
     if not lengths.any():
-        raise InvalidInput(
-            f"The documents in column {packing.column!r} have no tokens: there is nothing to pack."
-        )
+        raise InvalidInput(f"The documents in column {packing.column!r} have no tokens: nothing to pack.")
     overlong = int(np.count_nonzero(lengths > packing.length))
     if overlong and packing.overlong == "refuse":
         raise InvalidInput(

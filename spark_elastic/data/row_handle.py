@@ -58,9 +58,7 @@ class RowAccess:
         """Column -> (n, *shape), the values of these rows in their order. StoreError: a file is gone or changed."""
         numbers = np.asarray(rows, np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.manifest.rows:
-            raise InvalidInput(
-                f"There is no row {numbers.max()}: the data set has {self.manifest.rows} rows."
-            )
+            raise InvalidInput(f"There is no row {numbers.max()}: the data set has {self.manifest.rows}.")
         groups = np.searchsorted(self._ends, numbers, "right")
         reader = self.reader
         columns = self.manifest.columns

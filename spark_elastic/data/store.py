@@ -191,9 +191,7 @@ def _is_chained(url: str) -> bool:
     if not rest or not is_wrapper or not are_urls[0]:
         return False
     if not all(are_urls):
-        raise InvalidInput(
-            f"The store's url {url} has '::' in a path behind {head}::, which drops it: rename it."
-        )
+        raise InvalidInput(f"The store's url {url} has '::' behind {head}::, which drops it: rename it.")
     return True
 
 
@@ -253,9 +251,7 @@ class Store:
         """
         url = parse_store_url(url)
         if not url:
-            raise InvalidInput(
-                "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
-            )
+            raise InvalidInput("The store's url is empty: give a path or a url such as s3://bucket/jobs.")
         if not (_is_seconds(retry_seconds, MOST_RETRY_SECONDS) and retry_seconds):
             raise InvalidInput(
                 f"retry_seconds in storage_options is {retry_seconds!r}: give seconds, at most "
@@ -270,8 +266,7 @@ class Store:
             raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
         if scheme in ("file", "local") and rest.startswith("/") and not rest.startswith("//"):
             raise InvalidInput(
-                f"The store's url {url} has no absolute path, which every process needs: write three slashes, as in "
-                "file:///mnt/jobs."
+                f"The store's url {url} has no absolute path: write three slashes, as in file:///mnt/jobs."
             )
         given = {} if renewed_credentials is None else renewed_credentials.get().options
         try:
@@ -609,8 +604,7 @@ def make_scratch_folder() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix=f"{_build_owner_prefix()}-{me}-{_process_start(me)}-")
     except OSError as error:
         raise InvalidInput(
-            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder that has room and can "
-            "be written."
+            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder with room."
         ) from error
     with made as folder:
         yield Path(folder)

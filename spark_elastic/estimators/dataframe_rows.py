@@ -105,8 +105,7 @@ class DataFrameRows(RowSource):
             return
         if record.is_on_files:
             raise InvalidInput(
-                f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
-                "another run_id."
+                f"run_id {run_id!r} began on the files in {record.data}: continue with those, or use another run_id."
             )
         if record.rows.manifest == self._verified_manifest:
             return

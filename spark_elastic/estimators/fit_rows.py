@@ -139,8 +139,7 @@ class RunRecord:
             log.warning("run %s keeps its own weights: this fit's model begins with others", run_id)
         elif different:
             raise InvalidInput(
-                f"run_id {run_id!r} began with another {different[0]} than this fit's: continue with the same, or use "
-                "another run_id."
+                f"run_id {run_id!r} began with another {different[0]} than this fit's: keep it, or use another run_id."
             )
 
     def load_manifest(self) -> Manifest:
@@ -503,8 +502,7 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
     location = facts.get("Location")
     if location is None:
         raise InvalidInput(
-            f"{table} is a view, of which there are no versions: fit on spark.table({table!r}), or name the table that "
-            "it selects from."
+            f"{table} is a view, of which there are no versions: fit on spark.table({table!r}), or name its table."
         )
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 

@@ -130,8 +130,7 @@ def _load_finished_run(
     wanted = request.config.data.epochs
     if result is not None and result.epochs != wanted:
         raise InvalidInput(
-            f"run_id {run_id!r} has ended, with epochs={result.epochs}, and this fit wants {wanted}: "
-            "use another run_id."
+            f"run_id {run_id!r} has ended, with epochs={result.epochs}, not {wanted}: use another run_id."
         )
     if record is not None and result is None:
         _check_epochs_left(request, CheckpointStore(store, run_id), run_id)
@@ -168,8 +167,7 @@ def _open_store(request: FitRequest[Any], master: str) -> Iterator[Store]:
             yield Store.open(str(folder))
     else:
         raise InvalidInput(
-            f"store is missing: the executors of {master} may be on other machines, so give a path or url that "
-            "all of them share."
+            f"store is missing: executors of {master} may be on other machines: give a path or url that all share."
         )
 
 
@@ -283,8 +281,7 @@ def shape_features(request: FitRequest[Any], manifest: Manifest) -> tuple[Column
     for column, shape in zip(columns, shapes, strict=True):
         if math.prod(shape) != math.prod(column.shape):
             raise InvalidInput(
-                f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
-                "numbers."
+                f"input_shapes says {shape} for column {column.name!r}, of {math.prod(column.shape)} numbers a row."
             )
     return tuple(dataclasses.replace(c, shape=shape) for c, shape in zip(columns, shapes, strict=True))
 
@@ -303,7 +300,5 @@ def _read_sample(request: FitRequest[Any], data: Store, manifest: Manifest) -> l
 def _read_weights(store: Store, result: RunResult) -> bytes:
     weights = store.read_bytes(result.model)
     if hashlib.sha256(weights).hexdigest() != result.sha256:
-        raise StoreError(
-            f"{result.model} in the store {store.url} is not what was trained: its SHA-256 differs."
-        )
+        raise StoreError(f"{result.model} in the store {store.url} is not what was trained, by its SHA-256.")
     return weights

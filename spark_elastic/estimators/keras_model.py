@@ -170,7 +170,6 @@ def import_by_name(module: str, name: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise StoreError(
-            f"the model needs {name} of {module}, which cannot be imported here ({error}): define it in a module that "
-            "can be imported."
+            f"the model needs {name} of {module}, which cannot be imported ({error}): define it in a module that can."
         ) from error
     return found

@@ -66,7 +66,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
     if keras.backend.backend() != "tensorflow":
         raise InvalidInput(
-            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
+            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before its import."
         )
     # Numpy takes no more, whose generator Keras seeds, too
     make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")("seed", values["seed"])
@@ -137,8 +137,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
         return copy
     if not model.compiled or model._compile_loss is None:
         raise InvalidInput(
-            "the model is not compiled: call model.compile(optimizer, loss), or give the estimator an optimizer and a "
-            "loss."
+            "the model is not compiled: call model.compile(optimizer, loss), or give the estimator both."
         )
     return model
 
@@ -229,8 +228,7 @@ def _check_steps(model: Any) -> None:
             )
     if (getattr(model, "steps_per_execution", 1) or 1) != 1:
         raise InvalidInput(
-            "steps_per_execution has no meaning here, since the workers exchange gradients in each step: compile "
-            "without it."
+            "steps_per_execution has no meaning here, since workers exchange gradients in each step: leave it out."
         )
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
@@ -253,9 +251,7 @@ def _check_steps(model: Any) -> None:
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidInput("float16 with scaled losses is not supported: use the policy mixed_bfloat16.")
     if any(each.gradient_accumulation_steps for each in list_optimizers(model.optimizer)):
-        raise InvalidInput(
-            "gradient_accumulation_steps: use backward_passes_per_step of the estimator instead."
-        )
+        raise InvalidInput("gradient_accumulation_steps: use the estimator's backward_passes_per_step.")
 
 
 def _read_back(archive: Archive) -> Any:
@@ -306,9 +302,7 @@ def _check_rate(model: Any, rate: Any, scales: Any) -> None:
     if rate is None and not scales:
         return
     if isinstance(model.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-        raise InvalidInput(
-            "the optimizer has a schedule of learning rates: leave learning_rate and scale_lr out."
-        )
+        raise InvalidInput("the optimizer has a schedule of its rates: leave learning_rate and scale_lr out.")
     if not hasattr(model.optimizer, "learning_rate"):
         raise InvalidInput(
             f"a {type(model.optimizer).__name__} has no learning rate of its own: leave learning_rate and scale_lr "

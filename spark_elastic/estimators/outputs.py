@@ -53,8 +53,7 @@ class OutputColumns:
         for name in (prediction, *(outputs or ()), *optional):
             if not isinstance(name, str) or not name:
                 raise InvalidInput(
-                    f"prediction_col, probability_col, raw_prediction_col and output_cols must be names of columns; "
-                    f"got {name!r}."
+                    f"prediction_col, probability_col, raw_prediction_col and output_cols must be names; got {name!r}."
                 )
             if name in (values.get("feature_cols") or ()):
                 raise InvalidInput(
@@ -136,9 +135,7 @@ class Outputs:
                 widths = tuple(1 if content == "class" else max(2, widths[0]) for content in contents)
                 return cls(of_classes, widths, contents, wanted.activation, wanted.thresholds)
             if wanted.required:
-                raise InvalidInput(
-                    f"{obstacle}, or set raw_outputs=True, which gives the outputs as they are."
-                )
+                raise InvalidInput(f"{obstacle}, or set raw_outputs=True, for the outputs as they are.")
         columns = wanted.outputs
         if columns is None:
             several = [f"{label}__output" for label in wanted.labels]
@@ -163,14 +160,11 @@ class Outputs:
 def _find_obstacle(shapes: Sequence[Shape], activation: str, thresholds: Sequence[float]) -> str | None:
     """Why outputs of these shapes are no classes, and what to change; None: they are."""
     if len(shapes) != 1:
-        return (
-            f"classes are of one output, and the model has {len(shapes)}: let transform's forward return one"
-        )
+        return f"classes are of one output, and the model has {len(shapes)}: let its forward return one"
     width = count_numbers(shapes[0])
     if sum(size > 1 for size in shapes[0]) > 1:
         return (
-            f"classes need an output of one number for each; this model returns {shapes[0]} a row: take them from the "
-            "prediction"
+            f"classes need one number for each, and the model returns {shapes[0]} a row: use the prediction"
         )
     if (activation in SEVERAL and width == 1) or (activation in SINGLE and width > 1):
         return (

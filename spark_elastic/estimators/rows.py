@@ -130,9 +130,7 @@ class Rows(RowHandle):
         try:
             saved = json.loads(document)
             if saved["format"] != FORMAT:
-                raise StoreError(
-                    f"{url} has format {saved['format']}, and this release reads {FORMAT}: save the Rows again."
-                )
+                raise StoreError(f"{url} has format {saved['format']}, not {FORMAT}: save the Rows again.")
             manifest, table = Manifest.from_json(saved["manifest"]), saved.get("table")
             place, about = saved["store"], (saved["source"], saved["has_no_nan"])
         except (ValueError, KeyError, TypeError) as error:

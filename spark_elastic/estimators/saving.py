@@ -112,8 +112,7 @@ def read_metadata(spark: SparkSession, path: str, kind: type) -> dict[str, Any]:
     check_class(metadata["class"], path, kind)
     if metadata.get("format") != FORMAT:
         raise StoreError(
-            f"{path} has format {metadata.get('format')}, and this release reads {FORMAT}: load it with the release "
-            "that wrote it."
+            f"{path} has format {metadata.get('format')}, and this release reads {FORMAT}: load it with its release."
         )
     return metadata
 
@@ -133,9 +132,7 @@ def check_class(found: str, path: str, kind: type) -> None:
     """Raise InvalidInput if a class of another name saved what is at the path; one of the user's may derive from it."""
     name = found.rpartition(".")[2]
     if name != kind.__name__ and found.startswith(("spark_elastic.", "pyspark.", "org.apache.spark.")):
-        raise InvalidInput(
-            f"{name} saved what is at {path}, and this loads {kind.__name__}: call {name}.load() instead."
-        )
+        raise InvalidInput(f"{name} saved what is at {path}, and not {kind.__name__}: call {name}.load().")
 
 
 # A fitted model as bytes in two parts: tensors that load without running code, and the rest of the module.

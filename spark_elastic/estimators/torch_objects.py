@@ -73,7 +73,7 @@ def check_serializable(model: torch.nn.Module) -> None:
         layer = f"layer {name!r} of the model" if name else "the model"
         if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             raise InvalidInput(
-                f"{layer} is lazy and has no weights yet: call the model on one row first, or give its sizes."
+                f"{layer} is lazy and has no weights yet: call the model once, or give its sizes."
             )
         for parameter, tensor in part.named_parameters(recurse=False):
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):

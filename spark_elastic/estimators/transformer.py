@@ -226,8 +226,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         row = dataset.where(which < 0).select(*inputs).first()
         if row is None:
             raise InvalidInput(
-                "the table has no rows without missing values: with a transformation_fn the model's outputs are tried "
-                "on its first one."
+                "the table has no rows without missing values, on which a model with transformation_fn is tried."
             )
         return self._predictor.shapes([[value] for value in row])
 

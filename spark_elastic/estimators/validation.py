@@ -61,9 +61,7 @@ def build_request(
         change = {"transformation": reshape_results(objects.transformation, named)}
         objects = dataclasses.replace(objects, **change)  # type: ignore[type-var]
     if config.transformation.transformation_workers and objects.transformation is None:
-        raise InvalidInput(
-            "transformation_workers apply transformation_fn, which is missing: give it, or leave them out."
-        )
+        raise InvalidInput("transformation_workers apply transformation_fn, which is missing: give both.")
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
         owned_run.check_name(run_id)

@@ -94,8 +94,7 @@ class CatalogTable:
 
     def away(self, error: object) -> ConnectionError:
         return ConnectionError(
-            f"the catalog {self.uri} does not answer ({self.hide(error)}): check its uri, and that driver and workers "
-            "reach it"
+            f"the catalog {self.uri} does not answer ({self.hide(error)}): check its uri, and that all hosts reach it"
         )
 
     def refusal(self, error: object) -> InvalidInput:

@@ -64,9 +64,7 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
     first = stores[0]
     for path, other in zip(paths, stores, strict=True):
         if other.filesystem != first.filesystem:
-            raise InvalidInput(
-                f"{path!r} and {paths[0]!r} lie in different file systems: read one at a time."
-            )
+            raise InvalidInput(f"{path!r} and {paths[0]!r} lie in different file systems: read one alone.")
     common = posixpath.commonpath([store.root for store in stores])
     if _may_be_parquet(common) and first.filesystem.isfile(common):
         common = posixpath.dirname(common)
@@ -189,9 +187,7 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     files = _Files(store, read, collect(store, read, names, where))
     if not files.data:
         which = "" if where is None else " that match where"
-        raise InvalidInput(
-            f"The Parquet files in {store.url} have no rows{which}: there is nothing to train on."
-        )
+        raise InvalidInput(f"The Parquet files in {store.url} have no rows{which}: nothing to train on.")
     described = tuple(_build_column(name, files, transformed, fields) for name in names)
     for column in described:
         _refuse_nulls(column.name, files)
@@ -322,8 +318,7 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
         if kind is not None:
             way = "fit(spark.read.format('hudi').load(...))" if kind == "hudi" else "fit_on_table"
             raise InvalidInput(
-                f"{store.join(name)} holds a table of {kind}, in whose files there may be rows that it has no more: "
-                f"train with {way}."
+                f"{store.join(name)} holds a table of {kind}, whose files may have deleted rows: train with {way}."
             )
 
 
@@ -335,8 +330,8 @@ def _refuse_parts_of_tables(store: Store, names: Sequence[str]) -> None:
         with suppress(StoreError):
             if above.exists("_delta_log"):
                 raise InvalidInput(
-                    f"The paths lie in {above.url}, a table of delta, in whose files there may be rows that it has no "
-                    "more: train with fit_on_table."
+                    f"The paths lie in {above.url}, a table of delta, whose files may have deleted rows: train with "
+                    "fit_on_table."
                 )
 
 
@@ -367,9 +362,7 @@ def _build_column(name: str, files: _Files, transformed: bool, fields: Mapping[s
         assert values is not None
         is_empty = not len(values) or not values[0].is_valid
         if is_empty or not (len(values[0]) or transformed):
-            raise InvalidInput(
-                f"The column {name!r} begins with an empty array or a null: leave the row out."
-            )
+            raise InvalidInput(f"The column {name!r} begins with an empty array or null: leave the row out.")
         shape.append(len(values[0]))
         values, arrow = values.flatten(), arrow.value_type
     dtype = _find_dtype(name, arrow, transformed)

@@ -138,9 +138,7 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
             first = _find_first(values, length, column)
             values = values.values.slice(first, len(values) * length)
         if len(values) != rows * math.prod(column.shape):
-            raise ValueError(
-                f"column {column.name!r} is not the {rows} rows of shape {column.shape} it should be"
-            )
+            raise ValueError(f"column {column.name!r} has not {rows} rows of shape {column.shape}")
         array = _to_elements(values, column.name, column.dtype)
     array = array.reshape(rows, *column.shape)
     array.flags.writeable = False
@@ -195,7 +193,7 @@ def _find_first(values: Any, length: int, column: Column) -> Any:
         first, same = offsets[0], np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0])
     if not same:
         raise ValueError(
-            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them to one length"
+            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them"
         )
     return first
 
@@ -335,8 +333,7 @@ def _decode_with_pillow(encoded: bytes) -> npt.NDArray[Any]:
         from PIL import Image
     except ImportError:
         raise InvalidInput(
-            "The data set has compressed images, and neither Pillow nor OpenCV is installed here: pip install pillow, "
-            "on the executors' hosts, too."
+            "The data set has images, and neither Pillow nor OpenCV is here: pip install pillow, on all hosts."
         ) from None
     with Image.open(io.BytesIO(encoded)) as image:
         return np.asarray(image)

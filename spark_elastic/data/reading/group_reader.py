@@ -153,9 +153,7 @@ class ArrowReader(Reader):
             # None: all columns are constants, of which nothing is read.
             names = {stored: own for stored, own in wanted.items() if stored in there}
             if names and rows.num_rows != entry.stored_rows:
-                raise ValueError(
-                    f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
-                )
+                raise ValueError(f"it has {rows.num_rows} rows, not the manifest's {entry.stored_rows}")
             if names and entry.keep_mask is not None:
                 rows = rows.filter(pa.array(entry.keep_mask))
             found = zip(rows.schema.names, rows.columns, strict=True)

@@ -247,8 +247,7 @@ class PetastormReader(Reader):
 def _to_array(found: dict[str, Any], column: Column, rows: int, constants: Mapping[str, str]) -> Any:
     if column.name not in found and column.name not in constants:
         raise InvalidInput(
-            f"petastorm leaves out column {column.name!r}, as it does structs such as Spark's vectors: use the reader "
-            "'arrow', or a column of arrays."
+            f"petastorm leaves out column {column.name!r}, as it does structs (Spark's vectors): use reader 'arrow'."
         )
     values = found[column.name] if column.name in found else np.full(rows, constants[column.name])
     array = np.asarray(values).astype(column.dtype, copy=False)

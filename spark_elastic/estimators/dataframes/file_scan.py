@@ -188,7 +188,7 @@ def _find_iceberg(df: DataFrame, columns: Mapping[str, str]) -> FileScan:
     frame: Any = vars(df).get("_jdf")
     if frame is None:
         raise NoFileScan(
-            "it reads a table of Iceberg, whose snapshot Spark Connect does not tell (fit_on_table takes one)"
+            "it reads Iceberg, whose snapshot Spark Connect does not tell (fit_on_table takes one)"
         )
     with _describe_failure("its source is not known here"):
         relation = _find_leaf(frame).relation()

@@ -94,9 +94,9 @@ def check_columns(schema: StructType, data: DataConfig, transformed: bool = Fals
         for name in names:
             found = find_column_type(schema, name, role, transformed)
             if role == "sample weight" and (found.dimensions or found.dtype not in _DTYPES.values()):
+                kind = get_type(schema, name).simpleString()
                 raise InvalidInput(
-                    f"The sample weight column {name!r} is {get_type(schema, name).simpleString()}: "
-                    f"it must be one number a row."
+                    f"The sample weight column {name!r} is {kind}: it must be one number a row."
                 )
 
 

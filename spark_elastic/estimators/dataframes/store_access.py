@@ -65,7 +65,7 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
         store.write_bytes(name, token.encode())
     except StoreError as error:
         raise StoreError(
-            f"{error} This was the Python side of the driver, as {_describe_python_client(store)}."
+            f"{error} This was the driver's Python side, as {_describe_python_client(store)}."
         ) from error
     try:
         _read_in_jvm(spark, store, name, token)
