@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -70,15 +71,9 @@ class StepLoader:
         self.waiting: StepStream | None = None
 
     def steps(
-        self,
-        epoch: int,
-        first_step: int,
-        rank: int,
-        size: int,
-        division: Division | None = None,
-        epochs: int = 0,
+        self, epoch: int, first: int, rank: int, size: int, division: Division | None = None, epochs: int = 0
     ) -> StepStream:
-        """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
+        """The steps `first ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
 
         Args:
             division: how the ranks divide each step; None: equally.
@@ -88,13 +83,13 @@ class StepLoader:
         division = division or self.plan.divide(size)
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
-            if waiting.begin_epoch(epoch, first_step, rank, division):
+            if waiting.begin_epoch(epoch, first, rank, division):
                 return waiting
             waiting.close()
         order, self.order = self.order, None
         if order is None or order.epoch != epoch:
             order = self.plan.permute_epoch(epoch)
-        return StepStream(self, order, first_step, rank, division, epochs)
+        return StepStream(self, order, first, rank, division, epochs)
 
     def close(self) -> None:
         """End a stream that reads ahead between two epochs."""
@@ -164,15 +159,15 @@ class StepStream:
         self,
         loader: StepLoader,
         order: EpochPermutation,
-        first_step: int,
+        first: int,
         rank: int,
         division: Division,
-        epochs: int = 0,
+        epochs: int,
     ) -> None:
         self._loader = loader
         self._orders = {order.epoch: order}  # the consumer's, and the next one once the thread reads it
         self._epoch, self._epochs = order.epoch, epochs
-        self._next = first_step
+        self._next = first
         self._rank, self._division = rank, division
         self._limit = loader._prefetch
         self._row_bytes = 8 + sum(column.row_bytes for column in loader._columns)
@@ -189,9 +184,8 @@ class StepStream:
         usual = loader.plan.rows * self._row_bytes // len(loader.plan.row_groups)
         groups_ahead = max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
         self._ahead = DecodePrefetcher(loader._reader, groups_ahead, self._note_answer)
-        self._thread = threading.Thread(
-            target=self._read_ahead, args=(order.epoch, first_step), name="read-ahead", daemon=True
-        )
+        work = partial(self._read_ahead, order.epoch, first)
+        self._thread = threading.Thread(target=work, name="read-ahead", daemon=True)
 
     def __enter__(self) -> StepStream:
         if self._thread.ident is None:

@@ -111,7 +111,7 @@ class DataFrameRows(RowSource):
             return
         validation = record.load_validation()
         written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
-        found = find_difference(self._df, request.config.data.used_cols, *_write_options(request), written)
+        found = find_difference(self._df, request.config.data.used_cols, _write_options(request), written)
         if found is not None:
             raise InvalidInput(
                 f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
@@ -123,9 +123,9 @@ class DataFrameRows(RowSource):
         if self.found is not None:
             return super().begin_run(request, store, run)
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
-        place, (options, split) = _open_folder(store, folder), _write_options(request)
+        place, columns = _open_folder(store, folder), request.config.data.used_cols
         try:
-            rows, validation = write_dataframe(self._df, request.config.data.used_cols, place, options, split)
+            rows, validation = write_dataframe(self._df, columns, place, _write_options(request))
             record = RunRecord.create(request, folder, rows, validation)
             run.check()
             record.save(store, run.run_id)
@@ -149,15 +149,15 @@ def _open_folder(store: Store, folder: str) -> Store:
     return replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
 
 
-def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
+def _write_options(request: Request) -> WriteOptions:
     data = request.config.data
-    options = WriteOptions(
+    return WriteOptions(
         transformed=request.objects.transformation is not None,
         missing=request.missing,
         row_order=data.row_order or ("hash" if data.shuffle else "table"),
         row_group_bytes=choose_group_bytes(request),
+        split=None if data.validation is None else ValidationSplit(data.validation, data.seed),
     )
-    return options, None if data.validation is None else ValidationSplit(data.validation, data.seed)
 
 
 def find_or_write_rows(

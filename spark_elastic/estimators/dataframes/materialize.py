@@ -233,6 +233,19 @@ class WriteOptions:
     transformed: bool = False  # whether strings, bytes, dates and ragged arrays are written as they are
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
     row_order: str = "hash"  # hash: by a hash of each row, the same on any cluster; table: as Spark has them
+    split: ValidationSplit | None = None  # which rows validate; None: none
+
+    @property
+    def split_column(self) -> str | None:
+        """The column that says which rows validate, if some do."""
+        return None if self.split is None else _SPLIT
+
+    def find_types(self, df: DataFrame, names: Sequence[str]) -> dict[str, ColumnType]:
+        return {name: find_column_type(df.schema, name, transformed=self.transformed) for name in names}
+
+    def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
+        """The columns as they are written and, with a split, whether a row validates."""
+        return select_prepared(df, types) if self.split is None else self.split.select(df, types)
 
     def count_group_rows(self, row_bytes: int) -> int:
         """Rows of a row group, of rows of so many bytes on average."""
@@ -288,35 +301,30 @@ class ValidationSplit:
 
 
 def materialize(
-    df: DataFrame,
-    columns: Sequence[str],
-    store: Store,
-    options: WriteOptions | None = None,
-    split: ValidationSplit | None = None,
+    df: DataFrame, columns: Sequence[str], store: Store, options: WriteOptions | None = None
 ) -> tuple[Manifest, Manifest | None]:
     """Write `columns` of `df` to the store, or find what was written there before from the same DataFrame.
 
     Returns the data set to train on and, with a split, the one to validate with; one job writes both. Vectors become
     float32 arrays, decimals float64. Raises InvalidInput for missing values, arrays of different lengths, and no rows.
     """
-    names = list(dict.fromkeys(columns))
-    if split is not None and _SPLIT in map(str.lower, names):
+    names, options = list(dict.fromkeys(columns)), options or WriteOptions()
+    if options.split_column in map(str.lower, names):
         raise InvalidInput(
             f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
             "(df.withColumnRenamed)."
         )
-    options = options or WriteOptions()
-    types = find_column_types(df, names, options)
-    found = fingerprint_table(df, names, options, split)
-    documents = ["manifest.json"] if split is None else ["manifest.json", "validation.json"]
+    types = options.find_types(df, names)
+    found = fingerprint_table(df, names, options)
+    documents = ["manifest.json", "validation.json"][: 1 if options.split is None else 2]
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
         check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
-        manifests = list(_write_and_publish(df, types, target, split, published))
+        manifests = list(_write_and_publish(df, types, target, published))
     assert manifests[0] is not None
-    return manifests[0], None if split is None else manifests[1]
+    return manifests[0], None if options.split is None else manifests[1]
 
 
 @dataclass(frozen=True)
@@ -347,16 +355,12 @@ class _Target:
 
 
 def _write_and_publish(
-    df: DataFrame,
-    types: Mapping[str, ColumnType],
-    target: _Target,
-    split: ValidationSplit | None,
-    published: Sequence[str],
+    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, published: Sequence[str]
 ) -> tuple[Manifest, ...]:
     announce_phase(f"writing the rows to {target.store.url}")
     try:
         with describe_jobs(df.sparkSession, "writes rows"):
-            manifests = _write(df, types, target, split)
+            manifests = _write(df, types, target)
         announce_phase(f"wrote {sum(each.rows for each in manifests):,} rows")
         # The first manifest is written last: where it exists, all do.
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
@@ -374,70 +378,57 @@ def _remove_folder(store: Store, folder: str) -> None:
         log.warning("%s Remove it by hand.", error)
 
 
-def _write(
-    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: ValidationSplit | None
-) -> tuple[Manifest, ...]:
+def _write(df: DataFrame, types: Mapping[str, ColumnType], target: _Target) -> tuple[Manifest, ...]:
     """Write the columns into the target's folder and describe what is there; nothing is published yet."""
-    sorts, nans = target.options.row_order == "hash", target.options.missing.nans == "refuse"
-    scan = TableScan(types, nans, None if split is None else _SPLIT, not sorts, target.options.transformed)
-    row_filter = RowFilter(types, target.options.missing)
-    rows = row_filter.apply(select_columns(df, types, split))
+    options, column = target.options, target.options.split_column
+    sorts, nans = options.row_order == "hash", options.missing.nans == "refuse"
+    scan = TableScan(types, nans, column, not sorts, options.transformed)
+    row_filter = RowFilter(types, options.missing)
+    rows = row_filter.apply(options.select(df, types))
     rows = scan.observe(add_hashes(rows, types) if sorts else rows)
-    folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
-    column, chunks = None if split is None else _SPLIT, None
+    folders = [""] if column is None else [f"/{column}=false", f"/{column}=true"]
+    chunks = None
     if sorts:
         chunks = SortedChunks.write(rows, types, target.store, f"{target.folder}/unordered", column)
     else:
         target.write(rows, compute_row_bytes(types.values()), column)
     row_filter.log_dropped_rows()
-    counts = _check_counts(scan, split)
-    columns = scan.describe_columns(
-        chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
-    )
+    counts = _check_counts(scan)
+    read = chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
+    columns = scan.describe_columns(read)
     files = list(chunks.names.values()) if chunks else [target.list_files(folder) for folder in folders]
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
     if chunks is not None:
         row_bytes = sum(column.row_bytes for column in columns)
         row_bytes += scan.count_bytes(columns) // sum(counts.values())
-        number = target.options.count_group_rows(row_bytes)
+        number = options.count_group_rows(row_bytes)
         files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
         _remove_folder(target.store, chunks.sort.folder)
-    manifests = tuple(
-        Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
-        for folder, names in zip(folders, files, strict=True)
-    )
-    if [manifest.rows for manifest in manifests] != list(counts.values()):
+    manifests = []
+    for folder, names in zip(folders, files, strict=True):
+        footers = read_footers(target.store, names)
+        manifests.append(Manifest(columns, *footers, target.fingerprint, scan.digest() + folder))
+    found, counted = [manifest.rows for manifest in manifests], list(counts.values())
+    if found != counted:
         raise StoreError(
-            f"The files that Spark wrote to {target.folder} in the store {target.store.url} have "
-            f"{[manifest.rows for manifest in manifests]} rows, and Spark counted {list(counts.values())}: check "
-            "what commits its files (spark.sql.sources.commitProtocolClass), and that Spark's settings and "
-            "storage_options lead to the same place."
+            f"The files that Spark wrote to {target.folder} in the store {target.store.url} have {found} rows, and "
+            f"Spark counted {counted}: check what commits its files (spark.sql.sources.commitProtocolClass), and that "
+            "Spark's settings and storage_options lead to the same place."
         )
-    return manifests
+    return tuple(manifests)
 
 
-def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, int]:
+def _check_counts(scan: TableScan) -> dict[bool, int]:
     """The rows to train on (False) and, with a split, to validate with (True). Raises InvalidInput for none."""
     counts = scan.count_rows()
     total = sum(counts.values())
     if not total:
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
-    if split is not None and not all(counts.values()):
+    if not all(counts.values()):
         purpose = "validate with" if counts[False] else "train on"
         raise InvalidInput(f"No row of {total} is left to {purpose}: change validation's fraction or column.")
     return counts
-
-
-def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
-    return {name: find_column_type(df.schema, name, transformed=options.transformed) for name in names}
-
-
-def select_columns(
-    df: DataFrame, types: Mapping[str, ColumnType], split: ValidationSplit | None
-) -> DataFrame:
-    """The columns as they are written and, with a split, whether a row validates."""
-    return select_prepared(df, types) if split is None else split.select(df, types)
 
 
 def _load_reusable(store: Store, published: str) -> Manifest | None:
@@ -462,16 +453,14 @@ def warn_about_small_partitions(rows: int, partitions: int) -> None:
         log.warning(told, *counts, advice)
 
 
-def fingerprint_table(
-    df: DataFrame, names: Sequence[str], options: WriteOptions, split: ValidationSplit | None
-) -> str:
+def fingerprint_table(df: DataFrame, names: Sequence[str], options: WriteOptions) -> str:
     """32 hex digits: equal only for the same columns of the same rows, written the same way."""
     content = {
         "form": _FORM,
         "plan": df.semanticHash(),
         "source": _describe_source(df),
         "columns": [[name, get_type(df.schema, name).json()] for name in names],
-        "options": {**options.to_spark_options(), "writing": repr(options), "split": repr(split)},
+        "options": {**options.to_spark_options(), "writing": repr(options)},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -536,25 +525,21 @@ def _list_files(df: DataFrame) -> list[list[Any]]:
 
 
 def find_difference(
-    df: DataFrame,
-    columns: Sequence[str],
-    options: WriteOptions,
-    split: ValidationSplit | None,
-    written: Sequence[Manifest],
+    df: DataFrame, columns: Sequence[str], options: WriteOptions, written: Sequence[Manifest]
 ) -> str | None:
     """What distinguishes `df` from what `materialize` wrote, as the end of a sentence; None if nothing does."""
     names = list(dict.fromkeys(columns))
-    types = find_column_types(df, names, options)
+    types = options.find_types(df, names)
     for name, kind in types.items():
         before, _ = written[0].column(name).element
         if kind.dtype != before:
             return f"column {name!r} was {before} and is {kind.dtype}"
     # Answers without a job in the application that wrote the rows; most plans look different to another driver.
-    if fingerprint_table(df, names, options, split) == written[0].fingerprint:
+    if fingerprint_table(df, names, options) == written[0].fingerprint:
         return None
     rows = sum(manifest.rows for manifest in written)
-    scan = TableScan(types, split=None if split is None else _SPLIT)
-    remaining = RowFilter(types, options.missing).apply(select_columns(df, types, split))
+    scan = TableScan(types, split=options.split_column)
+    remaining = RowFilter(types, options.missing).apply(options.select(df, types))
     scan.observe(remaining).write.format("noop").mode("overwrite").save()
     return compare_digests(rows, written[0].content, scan.digest_rows())
 
