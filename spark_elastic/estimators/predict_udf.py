@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import finalize, ref
+from weakref import ref
 
 import cloudpickle
 import numpy as np
@@ -51,21 +51,17 @@ class PickledPredictor:
 
 Shipped: TypeAlias = "Broadcast[Predictor] | PickledPredictor"  # a predictor as a task has it
 
-# By the id of a predictor, which never changes: its broadcast, and whose it is. Spark keeps each in a file of the
-# driver until the session ends, so that each `transform` must not make another one.
-_broadcasts: dict[int, tuple[ref[Any], Shipped]] = {}
-
 
 def ship_predictor(spark: SparkSession, predictor: Predictor) -> Shipped:
-    """`predictor`, to be used inside of tasks."""
+    """`predictor`, to be used inside of tasks. It keeps its broadcast: Spark keeps a file for each until the session
+    ends, so that each `transform` must not make another one."""
     if not has_context(spark):
         return PickledPredictor(make_payload(spark, cloudpickle.dumps(predictor)))
-    sc = spark.sparkContext
-    known = _broadcasts.get(id(predictor))
-    if known is None or known[0]() is not sc:
-        known = _broadcasts[id(predictor)] = ref(sc), sc.broadcast(predictor)
-        finalize(predictor, _broadcasts.pop, id(predictor), None)
-    return known[1]
+    sc, kept = spark.sparkContext, vars(predictor)
+    if "_shipped" not in kept or kept["_shipped"][0]() is not sc:
+        kept["_shipped"] = ref(sc), sc.broadcast(predictor)
+    shipped: Broadcast[Predictor] = kept["_shipped"][1]
+    return shipped
 
 
 class _LogOnDriver(AccumulatorParam[str]):

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_elastic.clock import SystemClock, read_thread_seconds
 from spark_elastic.data.reading.decoding import (
     drop_views,
     is_list,
@@ -110,20 +109,13 @@ def collect_footers(
 def collect_footers_in_threads(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
 ) -> list[FileFacts]:
-    """As `collect_footers`, with threads if there are many files, and a folder that makes readers wait."""
-    first, rest = files[:FILES_PER_THREAD], files[FILES_PER_THREAD:]
-    done: list[FileFacts] = []
-    if store.is_local or not rest:  # a local folder may be a network drive
-        clock = SystemClock()
-        began, busy = clock.now(), read_thread_seconds()
-        done, files = collect_footers(store, first, columns, where), rest
-        if 2 * (read_thread_seconds() - busy) > clock.now() - began:
-            # Threads would only wait for the interpreter's lock, and take twice as long.
-            return [*done, *collect_footers(store, rest, columns, where)]
+    """As `collect_footers`, with threads if there are many files."""
     parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
+    if len(parts) < 2:
+        return collect_footers(store, files, columns, where)
     with ThreadPoolExecutor(THREADS, "footers") as threads:
         found = threads.map(lambda part: collect_footers(store, part, columns, where), parts)
-        return [*done, *chain.from_iterable(found)]
+        return list(chain.from_iterable(found))
 
 
 class FileFooter:

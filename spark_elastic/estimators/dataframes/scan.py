@@ -17,6 +17,7 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.sql import Column, DataFrame, Observation, Row
 from pyspark.sql import functions as F
 
+from spark_elastic.checks import make_choice
 from spark_elastic.data import manifest
 from spark_elastic.data.packing import format_remedy
 from spark_elastic.errors import InvalidInput
@@ -38,10 +39,8 @@ class MissingValues:
     nans: Literal["keep", "refuse", "drop"] = "refuse"  # in columns of floats
 
     def __post_init__(self) -> None:
-        if self.nulls not in ("refuse", "drop"):
-            raise InvalidInput(f"nulls must be 'refuse' or 'drop'; got {self.nulls!r}.")
-        if self.nans not in ("keep", "refuse", "drop"):
-            raise InvalidInput(f"nans must be 'keep', 'refuse' or 'drop'; got {self.nans!r}.")
+        make_choice("refuse", "drop")("nulls", self.nulls)
+        make_choice("keep", "refuse", "drop")("nans", self.nans)
 
     @classmethod
     def parse(cls, value: Any) -> MissingValues:
