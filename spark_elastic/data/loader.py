@@ -159,7 +159,7 @@ class StepStream:
         self,
         loader: StepLoader,
         order: EpochPermutation,
-        first: int,
+        step: int,
         rank: int,
         division: Division,
         epochs: int,
@@ -167,7 +167,7 @@ class StepStream:
         self._loader = loader
         self._orders = {order.epoch: order}  # the consumer's, and the next one once the thread reads it
         self._epoch, self._epochs = order.epoch, epochs
-        self._next = first
+        self._next = step
         self._rank, self._division = rank, division
         self._limit = loader._prefetch
         self._row_bytes = 8 + sum(column.row_bytes for column in loader._columns)
@@ -184,7 +184,7 @@ class StepStream:
         usual = loader.plan.rows * self._row_bytes // len(loader.plan.row_groups)
         groups_ahead = max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
         self._ahead = DecodePrefetcher(loader._reader, groups_ahead, self._note_answer)
-        work = partial(self._read_ahead, order.epoch, first)
+        work = partial(self._read_ahead, order.epoch, step)
         self._thread = threading.Thread(target=work, name="read-ahead", daemon=True)
 
     def __enter__(self) -> StepStream:

@@ -159,9 +159,7 @@ class RowHandle:
             drawn = draw_uniform(np.arange(self.count), 1, _SPLIT_WORD, WHOLE("seed", seed))[:, 0]
             held_out, what = drawn < by, f"split by {by}, seed {seed}"
         else:
-            raise InvalidInput(
-                f"split takes a fraction between 0 and 1, or the name of a column; got {by!r}."
-            )
+            raise InvalidInput(f"split takes a fraction between 0 and 1 or the name of a column; got {by!r}.")
         if held_out.all() or not held_out.any():
             empty = "train on" if held_out.all() else "hold out"
             raise InvalidInput(

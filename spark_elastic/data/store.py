@@ -126,9 +126,7 @@ def parse_document(text: str | bytes, name: str, read: Callable[[Any], T]) -> T:
         raise
     except Exception as error:  # also of JSON that is nested too deeply
         why = f"{type(error).__name__}: {str(error)[:200]}"
-        raise StoreError(
-            f"{name} is damaged and cannot be read ({why}): write it again, or remove it."
-        ) from error
+        raise StoreError(f"{name} is damaged and cannot be read ({why}): rewrite or remove it.") from error
 
 
 class StoreFull(StoreError):

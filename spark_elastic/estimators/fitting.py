@@ -127,10 +127,10 @@ def _load_finished_run(
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
-    wanted = request.config.data.epochs
-    if result is not None and result.epochs != wanted:
+    wanted, had = request.config.data.epochs, None if result is None else result.epochs
+    if had not in (None, wanted):
         raise InvalidInput(
-            f"run_id {run_id!r} has ended, with epochs={result.epochs}, not {wanted}: use another run_id."
+            f"run_id {run_id!r} has ended, with epochs={had}, not {wanted}: use another run_id."
         )
     if record is not None and result is None:
         _check_epochs_left(request, CheckpointStore(store, run_id), run_id)

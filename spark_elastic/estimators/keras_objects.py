@@ -64,10 +64,9 @@ _WATCHING = tuple(getattr(keras.callbacks, name) for name in _KINDS)
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
-    if keras.backend.backend() != "tensorflow":
-        raise InvalidInput(
-            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before its import."
-        )
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise InvalidInput(f"Keras runs on {backend}: set KERAS_BACKEND=tensorflow before it is imported.")
     # Numpy takes no more, whose generator Keras seeds, too
     make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")("seed", values["seed"])
     model = compile_model(values)
@@ -177,16 +176,14 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
     try:
         return Archive.of(model, custom_objects)
     except NotImplementedError as error:
-        raise InvalidInput(
-            f"the model cannot be written to a .keras file: {_first_sentence(error)}"
-        ) from error
+        raise InvalidInput(f"the model cannot be written to a .keras file: {_shorten(error)}") from error
     except Exception:  # objects may raise anything while they are pickled
         for name, own in {**collect_custom_objects(model), **(custom_objects or {})}.items():
             captures.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
         raise
 
 
-def _first_sentence(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     return " ".join(str(error).split()).partition(". ")[0]
 
 
@@ -201,7 +198,7 @@ def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) ->
         with keras.saving.custom_object_scope(custom):
             return type(found).from_config(found.get_config())
     except NotImplementedError as error:
-        raise InvalidInput(f"the optimizer cannot be copied: {_first_sentence(error)}") from error
+        raise InvalidInput(f"the optimizer cannot be copied: {_shorten(error)}") from error
 
 
 def _check_rate_kind(optimizer: Any) -> None:
@@ -223,9 +220,7 @@ def _check_steps(model: Any) -> None:
     }
     for name, instead in instead_of.items():
         if getattr(type(model), name) is not getattr(keras.Model, name) and not _is_keras(type(model), name):
-            raise InvalidInput(
-                f"{type(model).__name__} has a {name}() of its own, which is not called: {instead}."
-            )
+            raise InvalidInput(f"{type(model).__name__} has a {name}(), which is not called: {instead}.")
     if (getattr(model, "steps_per_execution", 1) or 1) != 1:
         raise InvalidInput(
             "steps_per_execution has no meaning here, since workers exchange gradients in each step: leave it out."

@@ -163,9 +163,7 @@ def _find_obstacle(shapes: Sequence[Shape], activation: str, thresholds: Sequenc
         return f"classes are of one output, and the model has {len(shapes)}: let its forward return one"
     width = count_numbers(shapes[0])
     if sum(size > 1 for size in shapes[0]) > 1:
-        return (
-            f"classes need one number for each, and the model returns {shapes[0]} a row: use the prediction"
-        )
+        return f"classes need one number each, and the model returns {shapes[0]} a row: use the prediction"
     if (activation in SEVERAL and width == 1) or (activation in SINGLE and width > 1):
         return (
             f"activation {activation} makes no class probabilities of {width} numbers a row: "

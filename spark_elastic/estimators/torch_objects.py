@@ -73,7 +73,7 @@ def check_serializable(model: torch.nn.Module) -> None:
         layer = f"layer {name!r} of the model" if name else "the model"
         if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             raise InvalidInput(
-                f"{layer} is lazy and has no weights yet: call the model once, or give its sizes."
+                f"{layer} is lazy, without weights yet: call the model once, or give its sizes."
             )
         for parameter, tensor in part.named_parameters(recurse=False):
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
@@ -277,9 +277,7 @@ def _check_dense(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_quantized:
             kind = "quantized" if buffer.is_quantized else f"sparse ({buffer.layout})"
-            raise InvalidInput(
-                f"buffer {name!r} of the model is {kind}: keep it dense, or make it in forward."
-            )
+            raise InvalidInput(f"buffer {name!r} of the model is {kind}: make it dense, or in forward.")
 
 
 def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any], ...]:

@@ -85,16 +85,13 @@ def decode_columns(
 
     found: column -> its values in Arrow. constants: columns that have one value, and are not in the file.
     """
-    arrays = {}
-    for column in columns:
-        name = column.name
-        is_there = name in found
-        arrays[name] = (
-            _to_array(found[name], column, rows)
-            if is_there
-            else repeat_constant(constants[name], column, rows)
-        )
-    return arrays
+
+    def decode(column: Column) -> Array:
+        if column.name in found:
+            return _to_array(found[column.name], column, rows)
+        return repeat_constant(constants[column.name], column, rows)
+
+    return {column.name: decode(column) for column in columns}
 
 
 def repeat_constant(text: str, column: Column, rows: int) -> Array:

@@ -187,9 +187,7 @@ def _read_paths(explained: str) -> Sequence[str]:
 def _find_iceberg(df: DataFrame, columns: Mapping[str, str]) -> FileScan:
     frame: Any = vars(df).get("_jdf")
     if frame is None:
-        raise NoFileScan(
-            "it reads Iceberg, whose snapshot Spark Connect does not tell (fit_on_table takes one)"
-        )
+        raise NoFileScan("it reads Iceberg, whose snapshot Spark Connect does not tell (use fit_on_table)")
     with _describe_failure("its source is not known here"):
         relation = _find_leaf(frame).relation()
         source, options = relation.table(), dict(relation.options())

@@ -95,9 +95,7 @@ def check_columns(schema: StructType, data: DataConfig, transformed: bool = Fals
             found = find_column_type(schema, name, role, transformed)
             if role == "sample weight" and (found.dimensions or found.dtype not in _DTYPES.values()):
                 kind = get_type(schema, name).simpleString()
-                raise InvalidInput(
-                    f"The sample weight column {name!r} is {kind}: it must be one number a row."
-                )
+                raise InvalidInput(f"The sample weight column {name!r} is {kind}: it must be one number.")
 
 
 def check_distinct_names(df: DataFrame, used: Iterable[str]) -> None:

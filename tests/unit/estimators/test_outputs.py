@@ -165,7 +165,7 @@ def test_raw_outputs_are_asked_for_and_named() -> None:
         ([2], {"thresholds": [1, 1]}, "thresholds needs activation"),
         ([1], {"activation": "softmax"}, "softmax makes no class probabilities of 1"),
         ([2], {"activation": "sigmoid"}, "sigmoid makes no class probabilities of 2"),
-        ([(2, 4)], {"activation": "softmax"}, r"one number for each, and the model returns \(2, 4\) a row"),
+        ([(2, 4)], {"activation": "softmax"}, r"one number each, and the model returns \(2, 4\) a row"),
         ([3], {"activation": "softmax", "thresholds": [1, 2]}, "2 numbers and the model 3 classes"),
         ([3], {"activation": "softmax", "threshold": 0.3}, "the model has 3: give thresholds"),
         ([2], {"activation": "softmx"}, "activation must be one of 'softmax', 'exp'"),
