@@ -75,10 +75,8 @@ class StepLoader:
     ) -> StepStream:
         """The steps `first ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
 
-        Args:
-            division: how the ranks divide each step; None: equally.
-            epochs: of the training. After an epoch before the last one the stream reads on, and is the stream of the
-                next epoch as well if rank and division stay. 0: it ends with its epoch.
+        division: how the ranks divide each step; None: equally. epochs: of the training; before the last of them the
+        stream reads on, and is that of the next epoch as well if rank and division stay. 0: it ends with its epoch.
         """
         division = division or self.plan.divide(size)
         waiting, self.waiting = self.waiting, None

@@ -146,11 +146,9 @@ class RetryingClient:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], size: int = 0, longest: float | None = None
     ) -> T:
-        """The result of the first attempt that succeeds.
-
-        size: bytes that are written or read. longest: seconds that an attempt of many requests may take, which begins
-        before the limit is over; None: a part of the limit. Raises TimeoutError with the last error, or as the client.
-        """
+        """The result of the first attempt that succeeds. size: bytes that are written or read. longest: seconds that an
+        attempt of many requests may take, which begins before the limit is over; None: a part of the limit. Raises
+        TimeoutError with the last error, or as the client."""
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer
         tried = 0
@@ -369,10 +367,8 @@ class RenewedRoot:
 
 
 class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """Reads folders of one kind of object store, each with its own credentials.
-
-    `session` and `set_session` are those of s3fs, by which `RetryingClient` has others asked for after a refusal.
-    """
+    """Reads folders of one kind of object store, each with its own credentials. `session` and `set_session` are those of
+    s3fs, by which `RetryingClient` has others asked for after a refusal."""
 
     cachable = False
 

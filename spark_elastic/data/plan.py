@@ -250,9 +250,7 @@ class DataPlan:
 
 class EpochPermutation:
     """The order of one epoch's rows: row groups shuffled, rows shuffled inside each. For one thread.
-
-    Keeps only the permutations of the row groups that lanes are in; lanes in the same row group share it.
-    """
+    Keeps only the permutations of the row groups that lanes are in; lanes in the same row group share it."""
 
     def __init__(self, plan: DataPlan, epoch: int) -> None:
         self.plan = plan

@@ -244,9 +244,7 @@ class Store:
         **storage_options: Any,
     ) -> Store:
         """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's.
-
-        renewed_credentials: for reading an object store, beside the options.
-        """
+        renewed_credentials: for reading an object store, beside the options."""
         url = parse_store_url(url)
         if not url:
             raise InvalidInput("The store's url is empty: give a path or a url such as s3://bucket/jobs.")
@@ -591,11 +589,8 @@ DEAD = "ZX"  # states of a process that has ended, though its parent has not ask
 
 @contextmanager
 def make_scratch_folder() -> Iterator[Path]:
-    """A temporary folder for as long as the block takes. Another process removes it if this one is killed.
-
-    Its name identifies the owner by boot, process id namespace, process id and start time: several machines or
-    containers may share the parent folder.
-    """
+    """A temporary folder for as long as the block takes. Another process removes it if this one is killed: its name
+    identifies the owner by boot, process id namespace, process id and start time."""
     remove_stale_folders()
     me = os.getpid()
     try:

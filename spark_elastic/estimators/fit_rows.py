@@ -509,9 +509,7 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
 
 def find_conversion(request: Request, splits: bool = True, checks_nan: bool = True) -> tuple[str, str] | None:
     """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing.
-
-    splits: whether a validation split is one. checks_nan: whether nobody has looked for NaN yet.
-    """
+    splits: whether a validation split is one. checks_nan: whether nobody has looked for NaN yet."""
     data, has_check = request.config.data, request.config.loss.terminate_on_nan
     if splits and data.validation is not None:
         return "validation splits the rows while they are written", "give {argument} instead"

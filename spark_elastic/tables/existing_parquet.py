@@ -91,11 +91,9 @@ def describe_parquet(
     names: Sequence[str] = ("",),
     collect: CollectFooters = collect_footers_in_threads,
 ) -> Manifest:
-    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`.
-
-    transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than twice
-    `piece_bytes` when decoded are taken in pieces of that size, which readers cut once. collect: reads the footers.
-    """
+    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`. Row groups of more
+    than twice `piece_bytes` when decoded are taken in pieces of that size. transformed: a transformation makes numbers
+    of bytes, strings, dates and timestamps. collect: reads the footers."""
     _refuse_parts_of_tables(store, names)
     # A file that several of the names lead to is there once.
     found = {each.name: each for name in names for each in _parquet(store, name)}.values()

@@ -81,10 +81,8 @@ def dtype_of(arrow: pa.DataType) -> str | None:
 def decode_columns(
     found: Mapping[str, Any], rows: int, columns: tuple[Column, ...], constants: Mapping[str, str]
 ) -> ColumnArrays:
-    """Column -> read-only array (rows, *shape); ValueError for nulls, or rows of another shape.
-
-    found: column -> its values in Arrow. constants: columns that have one value, and are not in the file.
-    """
+    """Column -> read-only array (rows, *shape); ValueError for nulls, or rows of another shape. found: values in Arrow.
+    constants: columns that have one value, and are not in the file."""
 
     def decode(column: Column) -> Array:
         if column.name in found:

@@ -44,10 +44,8 @@ from spark_elastic.errors import StoreError
 
 
 class Reader(ABC):
-    """Reads row groups of a data set, by their number in its manifest. Any thread may fetch.
-
-    columns: all, if none are named. cache_bytes: for decoded row groups; a data set that fits is read once.
-    """
+    """Reads row groups of a data set, by their number in its manifest. Any thread may fetch. columns: None: all.
+    cache_bytes: for decoded row groups; a data set that fits is read once."""
 
     def __init__(
         self,

@@ -103,9 +103,8 @@ log = logging.getLogger("spark_elastic")
 class RowGroupCache:
     """Decoded row groups by number. A row group is in use from `fetch` until `release`.
 
-    Above the bound it evicts the row group that was released last; if all are in use, the one that was fetched before
-    the newest, which always stays. Epochs read row groups in about the same order: the last one used is the last one
-    needed again, while evicting the oldest would leave nothing to reuse.
+    Above the bound it evicts the row group that was released last; if all are in use, the one before the newest. Epochs
+    read row groups in about the same order: the last one used is the last one needed again.
     """
 
     def __init__(

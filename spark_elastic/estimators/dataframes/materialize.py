@@ -89,11 +89,8 @@ _UNBOUNDED = (1 << 31) - 1  # bytes; else Spark adds up the columns' sizes after
 
 
 def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
-    """The rows with the two columns that decide on their order.
-
-    Sums of float64 after a shuffle differ in their last bits from run to run: float32 decides, float64 only among rows
-    that are equal in it. Rows that differ only in the sign of a zero are equal in both.
-    """
+    """The rows with the two columns that decide on their order. Sums of float64 after a shuffle differ in their last bits
+    from run to run: float32 decides, float64 only among rows that are equal in it. The sign of a zero is in neither."""
     exact = hash_columns("1", *map(quote, types))
     return rows.withColumns({HASH_COLUMN: hash_row(types), EXACT_COLUMN: exact})
 
@@ -279,11 +276,8 @@ class WriteOptions:
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Which rows validate: marked ones, or a fraction of all.
-
-    A row of the fraction is chosen by a hash of its values as they are written (float64 as float32) and the seed, so
-    that neither other partitions nor a second run move it to the other data set.
-    """
+    """Which rows validate: marked ones, or a fraction of all, chosen by a hash of each row's values as they are written
+    (float64 as float32) and the seed, so that neither other partitions nor a second run move a row."""
 
     by: float | str  # a fraction of the rows, or the column that is true or above 0 in them
     seed: int = 0  # of the fit; it changes which rows the fraction takes

@@ -84,10 +84,8 @@ def describe_class(value: object) -> str:
 
 
 def check_columns(schema: StructType, data: DataConfig, transformed: bool = False) -> None:
-    """Raise InvalidInput unless every column exists and holds numbers, arrays of them, or ML vectors.
-
-    transformed: a transformation makes numbers of bytes (images), strings, dates and timestamps.
-    """
+    """Raise InvalidInput unless every column exists and holds numbers, arrays of them, or ML vectors; with
+    `transformed`, a transformation makes numbers of bytes (images), strings, dates and timestamps."""
     weights = [] if data.sample_weight_col is None else [data.sample_weight_col]
     roles = {"feature": data.feature_cols, "label": data.label_cols, "sample weight": weights}
     for role, names in roles.items():

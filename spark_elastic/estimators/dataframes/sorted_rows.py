@@ -175,10 +175,8 @@ class ReadTask:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Numbers copies of each row and writes them as chunks, by a hash of row and number; gives what `SortTask` does.
-
-    A task takes a range of hashes, and of each row there a share of its copies; first come rows to train on.
-    """
+    """Numbers the copies of each row and writes them as chunks, by a hash of row and number; gives what `SortTask`
+    does. A task takes a range of hashes, and a share of each row's copies; first come rows to train on."""
 
     sort: SortTask
     chunks: Chunks

@@ -34,10 +34,8 @@ _SETTINGS = {
 
 
 def to_spark_url(store: Store, name: str) -> str:
-    """The url of an object as Spark takes it: s3 becomes s3a, and /dbfs/ of Databricks becomes dbfs:/.
-
-    /Volumes/ gets no scheme: Spark takes it as Databricks' volumes there, and as a local folder elsewhere.
-    """
+    """The url of an object as Spark takes it: s3 becomes s3a, /dbfs/ of Databricks dbfs:/, and /Volumes/ stays: Spark
+    takes it as Databricks' volumes there, and as a local folder elsewhere."""
     url = store.join(name)
     if store.is_local:
         path = store.path(name)
