@@ -367,8 +367,8 @@ class RenewedRoot:
 
 
 class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """Reads folders of one kind of object store, each with its own credentials. `session` and `set_session` are those of
-    s3fs, by which `RetryingClient` has others asked for after a refusal."""
+    """Reads folders of one kind of object store, each with its own credentials. `session` and `set_session` are s3fs's,
+    by which `RetryingClient` has others asked for after a refusal."""
 
     cachable = False
 

@@ -52,9 +52,9 @@ def check_runs(
     find_cause: Callable[[StepRows], str | None] = lambda rows: None,
     take: Callable[[StepRows], Mapping[str, Any]] = lambda rows: rows.columns,
 ) -> None:
-    """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer. Raises
-    InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of `what`, and
-    the columns as the model takes them (`take`)."""
+    """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer.
+    Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of
+    `what`, and the columns as the model takes them (`take`)."""
     sample, most = read_rows(spec), spec.config.data.batch_size
     failures: list[tuple[StepRows, Exception]] = []
     for count in sorted({min(2, most), min(MORE_ROWS, most)}) if sample else ():

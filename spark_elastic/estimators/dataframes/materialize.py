@@ -89,8 +89,8 @@ _UNBOUNDED = (1 << 31) - 1  # bytes; else Spark adds up the columns' sizes after
 
 
 def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
-    """The rows with the two columns that decide on their order. Sums of float64 after a shuffle differ in their last bits
-    from run to run: float32 decides, float64 only among rows that are equal in it. The sign of a zero is in neither."""
+    """The rows with the two columns that decide on their order. Sums of float64 after a shuffle differ in their last
+    bits from run to run: float32 decides, float64 only among rows that are equal in it."""
     exact = hash_columns("1", *map(quote, types))
     return rows.withColumns({HASH_COLUMN: hash_row(types), EXACT_COLUMN: exact})
 
