@@ -219,7 +219,8 @@ def _check_steps(model: Any) -> None:
         "compute_metrics": "metrics see the rows of all workers: give them to compile()",
     }
     for name, instead in instead_of.items():
-        if getattr(type(model), name) is not getattr(keras.Model, name) and not _is_keras(type(model), name):
+        own = getattr(type(model), name)
+        if own is not getattr(keras.Model, name) and not str(own.__module__).startswith("keras."):
             raise InvalidInput(f"{type(model).__name__} has a {name}(), which is not called: {instead}.")
     if (getattr(model, "steps_per_execution", 1) or 1) != 1:
         raise InvalidInput(
@@ -257,14 +258,10 @@ def _read_back(archive: Archive) -> Any:
         raise
     except Exception as error:  # of the user's classes, too
         last = str(error).strip().rpartition("\n")[2]
+        why = f"{type(error).__name__}: {last}"
         raise InvalidInput(
-            "the model cannot be read from its .keras file, as the workers do, with "
-            f"{type(error).__name__}: {last}"
+            f"the model cannot be read from its .keras file, as workers do, with {why}"
         ) from error
-
-
-def _is_keras(owner: type, name: str) -> bool:
-    return str(getattr(owner, name).__module__).startswith("keras.")
 
 
 def _check_columns(model: Any, values: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
-from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
+from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.clusters.spark.payload import Payload, make_payload
@@ -116,8 +116,9 @@ def predict_udf(shipped: Shipped, outputs: Outputs, rows: MissingRows) -> Callab
         for values in _predict(shipped, outputs, rows, batches):
             yield pd.DataFrame({n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)})
 
+    number, numbers = DoubleType(), ArrayType(DoubleType(), containsNull=True)
     kinds = zip(outputs.columns, outputs.widths, strict=True)
-    fields = [StructField(name, _choose_type(width)) for name, width in kinds]
+    fields = [StructField(name, number if width == 1 else numbers) for name, width in kinds]
     made: Any = pandas_udf(predict, StructType(fields))  # type: ignore[call-overload]
     # Else Spark would filter the rows before they are counted here.
     return made.asNondeterministic() if any(rows.drops) else made  # type: ignore[no-any-return]
@@ -145,10 +146,6 @@ def _predict(
                 whole[kept] = part
         yield values
     rows.log(counts)
-
-
-def _choose_type(width: int) -> DataType:
-    return DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=True)
 
 
 def restore_nan(predicted: Column, width: int) -> Column:

@@ -128,7 +128,7 @@ class CatalogTable:
 
 
 def find_in_catalog(catalog: Any, table: Any) -> Any:
-    """The table of that name in the catalog; without a catalog what was given. catalog: a pyiceberg `Catalog`, or a dict
+    """The table of that name in the catalog; without a catalog what was given. catalog: a pyiceberg `Catalog` or a dict
     of properties: {"type": "rest", "uri": ...} as pyiceberg's, or {"type": "unity", "uri": ..., "token": ...}. A value
     may be a function, or "env:NAME", a variable of each process."""
     if catalog is None or table is None:
