@@ -12,10 +12,11 @@ import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.checks import make_choice
 from spark_elastic.data.manifest import Column
@@ -55,9 +56,6 @@ from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, f
 from spark_elastic.tables.footers import CollectFooters, DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger("spark_elastic")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
+from pyspark.sql import DataFrame
 
 from spark_elastic.clusters.spark.host_facts import find_session, get_session
 from spark_elastic.errors import InvalidInput
@@ -22,9 +23,6 @@ from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.tables.catalogs import find_in_catalog
 from spark_elastic.tables.lake_tables import Version
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]

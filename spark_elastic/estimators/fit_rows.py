@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
@@ -48,9 +49,6 @@ from spark_elastic.tables.footers import CollectFooters, DataFile, collect_foote
 from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
 from spark_elastic.training.identity import WEIGHTS
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic")
 

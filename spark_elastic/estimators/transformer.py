@@ -7,13 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, TimestampType
 
@@ -41,10 +42,6 @@ from spark_elastic.estimators.outputs import HALF, Outputs, Shape
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Predictor
 from spark_elastic.monitoring.report import JobReport
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
-    from pyspark.sql import DataFrame
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
+
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
 from spark_elastic.data.store import Store
@@ -29,9 +31,6 @@ from spark_elastic.tables.footers import (
     collect_footers_in_threads,
 )
 from spark_elastic.tables.predicate import Predicate
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _SHOWN_COLUMNS = 20  # of a node Spark shows 25, unless spark.sql.debug.maxToStringFields says otherwise
 _SHOWN_CHARACTERS = 120

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -33,8 +34,6 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, format_columns
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
     from spark_elastic.training.fit_config import DataConfig
 
 VECTOR_DTYPE = "float32"
