@@ -49,6 +49,7 @@ from spark_elastic.estimators.fit_rows import (
     find_conversion,
     find_conversion_of_rows,
     list_names,
+    refuse_run,
 )
 from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
@@ -102,18 +103,14 @@ class DataFrameRows(RowSource):
             super().check_same_rows(request, record, run_id)
             return
         if record.is_on_files:
-            raise InvalidInput(
-                f"run_id {run_id!r} began on the files in {record.data}: continue with those, or use another run_id."
-            )
+            raise refuse_run(run_id, f"on the files in {record.data}")
         if record.rows.manifest == self._verified_manifest:
             return
         validation = record.load_validation()
         written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
         found = find_difference(self._df, request.config.data.used_cols, _write_options(request), written)
         if found is not None:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
-            )
+            raise refuse_run(run_id, f"with another table ({found})")
         self._verified_manifest = record.rows.manifest
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:

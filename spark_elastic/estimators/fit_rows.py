@@ -59,6 +59,10 @@ FORMAT = 5  # of run.json
 _TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
 
 
+def refuse_run(run_id: str, began: str) -> InvalidInput:
+    return InvalidInput(f"run_id {run_id!r} began {began}: continue with the same, or use another run_id.")
+
+
 @dataclass(frozen=True)
 class RowRecord:
     """Rows of a run, and their order, beside what the settings say of it."""
@@ -127,18 +131,13 @@ class RunRecord:
         for name, value in request.config.list_run_settings().items():
             before = self.settings.get(name, value)  # a parameter may be newer than the run
             if before != value:
-                raise InvalidInput(
-                    f"run_id {run_id!r} began with {name}={before!r} and this fit has {value!r}: "
-                    "continue with the same, or use another run_id."
-                )
+                raise refuse_run(run_id, f"with {name}={before!r} and this fit has {value!r}")
         now = request.objects.identity() if self.objects else {}
         different = [name for name, before in self.objects.items() if now.get(name) != before]
         if different == [WEIGHTS]:
             log.warning("run %s keeps its own weights: this fit's model begins with others", run_id)
         elif different:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with another {different[0]} than this fit's: keep it, or use another run_id."
-            )
+            raise refuse_run(run_id, f"with another {different[0]} than this fit's")
 
     def load_manifest(self) -> Manifest:
         """The manifest of the rows that are trained on. Raises StoreError if it was altered."""
@@ -237,15 +236,9 @@ class RowSource(ABC):
         found, manifest, before = self._require_found(), record.load_manifest(), record.load_validation()
         if found.any_version and record.data == found.place:
             if manifest.fingerprint != found.rows.fingerprint:
-                raise InvalidInput(
-                    f"run_id {run_id!r} began with other values of columns or where than this fit's: continue with the "
-                    "same, or use another run_id."
-                )
+                raise refuse_run(run_id, "with other values of columns or where than this fit's")
         elif (manifest, before and before[0]) != (found.rows, found.validation):
-            raise InvalidInput(
-                f"run_id {run_id!r} began with other files than those now in {found.place}, or on a table: bring "
-                "them back, or use another run_id."
-            )
+            raise refuse_run(run_id, f"with other files than those now in {found.place}, or on a table")
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
         """Save the record of a new run, once its rows are where the workers read them."""

@@ -403,8 +403,6 @@ def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     return found
 
 
-log = logging.getLogger("spark_elastic")
-
 Batch = LocalBatch[torch.Tensor]
 Output = tuple[str, Any]  # of a layer, with its name
 
