@@ -84,23 +84,15 @@ def _drop_dots(store: Store) -> Store:
 
 
 def describe_parquet(
-    store: Store,
-    columns: Sequence[str],
-    transformed: bool = False,
-    piece_bytes: int = PIECE_BYTES,
-    names: Sequence[str] = ("",),
-    collect: CollectFooters = collect_footers_in_threads,
+    store: Store, columns: Sequence[str], names: Sequence[str] = ("",), **options: Any
 ) -> Manifest:
-    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`. Row groups of more
-    than twice `piece_bytes` when decoded are taken in pieces of that size. transformed: a transformation makes numbers
-    of bytes, strings, dates and timestamps. collect: reads the footers."""
+    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`. options: of
+    `describe_files`."""
     _refuse_parts_of_tables(store, names)
     # A file that several of the names lead to is there once.
     found = {each.name: each for name in names for each in _parquet(store, name)}.values()
     files = [DataFile(each, partition_values(each.name), is_fixed=False) for each in found]
-    return describe_files(
-        store, files, columns, transformed, piece_bytes, _find_fields(store, names), collect
-    )
+    return describe_files(store, files, columns, fields=_find_fields(store, names), **options)
 
 
 def list_columns(store: Store, file: DataFile, names: Sequence[str] | None = None) -> list[str]:
@@ -179,7 +171,9 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     collect: CollectFooters = collect_footers_in_threads,
     where: Predicate | None = None,
 ) -> Manifest:
-    """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
+    """These files as a data set of `columns`. Row groups of more than twice `piece_bytes` when decoded are taken in
+    pieces of that size. transformed: a transformation makes numbers of bytes, strings, dates and timestamps. fields:
+    what petastorm says of columns. collect: reads the footers. where: which rows are taken."""
     names = list(dict.fromkeys(columns))
     read = list(data_files) if where is None else drop_excluded(data_files, where)
     files = _Files(store, read, collect(store, read, names, where))

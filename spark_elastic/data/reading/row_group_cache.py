@@ -318,10 +318,9 @@ class SplitRowGroup:
     def read(self, number: int) -> pa.RecordBatch:
         """A part, mapped until nobody uses its arrays: its pages count as this process's memory, as a copy would."""
         parts = self._open()
-        # None: all columns that are needed are constants.
-        return (
-            parts.get_batch(number) if parts.num_record_batches else pa.RecordBatch.from_arrays([], names=[])
-        )
+        if not parts.num_record_batches:  # all columns that are needed are constants
+            return pa.RecordBatch.from_arrays([], names=[])
+        return parts.get_batch(number)
 
     def _open(self) -> pa.ipc.RecordBatchFileReader:
         return pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{self._file.fileno()}"))
