@@ -11,10 +11,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -102,23 +101,17 @@ def describe_packed(manifest: Manifest, packing: Packing) -> tuple[Column, ...]:
 
 
 class PackedReader(Reader):
-    """Reads row groups of a packed data set."""
+    """Reads row groups of a packed data set, by a reader of that name of its documents."""
 
     def __init__(
-        self,
-        store: Store,
-        manifest: Manifest,
-        columns: Sequence[str] | None,
-        cache_bytes: int,
-        open_documents: Callable[[Manifest, Sequence[str]], Reader],
+        self, name: str, store: Store, manifest: Manifest, columns: Sequence[str] | None, cache_bytes: int
     ) -> None:
-        """open_documents: opens a reader of the data set that was packed, over these columns."""
         super().__init__(store, manifest, columns, cache_bytes)
         assert manifest.packed is not None
         self._source, self._packing = manifest.packed, Packing(**manifest.packed.packing)
         own = [column.name for column in self.columns]
-        names = [name for name in self._packing.sources if name == self._packing.column or name in own]
-        self._documents = open_documents(self._source.manifest, names)
+        needed = [each for each in self._packing.sources if each == self._packing.column or each in own]
+        self._documents = open_reader(name, store, self._source.manifest, needed, cache_bytes=0)
 
     def announce(self, groups: Iterable[int]) -> None:
         wanted = (self._list_groups(group) for group in groups if group not in self._groups)
@@ -284,9 +277,7 @@ def open_reader(
     """The reader of that name. columns: None: all. cache_bytes: for decoded row groups. Raises as `check_reader`."""
     check_reader(name)
     if manifest.packed is not None:
-        return PackedReader(
-            store, manifest, columns, cache_bytes, partial(open_reader, name, store, cache_bytes=0)
-        )
+        return PackedReader(name, store, manifest, columns, cache_bytes)
     if name == "petastorm":
         return PetastormReader(store, manifest, columns, cache_bytes)
     return ArrowReader(store, manifest, columns, cache_bytes)
