@@ -202,9 +202,6 @@ class PackedSource:
     manifest: Manifest  # that of the documents
     packing: Mapping[str, Any]  # the fields of `Packing`
     cuts: tuple[int, ...]  # row group g has the row groups `cuts[g] ... cuts[g + 1]` of the documents
-    documents: int  # how many were packed
-    overlong: int  # documents that were split or truncated
-    tokens: int  # of all documents, without those that were cut off; the other places of the sequences are padding
 
 
 @dataclass(frozen=True)

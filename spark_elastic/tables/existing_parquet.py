@@ -99,7 +99,7 @@ def list_columns(store: Store, file: DataFile, names: Sequence[str] | None = Non
     """The columns of a file, and of its path, of types that can be read. names: among these; None: all."""
     footer = FileFooter(store, file)
     known = [*footer.schema.names, *file.constants] if names is None else names
-    types = dict(footer.find_types(known))
+    types = footer.find_types(known)
     readable = {name for name in known if name in file.constants or _is_readable(types.get(name))}
     left = [name for name in known if name not in readable]
     if left:

@@ -135,13 +135,14 @@ class FileFooter:
         self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
 
     def describe(self, columns: Sequence[str], where: Predicate | None) -> FileFacts:
-        types = dict(self.find_types(columns))
+        types = self.find_types(columns)
         stored_names = tuple(self.stored_names.items())
         schema = FileSchema(tuple(self.schema.names), tuple(types.items()), stored_names)
         given = self.data.deleted
         if where is not None:
             self.keep_matching(where)
-        groups = self.describe_groups()
+        sizes = [(n, group.num_rows, group.total_byte_size) for n, group in enumerate(self.groups)]
+        groups = np.array([each for each in sizes if each[1]], np.int64).reshape(-1, 3).T
         nulls = {name: self.count_nulls(name) for name in types}
         values = {name: self.count_values(name, groups[0]) for name in types if is_list(types[name])}
         deleted = None if self.data.deleted is given else self.data.deleted
@@ -163,11 +164,9 @@ class FileFooter:
     def find_stored_name(self, column: str) -> str:
         return self.stored_names.get(column, column)
 
-    def find_types(self, columns: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
-        for column in dict.fromkeys(columns):
-            found = self.find_type(column)
-            if found is not None:
-                yield column, found
+    def find_types(self, columns: Sequence[str]) -> dict[str, pa.DataType]:
+        found = {column: self.find_type(column) for column in columns}
+        return {column: kind for column, kind in found.items() if kind is not None}
 
     def find_type(self, column: str) -> pa.DataType | None:
         """The plain type; None: the column is not in the file. A table that gives names knows all columns of a file."""
@@ -230,11 +229,6 @@ class FileFooter:
         low, high = (pa.array([each[end] for each in ranges], kind) for end in (0, 1))
         is_null = (np.array(nulls) == [group.num_rows for group in groups]) | pa.types.is_null(kind)
         return Bounds(low, high, is_null, np.array(nulls) != 0, pa.types.is_floating(kind))
-
-    def describe_groups(self) -> Int64s:
-        """(3, n): the number, rows and bytes of each row group that has rows."""
-        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(self.groups)]
-        return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
 
     def find_leaf(self, column: str) -> int:
         """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""

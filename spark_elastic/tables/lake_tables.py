@@ -45,7 +45,6 @@ class TableSnapshot:
     """The files of one version of a table."""
 
     name: str  # how errors name it, such as "version 3 of the Delta table file:///tables/t"
-    version: int  # what reads it again: the version of Delta or the snapshot id of Iceberg
     store: Store  # holds all files
     files: tuple[DataFile, ...]  # each marks the rows that the table has no more
     columns: tuple[str, ...]  # the names of its columns
@@ -159,7 +158,7 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
     number, columns = table.version(), tuple(each.name for each in schema.fields)
     name = f"version {number} of the Delta table {store.url}"
-    return TableSnapshot(name, number, store, tuple(files), columns)
+    return TableSnapshot(name, store, tuple(files), columns)
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
@@ -257,7 +256,7 @@ def _read_iceberg(
     deletes = [each for each in entries if each.data_file.content.name != "DATA"]
     deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
     files = [replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True)]
-    return TableSnapshot(name, number, store, tuple(files), tuple(ids))
+    return TableSnapshot(name, store, tuple(files), tuple(ids))
 
 
 def _find_partition_values(table: Any, schema: Any, types: Mapping[str, Any], file: Any) -> dict[str, str]:

@@ -60,31 +60,6 @@ def read_lengths(reader: Reader, manifest: Manifest, packing: Packing) -> list[I
     return found
 
 
-def pack_manifest(
-    manifest: Manifest, packing: Packing, columns: tuple[Column, ...], lengths: Sequence[Int64s]
-) -> Manifest:
-    """The packed data set. columns: `describe_packed`. lengths: `read_lengths`."""
-    every = np.concatenate(lengths)
-    overlong = check_lengths(every, packing)
-    if overlong:
-        cut = {"split": "are split", "truncate": "lose their ends"}[packing.overlong]
-        told = overlong, len(every), packing.length, cut
-        log.warning("%d of %d documents have more than %d tokens and %s", *told)
-    cuts, sequences = pack_groups(lengths, packing)
-    groups, fields = manifest.row_groups, asdict(packing)
-    digest = hashlib.sha256(json.dumps([manifest.hash, fields], sort_keys=True).encode()).hexdigest()[:32]
-    windows = [
-        RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
-        for window, (first, past) in enumerate(pairwise(cuts))
-    ]
-    tokens = (np.minimum(every, packing.length) if packing.overlong == "truncate" else every).sum()
-    packed = PackedSource(manifest, fields, cuts, len(every), overlong, int(tokens))
-    groups, fingerprint = RowGroups.of(windows), f"{manifest.fingerprint}-{digest}"
-    return replace(
-        manifest, columns=columns, row_groups=groups, fingerprint=fingerprint, content=digest, packed=packed
-    )
-
-
 def describe_packed(manifest: Manifest, packing: Packing) -> tuple[Column, ...]:
     """The columns of sequences. Raises InvalidInput for a column that has no arrays of numbers."""
     found = {}
@@ -288,7 +263,25 @@ def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = 
     columns = describe_packed(manifest, packing)
     names = [packing.length_column or packing.column]
     with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
-        return pack_manifest(manifest, packing, columns, read_lengths(documents, manifest, packing))
+        lengths = read_lengths(documents, manifest, packing)
+    every = np.concatenate(lengths)
+    overlong = check_lengths(every, packing)
+    if overlong:
+        cut = {"split": "are split", "truncate": "lose their ends"}[packing.overlong]
+        told = overlong, len(every), packing.length, cut
+        log.warning("%d of %d documents have more than %d tokens and %s", *told)
+    cuts, sequences = pack_groups(lengths, packing)
+    groups, fields = manifest.row_groups, asdict(packing)
+    digest = hashlib.sha256(json.dumps([manifest.hash, fields], sort_keys=True).encode()).hexdigest()[:32]
+    windows = [
+        RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
+        for window, (first, past) in enumerate(pairwise(cuts))
+    ]
+    packed, groups = PackedSource(manifest, fields, cuts), RowGroups.of(windows)
+    fingerprint = f"{manifest.fingerprint}-{digest}"
+    return replace(
+        manifest, columns=columns, row_groups=groups, fingerprint=fingerprint, content=digest, packed=packed
+    )
 
 
 class SampleGroup(NamedTuple):
