@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -247,10 +247,11 @@ class Manifest:
         names = [column.name for column in self.columns]
         raise InvalidInput(f"The data set has no column {name!r}; it has {format_columns(name, names)}.")
 
-    def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
-        """Bytes of the largest row group in memory, of all columns or of those named."""
-        columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
-        return int(compute_decoded_bytes(columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0))
+    def max_decoded_group_bytes(self) -> int:
+        """Bytes of the largest row group in memory."""
+        return int(
+            compute_decoded_bytes(self.columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0)
+        )
 
     def to_json(self) -> str:
         shared = reuse_equal(self.file_columns)

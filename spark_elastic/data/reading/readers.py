@@ -258,11 +258,11 @@ def open_reader(
     return ArrowReader(store, manifest, columns, cache_bytes)
 
 
-def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = "arrow") -> Manifest:
+def pack_rows(store: Store, manifest: Manifest, packing: Packing) -> Manifest:
     """The data set of sequences that documents make, for plans, loaders and readers as any; reads their lengths."""
     columns = describe_packed(manifest, packing)
     names = [packing.length_column or packing.column]
-    with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
+    with closing(open_reader("arrow", store, manifest, names, cache_bytes=0)) as documents:
         lengths = read_lengths(documents, manifest, packing)
     every = np.concatenate(lengths)
     overlong = check_lengths(every, packing)
