@@ -46,11 +46,9 @@ def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> Elastic
     check_watched(objects, request.config.data.label_cols, rows.has_validation(request))
     result = train_model(rows, request, TORCH)
     module = load_trained_module(objects.model, result.weights)
-    if objects.transformation is None:
-        packed = pack(module)
-    else:
-        packed = pack(ModuleWithTransformation(module, objects.transformation), module)
-    predictor = TorchPredictor(packed, result.features)
+    change = objects.transformation
+    thing = module if change is None else ModuleWithTransformation(module, change)
+    predictor = TorchPredictor(pack(thing, module), result.features)
     return ElasticTorchModel(predictor, result.summary, try_shapes(predictor, result.sample))
 
 
