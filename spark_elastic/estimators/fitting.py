@@ -167,7 +167,7 @@ def _open_store(request: FitRequest[Any], master: str) -> Iterator[Store]:
             yield Store.open(str(folder))
     else:
         raise InvalidInput(
-            f"store is missing: executors of {master} may be on other machines: give a path or url that all share."
+            f"store is missing: executors of {master} may be on other machines, so give a path or url that all share."
         )
 
 
