@@ -281,7 +281,8 @@ def shape_features(request: FitRequest[Any], manifest: Manifest) -> tuple[Column
     for column, shape in zip(columns, shapes, strict=True):
         if math.prod(shape) != math.prod(column.shape):
             raise InvalidInput(
-                f"input_shapes says {shape} for column {column.name!r}, of {math.prod(column.shape)} numbers a row."
+                f"input_shapes says {shape} for column {column.name!r}, whose rows have {math.prod(column.shape)} "
+                "numbers."
             )
     return tuple(dataclasses.replace(c, shape=shape) for c, shape in zip(columns, shapes, strict=True))
 

@@ -20,6 +20,7 @@ from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import (
     check_keras_objects,
+    check_lambdas,
     check_on_two_rows,
     check_watched,
     make_archive,
@@ -95,6 +96,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
                 "the optimizer's exclude_from_weight_decay is not saved with an estimator: compile the model with this "
                 "optimizer, and leave the parameter out."
             )
+        check_lambdas(iter_leaves(configured))
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
         custom = {**select_user_objects(iter_leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):

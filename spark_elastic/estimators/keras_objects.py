@@ -6,7 +6,8 @@ The user's objects are not changed: a model is compiled on a copy. Knows Keras, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from spark_elastic.training.keras.archive import (
     exclude_from_decay,
     find_undecayed,
     iter_leaves,
+    iter_model_parts,
     list_optimizers,
     select_user_objects,
 )
@@ -73,6 +75,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     _check_steps(model)
     _check_columns(model, values)
     _check_rate(model, values["learning_rate"], values["scale_lr"])
+    check_lambdas(iter_model_parts(model))
     archive = make_archive(model, values["custom_objects"])
     return KerasUserObjects(
         model=archive,
@@ -123,6 +126,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
+        check_lambdas(iter_model_parts(model))
         copy = _read_back(make_archive(model, values["custom_objects"]))
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))
@@ -139,6 +143,17 @@ def compile_model(values: Mapping[str, Any]) -> Any:
             "the model is not compiled: call model.compile(optimizer, loss), or give the estimator both."
         )
     return model
+
+
+def check_lambdas(things: Iterable[Any]) -> None:
+    """Raise InvalidInput for a lambda that uses a global name: Keras saves only its code."""
+    for function in filter(inspect.isfunction, things):
+        used = inspect.getclosurevars(function).globals if function.__name__ == "<lambda>" else ()
+        if used:
+            raise InvalidInput(
+                f"a lambda of the model, its loss or its metrics uses {', '.join(used)}, which Keras does not save "
+                "with it: make it a function with a name (def)."
+            )
 
 
 def find_activation(model: Any) -> str | None:
@@ -247,7 +262,9 @@ def _check_steps(model: Any) -> None:
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidInput("float16 with scaled losses is not supported: use the policy mixed_bfloat16.")
     if any(each.gradient_accumulation_steps for each in list_optimizers(model.optimizer)):
-        raise InvalidInput("gradient_accumulation_steps: use the estimator's backward_passes_per_step.")
+        raise InvalidInput(
+            "gradient_accumulation_steps: use backward_passes_per_step of the estimator instead."
+        )
 
 
 def _read_back(archive: Archive) -> Any:

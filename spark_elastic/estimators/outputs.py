@@ -84,6 +84,14 @@ class OutputColumns:
             required=bool(asked) or (values["activation"] is not None and "activation" in named),
         )
 
+    def list_certain(self) -> tuple[str, ...]:
+        """The columns that there will be whatever the model's outputs are."""
+        if self.outputs is not None:
+            return self.outputs
+        if self.required:
+            return tuple(name for name, _ in self.list_of_classes())
+        return (self.prediction,) if len(self.labels) <= 1 else ()
+
     def list_of_classes(self) -> list[tuple[str, str]]:
         """The columns of classes and the content of each, in the order of Spark ML's classifiers."""
         contents = (self.raw_prediction, "raw"), (self.probability, "probability"), (self.prediction, "class")
@@ -160,7 +168,9 @@ class Outputs:
 def _find_obstacle(shapes: Sequence[Shape], activation: str, thresholds: Sequence[float]) -> str | None:
     """Why outputs of these shapes are no classes, and what to change; None: they are."""
     if len(shapes) != 1:
-        return f"classes are of one output, and the model has {len(shapes)}: let its forward return one"
+        return (
+            f"classes are of one output, and the model has {len(shapes)}: let transform's forward return one"
+        )
     width = count_numbers(shapes[0])
     if sum(size > 1 for size in shapes[0]) > 1:
         return f"classes need one number each, and the model returns {shapes[0]} a row: use the prediction"

@@ -175,6 +175,8 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_is_dataframe(dataset, "transform")
         wanted = self.find_output_columns()
+        # Before `_find_shapes`, which may run a job.
+        _check_new(dataset, wanted.list_certain())
         inputs = self._find_inputs(dataset)
         missing = MissingValues.parse(self.getOrDefault("missing"))
         types = {name: find_column_type(dataset.schema, name, transformed=True) for name, _ in inputs}
