@@ -88,9 +88,7 @@ def test_a_job_with_a_coordinator_survives_a_loss(tmp_path: Path, caplog: pytest
     assert watcher.sizes[0] == 2
     assert len(watcher.sizes) >= 2
     assert result.report.recoveries
-    assert any(record.getMessage().startswith("world 1 is over: ") for record in caplog.records), (
-        "its log, too"
-    )
+    assert any(text.startswith("world 1 is over: ") for text in caplog.messages), "its log, too"
     # What the client sends after the coordinator's end nobody reads: the folder goes with the job.
     left = Store.open(str(tmp_path)).list("channels/1")
     assert [name for name in left if f"/{CLIENT}-" in name] == [], "the client has read everything"

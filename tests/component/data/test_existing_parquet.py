@@ -29,8 +29,7 @@ from spark_elastic.tables.existing_parquet import (
     locate_files,
 )
 from spark_elastic.tables.predicate import Predicate
-from tests.component.column_kinds import VECTOR
-from tests.component.readers import READERS
+from tests.component.column_kinds import READERS, VECTOR
 from tests.planned_rows import list_row_ids, read_columns
 
 
