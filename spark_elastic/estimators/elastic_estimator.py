@@ -51,7 +51,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         return {}, plain, self._pack_objects(objects)
 
     @classmethod
-    def load_saved(cls, metadata: Mapping[str, Any], parts: Mapping[str, bytes]) -> Any:
+    def load_saved(cls, metadata: dict[str, Any], parts: Mapping[str, bytes]) -> Any:
         estimator: Any = cls()
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])

@@ -150,7 +150,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return {**known, **self._extra()}, None, self._predictor.parts()
 
     @classmethod
-    def load_saved(cls, metadata: Mapping[str, Any], parts: Mapping[str, bytes]) -> Any:
+    def load_saved(cls, metadata: dict[str, Any], parts: Mapping[str, bytes]) -> Any:
         given = metadata["columns"]
         columns = tuple(Column(name, dtype, tuple(shape), "", ragged) for name, dtype, shape, ragged in given)
         shapes = metadata["shapes"]  # none: not tried

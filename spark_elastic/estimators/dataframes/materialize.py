@@ -303,7 +303,7 @@ def materialize(
     float32 arrays, decimals float64. Raises InvalidInput for missing values, arrays of different lengths, and no rows.
     """
     names, options = list(dict.fromkeys(columns)), options or WriteOptions()
-    if options.split_column in map(str.lower, names):
+    if options.split is not None and _SPLIT in map(str.lower, names):
         raise InvalidInput(
             f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
             "(df.withColumnRenamed)."
