@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from spark_elastic.clusters import cli, store_cli
-from spark_elastic.clusters.cli_options import REFUSED
 from spark_elastic.clusters.local.command import take_python_options
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.data.store import Store
@@ -155,7 +154,7 @@ def test_every_option_of_horovodrun_is_taken_or_refused() -> None:
     known = {name for parameter in cli.run.params for name in (*parameter.opts, *parameter.secondary_opts)}
     horovodruns = set(HOROVODRUN.split())
     assert sorted(horovodruns - known) == []
-    refused = {name for names, _, _ in REFUSED for name in names}
+    refused = {name for names, _, _ in cli.REFUSED for name in names}
     assert refused <= horovodruns
 
 

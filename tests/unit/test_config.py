@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from spark_elastic.clusters.run.call import parse_options as parse
 from spark_elastic.clusters.run.call import prepare
-from spark_elastic.clusters.run.options import parse
 from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
 from spark_elastic.errors import InvalidInput
 

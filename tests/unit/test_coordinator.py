@@ -13,6 +13,7 @@ from spark_elastic.clusters.coordinator import (
     CLIENT,
     COORDINATOR,
     MOST_IDLE,
+    ClientCall,
     Coordinator,
     CoordinatorClient,
     JobEnd,
@@ -21,7 +22,6 @@ from spark_elastic.clusters.coordinator import (
 )
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
-from spark_elastic.driver.remote_launcher import ClientCall
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport

@@ -42,7 +42,13 @@ class KerasUserObjects:
     model: Archive  # compiled
     callbacks: tuple[Any, ...] = ()  # Keras's own, or of their kind
     class_weight: Mapping[int, float] | None = None  # by class of the one label
-    transformation: Transformation | None = None  # of the columns of each step
+    # Applied to the columns of each step; None: they stay as they are.
+    transformation: Transformation | None = None
+    # Names of each epoch's losses and metrics; None: they are not known before the model is called.
+    numbers: Sequence[str] | None = None
+    activation: str | None = (
+        None  # what makes probabilities of the outputs, by the loss; None: it does not say
+    )
 
     def identity(self) -> dict[str, str]:
         """What a run is bound to (R19, resuming a run), by the words that an error has for it."""
