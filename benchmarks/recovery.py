@@ -32,10 +32,10 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.parts.budget import Budget
-from benchmarks.parts.regroup import local_rows
+from benchmarks.parts.regroup import Budget, local_rows
 from benchmarks.parts.report import Row
 from spark_elastic.training.torch.callbacks import Callback, Training
+from tests.spark.cluster import StandaloneCluster, cluster_environment, find_executor, start_session
 
 WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
 STEP = 0.030  # seconds
@@ -107,9 +107,7 @@ class Killer(threading.Thread):
         self._budget = budget
         self._random = random.Random(count)
         self.kills: list[tuple[float, int]] = []  # wall seconds, victim
-        self.reported: list[
-            float
-        ] = []  # seconds from each kill until the kernel says that the process has ended
+        self.reported: list[float] = []  # seconds from each kill until the kernel reports the process's end
 
     def run(self) -> None:
         for _ in self._budget.take(range(self._count), f"kills of a {self._kind}"):
@@ -138,10 +136,6 @@ class Killer(threading.Thread):
     def _find_full_world(self) -> list[int] | None:
         members = self._ledger.read().members()
         return sorted(members) if len(members) >= WORKERS and set(members.values()) == {WORKERS} else None
-
-
-def find_executor(process: psutil.Process) -> psutil.Process:
-    return next(p for p in process.parents() if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline()))
 
 
 def recoveries(ledger: Ledger, kills: list[tuple[float, int]]) -> tuple[list[float], dict[str, list[float]]]:
@@ -277,8 +271,6 @@ def train_under_torchrun(log: Path) -> None:
 def on_cluster(
     kind: str, kills: int, folder: Path, budget: Budget
 ) -> tuple[list[float], dict[str, list[float]]]:
-    from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
-
     os.environ.update(cluster_environment(folder))
     with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
         cluster.start_workers(WORKERS)

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.regroup import PATIENCE, RegroupTrial, TrialDiscovery, find_event_after, kill_one
+from benchmarks.parts.regroup import PATIENCE, RegroupTrial, find_event_after, kill_one
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.clusters.run.call import prepare
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.testing.fakes import NumberedHosts
 
 ROWS, WIDTH, LAYERS = 128, 512, 8
@@ -76,24 +75,15 @@ def play(
     folder: Path, size: int, kills: int, program: Callable[..., None] = train, *given: Any
 ) -> RegroupTrial:
     """program: takes the folder, and what is given."""
-    arguments = {
-        "num_workers": size,
-        "min_workers": 1,
-        "max_workers": size,
-        "verbose": 0,
-        "stdout": io.StringIO(),
-    }
-    config = ElasticConfig(
-        gather_timeout=PATIENCE, failure_budget=kills + 10, cooldown_range=(0.01, 0.01), spare_after=0.0
+    sizes = {"num_workers": size, "min_workers": 1, "max_workers": size}
+    quick = {"cooldown_range": (0.01, 0.01), "spare_after": 0.0}
+    config = ElasticConfig(gather_timeout=PATIENCE, failure_budget=kills + 10, **quick)  # type: ignore[arg-type]
+    call = prepare(
+        program, ((str(folder), *given),), {**sizes, "verbose": 0, "stdout": io.StringIO()}, config
     )
-    call = prepare(program, ((str(folder), *given),), arguments, config)
     trial = RegroupTrial(folder, size, [kill_one] * kills)
     launcher = LocalLauncher(call.program, NumberedHosts(size, 1), SystemClock(), call.preload)
-    limits, config = call.make_limits(size), call.options.config
-    supervise(launcher, TrialDiscovery(trial), DriverOptions(), limits, config, call.name)
-    trial.join()
-    if trial.failed is not None:
-        raise trial.failed
+    trial.supervise(launcher, call.make_limits(size), call.options.config)
     return trial
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parts import regroup
-from benchmarks.parts.budget import Budget
+from benchmarks.parts.regroup import Budget
 
 BUDGET = 5.0  # seconds; the benchmark's figures are a twentieth of it
 
