@@ -17,6 +17,7 @@ import torch
 from spark_elastic.clock import SystemClock
 from tests.faults.killed_programs import EPOCHS, KILLS, STEPS
 from tests.patience import until
+from tests.spark.cluster import find_executor
 
 
 class Killer:
@@ -87,18 +88,18 @@ class Killer:
         """Live workers that hold the newest state, if that is of this step or a later one."""
         noted = self._read_newest()
         newest = max(noted.values(), default=0)
-        return [pid for pid, at in noted.items() if newest >= step and at >= newest - 1 and _is_alive(pid)]
+        return [pid for pid, at in noted.items() if newest >= step and at >= newest - 1 and is_alive(pid)]
 
 
 def _find_executor(pid: int) -> int | None:
     """The executor that a worker lives in; None on plain processes."""
-    for process in psutil.Process(pid).parents():
-        if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
-            return process.pid
-    return None
+    try:
+        return find_executor(psutil.Process(pid)).pid
+    except StopIteration:
+        return None
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

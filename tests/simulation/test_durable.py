@@ -14,9 +14,8 @@ from spark_elastic.protocol.driver.state import DriverState, PossiblyAliveMember
 from spark_elastic.protocol.worker_machine import StepResult, WorkerState
 from spark_elastic.runs import checkpoint
 from spark_elastic.runs.owned_run import OwnedRun
-from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment, Share
+from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment, Share, scene
 from tests.simulator.invariants import Violation
-from tests.simulator.scenes import scene
 from tests.simulator.simulation import simulate
 
 Commands = tuple[do.DriverCommand, ...]

@@ -15,9 +15,8 @@ from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position, WorkerId
 from spark_elastic.protocol.worker_machine import StepResult, WorkerStage, WorkerState
-from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan
+from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan, scene
 from tests.simulator.invariants import Violation
-from tests.simulator.scenes import scene
 from tests.simulator.server import Step
 from tests.simulator.simulation import WorkerStep, simulate
 

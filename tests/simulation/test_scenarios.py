@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol.commands import JobOutcome
-from tests.simulator.fault_plan import Fault, FaultKind, Moment, Share
-from tests.simulator.scenes import scene
+from tests.simulator.fault_plan import Fault, FaultKind, Moment, Share, scene
 from tests.simulator.simulation import simulate
 
 SEEDS = range(8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from spark_elastic.protocol.types import Limits, Phase, Position
 
@@ -319,3 +320,9 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
         seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=faults,
         replace_after=1.0, duplicates=0.01,
     )  # fmt: skip
+
+
+def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limits: Any) -> FaultPlan:
+    """Four workers on four hosts and what happens to them: enough room, no other misfortune."""
+    quick = Limits(4, 1, 4, gather_timeout=2.0, start_timeout=40.0, lease=2.0, regroup_timeout=6.0)
+    return FaultPlan(seed, replace(quick, **limits), hosts, slots_per_host=1, steps=steps, faults=faults)
