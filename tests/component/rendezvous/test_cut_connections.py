@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import typing
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.component.rendezvous.cut_connections import CuttableNetwork, Way
 from tests.component.rendezvous.driver_side import ATTEMPT, Driver, world
 
 SAMPLED = 4  # bytes at which each way of each request is cut in a short run
-
-
-@pytest.fixture
-def network(driver: Driver) -> Iterator[CuttableNetwork]:
-    made = CuttableNetwork(driver.port)
-    yield made
-    made.close()
 
 
 def make_value(hint: Any) -> Any:
