@@ -326,3 +326,16 @@ def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limi
     """Four workers on four hosts and what happens to them: enough room, no other misfortune."""
     quick = Limits(4, 1, 4, gather_timeout=2.0, start_timeout=40.0, lease=2.0, regroup_timeout=6.0)
     return FaultPlan(seed, replace(quick, **limits), hosts, slots_per_host=1, steps=steps, faults=faults)
+
+
+def plan_durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
+    """A scene with checkpoints. every: steps from one to the next."""
+    return replace(scene(*faults, **of_scene), checkpoint_every=every)
+
+
+ALL_KILLED = Fault(FaultKind.KILL_WORKER, Moment.PUBLISHED, nth=3, share=Share.ALL)
+CORRUPTED = (
+    Fault(FaultKind.CORRUPT_CHECKPOINT, Moment.PUBLISHED, nth=3),
+    replace(ALL_KILLED, after=0.001),
+)
+TAKEN_OVER = Fault(FaultKind.TAKE_OVER, Moment.PUBLISHED, nth=2)
