@@ -167,16 +167,6 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert not wrong, f"without an __init__.py: {wrong}"
 
 
-def test_no_error_is_swallowed_by_a_bare_except() -> None:
-    wrong = [
-        f"{module.path}:{node.lineno}"
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ExceptHandler) and node.type is None
-    ]
-    assert not wrong, wrong
-
-
 def test_no_path_of_a_machine() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"
