@@ -21,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,8 +91,7 @@ class ConvNet(torch.nn.Module):
 class Case:
     name: str
     build: Callable[[], torch.nn.Module]
-    # (rows, ...)
-    features: Callable[[int], npt.NDArray[Any]]
+    features: Callable[[int], npt.NDArray[Any]]  # (rows, ...)
     batch: int
     steps: int
     precision: str | None = None
@@ -119,34 +117,19 @@ def build_small() -> torch.nn.Module:
     )  # fmt: skip
 
 
+TRANSFORMER, LINEAR = "transformer of 19 M parameters", "three linear layers, float32, 1024 rows"
 CASES = [
-    Case("transformer of 19 M parameters, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
-    Case(
-        "transformer of 19 M parameters, bf16, 128 rows, compiled",
-        Encoder,
-        draw_tokens,
-        128,
-        60,
-        "bf16",
-        True,
-    ),
-    Case("transformer of 19 M parameters, float32, 64 rows", Encoder, draw_tokens, 64, 60),
+    Case(f"{TRANSFORMER}, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
+    Case(f"{TRANSFORMER}, bf16, 128 rows, compiled", Encoder, draw_tokens, 128, 60, "bf16", True),
+    Case(f"{TRANSFORMER}, float32, 64 rows", Encoder, draw_tokens, 64, 60),
     Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
-    Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
-    Case(
-        "three linear layers, float32, 1024 rows, compiled", build_small, draw_numbers, 1024, 200, None, True
-    ),
+    Case(LINEAR, build_small, draw_numbers, 1024, 200),
+    Case(f"{LINEAR}, compiled", build_small, draw_numbers, 1024, 200, None, True),
 ]
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
-
-
-def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
-    if case.precision is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 class Ours:
@@ -160,13 +143,10 @@ class Ours:
         self.program = build_program(folder, objects, case.batch, 1, batch_size=case.batch, **config)
         self.program.prepare()
         self._group = group
-        world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
-        self._world = world
-        self._handle: Any = SimpleNamespace(
-            membership_version=lambda: INITIAL_VERSION,
-            report_position=lambda position: None,
-            report_metrics=lambda numbers: None,
-        )
+        alone = {"source": 0, "resume": (), "receivers": ()}
+        self._world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), **alone)
+        silent = dict.fromkeys(("report_position", "report_metrics"), lambda told: None)
+        self._handle: Any = SimpleNamespace(membership_version=lambda: INITIAL_VERSION, **silent)
 
     def run_epoch(self) -> float:
         """Seconds until the device has finished."""
@@ -184,16 +164,10 @@ class Plain:
     """What the same training is as a loop of one's own."""
 
     def __init__(
-        self,
-        case: Case,
-        model: torch.nn.Module,
-        x: npt.NDArray[Any],
-        y: npt.NDArray[Any],
-        device: torch.device,
+        self, case: Case, model: torch.nn.Module, rows: tuple[npt.NDArray[Any], ...], device: torch.device
     ) -> None:
-        pins = device.type == "cuda"
-        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
-        self._x, self._y = (each.pin_memory() if pins else each for each in (self._x, self._y))
+        x, y = map(torch.from_numpy, rows)
+        self._x, self._y = (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
         self._case, self._device = case, device
         self._model = model.to(device).train()
         if case.compiles:
@@ -210,7 +184,7 @@ class Plain:
             y = self._y[rows].to(self._device, non_blocking=True)
             x = x if x.is_floating_point() else x.to(torch.int64)
             self._optimizer.zero_grad()
-            with autocast(case, self._device):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=case.precision is not None):
                 output = self._model(x)
             loss_fn(output.float(), y).backward()
             self._optimizer.step()
@@ -251,7 +225,7 @@ def measure_case(case: Case, rounds: int, device: torch.device) -> list[Row]:
         model = case.build()
         with connect(endpoint, 0, 1, (1, 1), lambda blob: [blob], 60.0) as group:
             ours = Ours(case, copy.deepcopy(model), Path(folder), x.shape[1:], group)
-            plain = Plain(case, model, x, y, device)
+            plain = Plain(case, model, (x, y), device)
             epochs = {"ours": lambda: [ours.run_epoch()], "plain": lambda: [plain.run_epoch()]}
             seconds = compare_figures(epochs, rounds, warm_up=1)
             speeds = [rows / median for (median,) in seconds.values()]
@@ -298,15 +272,15 @@ def compute_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def compare_recoveries(device: str = "simnccl", kills: int = 20) -> list[Row]:
+    what, beside, engine = "a worker killed, 3 workers on one GPU", "", (None, None)
     if device == "cuda":
-        what, ours, engine = "3 workers on one GPU", measure_recovery("cuda", "auto", kills), (None, None)
-        beside = ""
+        ours = measure_recovery("cuda", "auto", kills)
     else:
-        what, beside = "a communicator takes 30 s", ", beside the engine alone"
+        what, beside = "a worker killed, a communicator takes 30 s", ", beside the engine alone"
         ours, engine = (measure_recovery("cpu", backend, kills) for backend in (simulated_nccl.NAME, "host"))
     return [
-        Row(f"a worker killed, {what}: p50 to the next step{beside}", ours[0], engine[0]),
-        Row(f"a worker killed, {what}: the longest of {kills}{beside}", ours[1], engine[1]),
+        Row(f"{what}: p50 to the next step{beside}", ours[0], engine[0]),
+        Row(f"{what}: the longest of {kills}{beside}", ours[1], engine[1]),
     ]
 
 

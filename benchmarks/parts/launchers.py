@@ -100,13 +100,9 @@ class Launcher:
 
     def _run(self, key: str, command: list[object], **variables: str) -> None:
         self._commands[key] = command, variables
+        words, environment = [str(word) for word in command], {**self._environment, **variables}
         with (self.folder / f"{key}.log").open("ab") as log:
-            self._processes[key] = subprocess.Popen(
-                [str(word) for word in command],
-                env={**self._environment, **variables},
-                stdout=log,
-                stderr=log,
-            )
+            self._processes[key] = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
 
 
 class SparkElastic(Launcher):
@@ -148,9 +144,8 @@ class SparkElastic(Launcher):
     def kill_host(self, host: int, worker: int) -> None:
         """The slot's process and its worker; the driver's other children stay."""
         driver = self._find_driver().pid
-        slot = next(
-            p for p in [psutil.Process(worker), *psutil.Process(worker).parents()] if p.ppid() == driver
-        )
+        line = [psutil.Process(worker), *psutil.Process(worker).parents()]
+        slot = next(process for process in line if process.ppid() == driver)
         self._list(HOSTS - 1)
         kill_tree(slot.pid)
 
@@ -216,15 +211,8 @@ class Ray(Launcher):
 
     def _node(self, key: str, *options: str) -> None:
         ray = self._python.parent / "ray"
-        command = [
-            ray,
-            "start",
-            "--block",
-            "--disable-usage-stats",
-            "--object-store-memory=100000000",
-            *options,
-        ]
-        self._run(key, command)
+        usual = ["--block", "--disable-usage-stats", "--object-store-memory=100000000"]
+        self._run(key, [ray, "start", *usual, *options])
 
 
 class Torchft(Launcher):
@@ -245,9 +233,8 @@ class Torchft(Launcher):
         self._run(f"host-{host}", command, TORCHFT_LIGHTHOUSE="http://127.0.0.1:29510", **variables)
 
     def has_ended(self) -> bool:
-        return all(
-            process.poll() is not None for key, process in self._processes.items() if key != "lighthouse"
-        )
+        others = [process for key, process in self._processes.items() if key != self.driver]
+        return all(process.poll() is not None for process in others)
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {

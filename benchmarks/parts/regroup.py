@@ -211,9 +211,8 @@ def journal(folder: Path) -> list[Line]:
 def play(folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> RegroupTrial:
     folder.mkdir()
     trial = RegroupTrial(folder, size, acts)
-    limits = Limits(
-        size, 1, size, gather_timeout=PATIENCE, failure_budget=len(acts) + 10, cooldown_range=(0.01, 0.01)
-    )
+    budget, quick = len(acts) + 10, (0.01, 0.01)
+    limits = Limits(size, 1, size, PATIENCE, failure_budget=budget, cooldown_range=quick)
     config = ElasticConfig(journal=str(folder / "journal"))
     launcher = ProcessLauncher(StepUntilStopped(str(folder)), SystemClock(), room=size)
     trial.supervise(launcher, limits, config)
@@ -268,13 +267,13 @@ def local_rows(folder: Path, sizes: tuple[int, ...], kills: int, budget: Budget)
             ups = scale_ups(trial)
             hit = {generation for _, generation in trial.done}
             every = {line["generation"] for line in trial.lines()}
-            rows.append(
-                Row("newcomer warm to the first step of the larger world, p50", statistics.median(ups))
+            case, lost = (
+                "newcomer warm to the first step of the larger world",
+                count_broken(trial, every - hit),
             )
-            rows.append(Row("newcomer warm to the first step of the larger world, p99", max(ups)))
-            rows.append(
-                Row("steps lost by the others in scale-ups", count_broken(trial, every - hit), unit="steps")
-            )
+            rows.append(Row(f"{case}, p50", statistics.median(ups)))
+            rows.append(Row(f"{case}, p99", max(ups)))
+            rows.append(Row("steps lost by the others in scale-ups", lost, unit="steps"))
     trial = play(folder / "drain", 4, [drain_one] * kills)
     times = [find_event_after(trial, *done, "applied")[0] for done in trial.done]
     rows.append(Row("drain asked to the first step without it, p50", statistics.median(times)))
