@@ -14,7 +14,6 @@ No kill and no size begins after `budget` seconds, of which each part has an equ
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import select
@@ -23,16 +22,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.parts.regroup import Budget, local_rows
+from benchmarks.parts.regroup import Act, Budget, RegroupTrial, local_rows
 from benchmarks.parts.report import Row
 from spark_elastic.training.torch.callbacks import Callback, Training
 from tests.spark.cluster import StandaloneCluster, cluster_environment, find_executor, start_session
@@ -44,15 +42,15 @@ PARTS = ("detect", "regroup", "sync", "read", "step")
 
 
 class SlowNet(torch.nn.Module):
-    """A forward pass of STEP seconds as long as the file `slow` exists."""
+    """A forward pass of STEP seconds until the file `stop` exists."""
 
-    def __init__(self, slow: str) -> None:
+    def __init__(self, stop: str) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        self._slow = slow
+        self._stop = stop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if os.path.exists(self._slow):
+        if not os.path.exists(self._stop):
             time.sleep(STEP)
         return self.net(x)
 
@@ -60,100 +58,54 @@ class SlowNet(torch.nn.Module):
 class StopOnceQuick(Callback):
     """Ends the training once nobody needs it: what is left of EPOCHS would take minutes on a slow machine."""
 
-    def __init__(self, slow: str) -> None:
-        self.slow = slow
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
 
     def on_epoch_end(self, training: Training, logs: dict[str, Any]) -> None:
-        if not os.path.exists(self.slow):
+        if os.path.exists(self.stop):
             training.stop("all kills are done")
 
 
-@dataclass
-class Ledger:
-    """What the workers wrote: one list of events per process, in order."""
+def make_kill(kind: str, seed: int, reported: list[float]) -> Act:
+    """Kills a random member, or its executor. reported: gets the seconds until the kernel says that it has ended."""
+    rng = random.Random(seed)
 
-    folder: Path
-    events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def read(self) -> Ledger:
-        self.events = {}
-        for path in self.folder.glob("*.jsonl"):
-            lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
-            if lines:
-                self.events.setdefault(lines[0]["pid"], []).extend(lines)
-        return self
-
-    def members(self) -> dict[int, int]:
-        """Processes that applied a step of the newest generation: process id -> size of its world."""
-        last = {pid: lines[-1] for pid, lines in self.events.items() if lines[-1]["event"] != "broke"}
-        applied = {
-            pid: next((e for e in reversed(lines) if e["event"] == "applied"), None)
-            for pid, lines in self.events.items()
-            if pid in last
-        }
-        newest = max((e["generation"] for e in applied.values() if e), default=0)
-        return {pid: e["world"] for pid, e in applied.items() if e and e["generation"] == newest}
-
-
-class Killer(threading.Thread):
-    """Waits for a full world, then kills a random member, `count` times or until the budget is spent."""
-
-    def __init__(self, kind: str, count: int, ledger: Ledger, slow: Path, budget: Budget) -> None:
-        super().__init__(daemon=True)
-        self._kind = kind
-        self._count = count
-        self._ledger = ledger
-        self._slow = slow
-        self._budget = budget
-        self._random = random.Random(count)
-        self.kills: list[tuple[float, int]] = []  # wall seconds, victim
-        self.reported: list[float] = []  # seconds from each kill until the kernel reports the process's end
-
-    def run(self) -> None:
-        for _ in self._budget.take(range(self._count), f"kills of a {self._kind}"):
-            self._kill_one()
-        self._slow.unlink()
-
-    def _kill_one(self) -> None:
-        while (members := self._find_full_world()) is None:
-            if self.kills and self._budget.is_spent:
-                return
-            time.sleep(0.05)
-        time.sleep(self._random.uniform(0.3, 1.0))
-        victim = self._random.choice(members)
-        process = psutil.Process(victim)
-        target = process if self._kind == "child" else find_executor(process)
-        ended = select.poll()
-        descriptor = os.pidfd_open(target.pid)
+    def kill(trial: RegroupTrial) -> float:
+        time.sleep(rng.uniform(0.3, 1.0))
+        process = psutil.Process(rng.choice(trial.members()))
+        target = process if kind == "child" else find_executor(process)
+        ended, descriptor = select.poll(), os.pidfd_open(target.pid)
         ended.register(descriptor, select.POLLIN)
-        self.kills.append((time.time(), victim))
+        moment = time.time()
         target.kill()
         ended.poll()
-        self.reported.append(time.time() - self.kills[-1][0])
+        reported.append(time.time() - moment)
         os.close(descriptor)
-        time.sleep(1.0)
+        return moment
 
-    def _find_full_world(self) -> list[int] | None:
-        members = self._ledger.read().members()
-        return sorted(members) if len(members) >= WORKERS and set(members.values()) == {WORKERS} else None
+    return kill
 
 
-def recoveries(ledger: Ledger, kills: list[tuple[float, int]]) -> tuple[list[float], dict[str, list[float]]]:
+def open_trial(ledger: Path, kills: int, kill: Act, budget: Budget, what: str) -> RegroupTrial:
+    """Kills in a training whose workers write this ledger."""
+    acts = (kill for _ in budget.take(range(kills), what))
+    return RegroupTrial(ledger, WORKERS, acts, "*.jsonl")
+
+
+def recoveries(trial: RegroupTrial) -> tuple[list[float], dict[str, list[float]]]:
     """Seconds to the slowest survivor's next applied step, per kill; and the parts, per survivor and kill."""
     totals: list[float] = []
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
-    for moment, victim in kills:
-        before = {
-            pid: [e for e in lines if e["event"] == "applied" and e["wall"] <= moment]
-            for pid, lines in ledger.events.items()
-        }
-        world = before[victim][-1]["generation"]
-        survivors = [
-            pid for pid, done in before.items() if pid != victim and done and done[-1]["generation"] == world
-        ]
+    events = defaultdict(list)
+    for line in trial.lines():
+        events[line["pid"]].append(line)
+    for moment, world in trial.done:
         slowest = 0.0
-        for pid in survivors:
-            times = first_times([e for e in ledger.events[pid] if e["wall"] > moment], world)
+        for lines in events.values():
+            applied = [(e["wall"] > moment, e["generation"]) for e in lines if e["event"] == "applied"]
+            if (False, world) not in applied or not any(late and its > world for late, its in applied):
+                continue  # it was no member, or is the victim
+            times = first_times([e for e in lines if e["wall"] > moment], world)
             slowest = max(slowest, times["applied"] - moment)
             marks = [moment, times["broke"], times["runs"], times["runs"], times["read"], times["applied"]]
             if "formed" in times and "synced" in times:
@@ -179,26 +131,24 @@ def kill_in_a_fit(
 ) -> tuple[list[float], dict[str, list[float]]]:
     from spark_elastic import ElasticTorchEstimator
 
-    slow = folder / f"slow-{kind}"
-    slow.touch()
-    ledger = Ledger(folder / "store" / "runs" / kind / "ledger")
+    ledger, reported = folder / "store" / "runs" / kind / "ledger", list[float]()
+    stop = str(ledger / "stop")
     generator = random.Random(1)
     rows = [([generator.random() for _ in range(20)], generator.random()) for _ in range(ROWS)]
     df = spark.createDataFrame(rows, "x array<float>, y float")
-    net = SlowNet(str(slow))
+    net = SlowNet(stop)
     estimator = ElasticTorchEstimator(
         model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), loss=lambda out, y: ((out[:, 0] - y) ** 2),
         feature_cols="x", label_cols="y", batch_size=BATCH, epochs=EPOCHS, num_workers=WORKERS,
         store=str(folder / "store"), run_id=kind, ledger=True, failure_budget=kills + 10, verbose=0,
-        callbacks=[StopOnceQuick(str(slow))],
+        callbacks=[StopOnceQuick(stop)],
     )  # fmt: skip
-    killer = Killer(kind, kills, ledger, slow, budget)
-    killer.start()
+    trial = open_trial(ledger, kills, make_kill(kind, kills, reported), budget, f"kills of a {kind}")
+    trial.start(lambda event: None)
     estimator.fit(df)
-    if slow.exists():
-        sys.exit(f"training ended after {len(killer.kills)} of {kills} kills: raise EPOCHS.")
-    totals, parts = recoveries(ledger.read(), killer.kills)
-    return totals, {REPORTED: killer.reported, **parts}
+    trial.finish()
+    totals, parts = recoveries(trial)
+    return totals, {REPORTED: reported, **parts}
 
 
 # ---- the peer
@@ -252,7 +202,7 @@ def train_under_torchrun(log: Path) -> None:
     """A worker under torchrun: the same step, a checkpoint every ten steps."""
     torch.distributed.init_process_group("gloo")
     checkpoint = log / "checkpoint.pt"
-    net = SlowNet("/dev/null")
+    net = SlowNet("")
     if checkpoint.exists():
         net.load_state_dict(torch.load(checkpoint))
     model = torch.nn.parallel.DistributedDataParallel(net)

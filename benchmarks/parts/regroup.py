@@ -30,8 +30,9 @@ from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
 STEP = 0.030  # seconds
-PATIENCE = 60.0  # seconds that the processes get to come up
+PATIENCE = 120.0  # seconds that the processes get to come up
 Line = dict[str, Any]
+Act = Callable[["RegroupTrial"], float]  # the moment at which it was done
 T = TypeVar("T")
 
 
@@ -112,12 +113,13 @@ class StepUntilStopped:
 
 
 class RegroupTrial:
-    """Plays its acts one after the other, each in a world of all workers, then ends the job. To the driver it is a
-    discovery, beside which it runs in a thread. It reads each line of the workers once.
+    """Plays its acts one after the other, each in a world of all workers, then ends the job by a file `stop`. To the
+    driver it is a discovery, beside which it runs in a thread. It reads each line of the workers once.
     """
 
-    def __init__(self, folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> None:
-        self.folder, self.size, self._acts = folder, size, acts
+    def __init__(self, folder: Path, size: int, acts: Iterable[Act], files: str = "*.lines") -> None:
+        """files: in which the workers write, such as those of a fit's ledger."""
+        self.folder, self.size, self._acts, self._files = folder, size, acts, files
         self._thread = threading.Thread(target=self._play, daemon=True)
         self.done: list[tuple[float, int]] = []  # when an act was done, and in which generation
         self.failed: BaseException | None = None
@@ -128,6 +130,10 @@ class RegroupTrial:
     def supervise(self, launcher: Launcher, limits: Limits, config: ElasticConfig) -> None:
         """Play all of it on a job."""
         supervise(launcher, self, DriverOptions(), limits, config, "regroup")
+        self.finish()
+
+    def finish(self) -> None:
+        """Once the job has ended."""
         self._thread.join()
         if self.failed is not None:
             raise self.failed
@@ -158,7 +164,7 @@ class RegroupTrial:
 
     def lines(self) -> list[Line]:
         """All complete lines of all processes."""
-        for path in self.folder.glob("*.lines"):
+        for path in self.folder.glob(self._files):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 whole, newline, _ = file.read().rpartition(b"\n")
@@ -208,7 +214,7 @@ def journal(folder: Path) -> list[Line]:
     return [json.loads(text) for text in texts if text.endswith("}")]
 
 
-def play(folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> RegroupTrial:
+def play(folder: Path, size: int, acts: list[Act]) -> RegroupTrial:
     folder.mkdir()
     trial = RegroupTrial(folder, size, acts)
     budget, quick = len(acts) + 10, (0.01, 0.01)
