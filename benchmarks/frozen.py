@@ -97,9 +97,8 @@ def train_trainer(folder: str, megabytes: int) -> None:
     options = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = transformers.TrainingArguments(folder, max_steps=100_000, logging_strategy="no", **options)
     rows = [{"row": torch.tensor(row)} for row in range(1 << 14)]
-    ElasticTrainer(
-        build(megabytes), args, train_dataset=rows, callbacks=[Watch()], global_batch_size=BATCH
-    ).train()
+    trained: dict[str, Any] = {"train_dataset": rows, "callbacks": [Watch()], "global_batch_size": BATCH}
+    ElasticTrainer(build(megabytes), args, **trained).train()
 
 
 def measure_commit(megabytes: int, rounds: int) -> list[Row]:
@@ -139,10 +138,8 @@ def measure_hand_over(megabytes: int, what: str, kills: int) -> list[Row]:
     gaps = []
     for pid in {line["pid"] for line in lines}:
         mine = sorted((line for line in lines if line["pid"] == pid), key=lambda line: float(line["at"]))
-        pairs = itertools.pairwise(mine)
-        gaps += [
-            after["at"] - before["at"] for before, after in pairs if (before["size"], after["size"]) == (1, 2)
-        ]
+        joins = [(a, b) for a, b in itertools.pairwise(mine) if (a["size"], b["size"]) == (1, 2)]
+        gaps += [after["at"] - before["at"] for before, after in joins]
     case = f"{megabytes} MB frozen, {what}: hand-over beyond a step"
     beyond = [1e3 * (gap - step) for gap in gaps]
     return [

@@ -158,9 +158,8 @@ def torchrun(kills: int, folder: Path, budget: Budget) -> list[float]:
     """Seconds from the kill of a worker to the slowest worker's next step, under torchrun's elastic agent."""
     log = folder / "torchrun"
     log.mkdir()
-    environment = dict(
-        os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
-    )
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **own}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
     command += [f"--max-restarts={kills + 2}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29555"]
     command += ["--rdzv-id=peer"]

@@ -140,13 +140,11 @@ def make_bitwise_step(
 ) -> tuple[tuple[Callable[[], object], GradientSync], Callable[[], None]]:
     """A step in bitwise mode with its exchange, and what ends it."""
     rows = torch.utils.data.TensorDataset(torch.zeros(net.rows * group.size))
-    loader = ElasticDataLoader(
-        rows, net.rows * group.size, determinism="bitwise", virtual_shares=net.virtual_shares
-    )
+    mode: dict[str, Any] = {"determinism": "bitwise", "virtual_shares": net.virtual_shares}
+    loader = ElasticDataLoader(rows, len(rows), **mode)
     torch.use_deterministic_algorithms(False)  # for the others
-    optimizer: Any = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), loader=loader
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer: Any = DistributedOptimizer(sgd, model.named_parameters(), loader=loader)
     sync = optimizer._sync
 
     def step() -> None:

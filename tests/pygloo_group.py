@@ -145,9 +145,8 @@ class PyglooGroup(FakeGroup):
         heads = self._allgather_equal(np.array([signature(*call), part.nbytes, rows], np.int64))
         for rank, (called, _, _) in enumerate(heads.tolist()):
             if called != heads[0, 0]:
-                error = MismatchError(
-                    (0, rank), f"rank {rank} called another collective than rank 0: {call} here"
-                )
+                reason = f"rank {rank} called another collective than rank 0: {call} here"
+                error = MismatchError((0, rank), reason)
                 self._fail(error)
                 raise error
         sizes = heads[:, 1].tolist()
@@ -173,9 +172,8 @@ class PyglooGroup(FakeGroup):
         if call[0] != "allreduce" or not known or not part.size:
             return super()._fold_parts(call, part, dtype, reduction)
         self._exchange_parts(call, np.empty(0))  # detects ranks that disagree
-        bcube = reduction.algorithm == "bcube" or (
-            reduction.algorithm == "auto" and part.nbytes <= BCUBE_LIMIT
-        )
+        asked = reduction.algorithm
+        bcube = asked == "bcube" or (asked == "auto" and part.nbytes <= BCUBE_LIMIT)
         way = pygloo.allreduceAlgorithm.BCUBE if bcube else pygloo.allreduceAlgorithm.RING
         source, result = np.ascontiguousarray(part), np.empty_like(part)
         places = source.ctypes.data, result.ctypes.data, part.size

@@ -29,16 +29,12 @@ NEWER_NAMES = {
 }
 SOURCE_SUFFIXES = {".py", ".cc", ".cpp", ".h", ".sh"}
 # Written in pieces, so that this file does not hold what it forbids.
-MACHINE_PATHS = re.compile(
-    "|".join(["/" + "work/", "/" + "root/", "/" + "home/[a-z]", "/" + "opt/pypi", "/" + r"tmp/\w"])
-)
+MACHINE_PATHS = re.compile("/(" + "|".join(["work/", "root/", "home/[a-z]", "opt/pypi", r"tmp/\w"]) + ")")
 
 
 def _list_tracked() -> list[Path]:
-    listing = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
-    )
-    return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
+    listing = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True, timeout=30)
+    return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
 
 
 def _sources() -> list[Path]:

@@ -78,9 +78,8 @@ def play(
     sizes = {"num_workers": size, "min_workers": 1, "max_workers": size}
     quick = {"cooldown_range": (0.01, 0.01), "spare_after": 0.0}
     config = ElasticConfig(gather_timeout=PATIENCE, failure_budget=kills + 10, **quick)  # type: ignore[arg-type]
-    call = prepare(
-        program, ((str(folder), *given),), {**sizes, "verbose": 0, "stdout": io.StringIO()}, config
-    )
+    arguments = {**sizes, "verbose": 0, "stdout": io.StringIO()}
+    call = prepare(program, ((str(folder), *given),), arguments, config)
     trial = RegroupTrial(folder, size, [kill_one] * kills)
     launcher = LocalLauncher(call.program, NumberedHosts(size, 1), SystemClock(), call.preload)
     trial.supervise(launcher, call.make_limits(size), call.options.config)

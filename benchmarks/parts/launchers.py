@@ -54,9 +54,8 @@ class Launcher:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, tuple[list[object], dict[str, str]]] = {}
         self._is_supervised = False
-        self._environment = dict(
-            os.environ, HEAD_TO_HEAD=str(folder), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
-        )
+        own = {"HEAD_TO_HEAD": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._environment = {**os.environ, **own}
 
     def start(self) -> None:
         for host in range(HOSTS):

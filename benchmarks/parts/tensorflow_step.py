@@ -33,9 +33,8 @@ class ComparedSteps:
 
     def __init__(self, rank: int, workers: list[str]) -> None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-        os.environ["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        )
+        task = {"type": "worker", "index": rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
         import tensorflow as tf
 
         tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -137,9 +137,8 @@ def make_optimizer(net: Any) -> torch.optim.Optimizer:
 
 
 def read_weights(net: Any) -> dict[str, list[float]]:
-    whole = {
-        name: getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for name, p in net.named_parameters()
-    }
+    parameters = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in net.named_parameters()}
+    whole = {name: p.detach().cpu() for name, p in parameters.items()}
     ledger = whole.pop("ledger")
     return {"weights": torch.cat([p.reshape(-1) for p in whole.values()]).tolist(), "ledger": ledger.tolist()}
 

@@ -147,9 +147,8 @@ def make_tokenizer() -> Any:
     words = [*SPECIAL, *(f"r{row}" for row in range(ROWS)), *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def make_gpt(tokens: int) -> Any:
@@ -166,9 +165,8 @@ def make_gpt(tokens: int) -> Any:
 def make_lora() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-    )
+    where = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=4, lora_alpha=8, **where)
 
 
 def make_bert(folder: str) -> Any:

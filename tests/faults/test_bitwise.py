@@ -69,9 +69,8 @@ def test_the_weights_are_those_of_one_undisturbed_worker(name: str, seed: int, t
     plan = [(step, rng.choice(KINDS)) for step in sorted(rng.sample(range(2, STEPS - 2), rng.randint(1, 3)))]
     struck = [tmp_path / str(step) for step, _ in plan]
     holds: dict[int, int | str] = {step: str(file) for (step, _), file in zip(plan, struck, strict=True)}
-    run = Run(
-        train, arguments(name, holds), room=workers, num_workers=workers, max_workers=min(SHARES, workers + 1)
-    )
+    sizes = {"room": workers, "num_workers": workers, "max_workers": min(SHARES, workers + 1)}
+    run = Run(train, arguments(name, holds), **sizes)
     continuing: list[threading.Timer] = []
     for (step, kind), file in zip(plan, struck, strict=True):
         run.at(step, lambda kind=kind, file=file: inject_fault(run, kind, rng, file.touch, continuing))

@@ -50,9 +50,7 @@ BREAK = 5.0  # seconds; all workers take a step in less
 PATIENCE = 180.0  # seconds, in which a driver comes to each of its phases, or ends
 # Seconds from a new session to its first step; a run that begins has them, too, on the machine of this test.
 FIRST_STEP_WITHIN = 15.0
-PROGRAM = (
-    "import sys; from tests.faults import test_lost_driver as here; getattr(here, sys.argv[1])(*sys.argv[2:])"
-)
+PROGRAM = "import sys; from tests.faults import test_lost_driver as t; getattr(t, sys.argv[1])(*sys.argv[2:])"
 # When drivers are killed, in turns: at a step, or once they have a session, check hosts, look at rows, start slots.
 PHASES = ("steps", "steps", "session", "steps", "hosts", "steps", "rows", "slots")
 VICTIMS = ("both", "jvm", "python")

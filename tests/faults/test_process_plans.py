@@ -163,9 +163,8 @@ def test_p1_to_p4_hold_under_random_fault_plans(
     seed: int, wanted: tuple[Job, Store, Manifest, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     job, store, manifest, plain = wanted
-    misfortune = FaultPlayer(
-        draw_plan(seed, job.epochs, -(-ROWS // (job.batch_size * job.workers)), job.workers)
-    )
+    steps = -(-ROWS // (job.batch_size * job.workers))
+    misfortune = FaultPlayer(draw_plan(seed, job.epochs, steps, job.workers))
     follower = Follower(misfortune.follow, misfortune.worlds)
 
     def make(task: Any) -> ProcessLauncher:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -113,9 +115,8 @@ class FaultPlan:
 
     def positions(self) -> list[Position]:
         """All steps, in order."""
-        return [
-            Position(epoch, Phase.TRAIN, step) for epoch in range(self.epochs) for step in range(self.steps)
-        ]
+        places = itertools.product(range(self.epochs), range(self.steps))
+        return [Position(epoch, Phase.TRAIN, step) for epoch, step in places]
 
     def compute_rows(self) -> dict[Position, tuple[int, ...]]:
         """Rows of every step."""
@@ -284,40 +285,23 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
     rng = random.Random(seed)
     workers = hosts * slots_per_host
 
-    def draw_wave(
-        kind: FaultKind, share: float, at: float, duration: float = 1.0, silent: bool = False
-    ) -> list[Fault]:
-        return [
-            Fault(
-                kind,
-                after=at + rng.uniform(0.0, 0.2),
-                target=rng.randrange(hosts),
-                duration=duration,
-                silent=silent,
-            )
-            for _ in range(round(hosts * share))
-        ]
+    def draw_wave(kind: FaultKind, share: float, at: float, **more: Any) -> Iterator[Fault]:
+        for _ in range(round(hosts * share)):
+            after, target = at + rng.uniform(0.0, 0.2), rng.randrange(hosts)
+            yield Fault(kind, after=after, target=target, **more)
 
     faults = (
         *draw_wave(FaultKind.KILL_HOST, 0.125, STORM_START),
         *draw_wave(FaultKind.KILL_HOST, 0.125, STORM_START, silent=True),
         *draw_wave(FaultKind.DRAIN_HOST, 0.05, STORM_START + 1.0),
         *draw_wave(FaultKind.CUT_OFF_HOST, 0.05, STORM_START + 1.0, duration=0.8),
-        Fault(
-            FaultKind.KILL_HOST, after=STORM_START + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE
-        ),
     )
-    limits = Limits(
-        num_workers=workers,
-        min_workers=1,
-        max_workers=workers,
-        gather_timeout=2.0,
-        start_timeout=40.0,
-        regroup_timeout=6.0,
-        failure_budget=workers,
-    )
+    survivor, at = rng.randrange(hosts), STORM_START + 3.5
+    end = Fault(FaultKind.KILL_HOST, after=at, target=survivor, share=Share.ALL_BUT_ONE)
+    quick = {"gather_timeout": 2.0, "start_timeout": 40.0, "regroup_timeout": 6.0}
+    limits = Limits(workers, 1, workers, **quick, failure_budget=workers)  # type: ignore[arg-type]
     return FaultPlan(
-        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=faults,
+        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=(*faults, end),
         replace_after=1.0, duplicates=0.01,
     )  # fmt: skip
 

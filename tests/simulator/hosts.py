@@ -321,10 +321,8 @@ class SimWorker:
         fingerprint = self.raises or self.sim.faults.find_exception(self)
         if fingerprint:
             self.raises = ""
-            self.act_later(
-                0.01,
-                lambda: self.handle(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
-            )
+            text = f"ValueError: {fingerprint}"
+            self.act_later(0.01, lambda: self.handle(on.UserRaised(self.sim.now, fingerprint, text)))
         else:
             self.group.forward(self)
 
@@ -339,7 +337,6 @@ class SimWorker:
 
     def finish(self, world: World) -> None:
         result = f"{self.weights[0]}:{self.weights[1]}"
-        self.act_later(
-            self.sim.jitter(0.02), lambda: self.handle(on.Finished(self.sim.now, world.fence, result))
-        )
+        seconds = self.sim.jitter(0.02)
+        self.act_later(seconds, lambda: self.handle(on.Finished(self.sim.now, world.fence, result)))
         self.sim.moment(Moment.CLOSING)

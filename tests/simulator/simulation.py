@@ -336,6 +336,5 @@ class Simulation:
         whole = self.plan.limits.all_results
         wrong = [result for result in end.results if result not in ("null", f"{weights[0]}:{weights[1]}")]
         if wrong or "null" in (end.results if whole else end.results[:1]):
-            raise Violation(
-                f"the final weights are not those of the plan: {end.results}\n{self.event_log.text()}"
-            )
+            told = f"the final weights are not those of the plan: {end.results}"
+            raise Violation(f"{told}\n{self.event_log.text()}")

@@ -290,13 +290,11 @@ def test_unauthenticated_requests_cost_one_line_of_the_log(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither noise nor requests for WebSockets fill the driver's log, or advise anybody to install packages."""
-    raw_client = RawClient(driver.port)
+    raw_client, upgrade = RawClient(driver.port), {"connection": "close, upgrade", "upgrade": "websocket"}
     with caplog.at_level(logging.INFO):
         for _ in range(5):
             assert parse(raw_client.send(b"noise\r\n\r\n"))[0] == 400
-            raw_client.request(
-                "/", b"", None, "GET", {"connection": "close, upgrade", "upgrade": "websocket"}
-            )
+            raw_client.request("/", b"", None, "GET", upgrade)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP")
     assert "pip install" not in caplog.text

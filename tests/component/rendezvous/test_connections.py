@@ -42,10 +42,8 @@ def process(driver: Driver) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def start(call: str) -> subprocess.Popen[str]:
-        arguments = [driver.server.address, KEY.hex(), str(ATTEMPT), call]
-        child = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", PROGRAM, driver.server.address, KEY.hex(), str(ATTEMPT), call]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(child)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"

@@ -31,9 +31,8 @@ def test_members_of_a_small_world_are_told_all_addresses(driver: Driver, small_w
     assert told.addresses == (of_all if small_world == 3 else ())
     assert client.ask(FindAddresses(WORKERS[0], FENCE, (2, 0))).addresses == (of_all[2], of_all[0])
     driver.server.publish(world(2, WORKERS[1]))
-    assert client.ask(RequestNextWorld(WORKERS[1], FENCE), hold=MAX_POLL_SECONDS).addresses == (
-        "host-1:7000",
-    )
+    told = client.ask(RequestNextWorld(WORKERS[1], FENCE), hold=MAX_POLL_SECONDS)
+    assert told.addresses == ("host-1:7000",)
 
 
 def test_addresses_are_waited_for_and_those_of_new_processes_follow(driver: Driver) -> None:

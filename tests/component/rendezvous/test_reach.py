@@ -79,9 +79,8 @@ def test_every_interface_needs_an_address_to_advertise(host: str) -> None:
 
 def test_an_address_that_cannot_be_bound_is_named(deaf: socket.socket) -> None:
     port = deaf.getsockname()[1]
-    with pytest.raises(
-        InvalidInput, match=rf"The driver cannot listen on 127\.0\.0\.1 port {port} .*driver_port"
-    ):
+    said = rf"The driver cannot listen on 127\.0\.0\.1 port {port} .*driver_port"
+    with pytest.raises(InvalidInput, match=said):
         _server(Bind("127.0.0.1", port)).start()
     with pytest.raises(InvalidInput, match=r"192\.0\.2\.1 .*bind_address"):
         _server(Bind("192.0.2.1")).start()

@@ -26,9 +26,8 @@ def test_r14_an_unfit_slot_is_refused_and_the_driver_gets_the_reason() -> None:
     driver = start_driver(admit=lambda facts: sentence if facts["torch"] == "1.0" else None)
     try:
         slot = driver.client()
-        assert slot.ask(RegisterSlot("1-0", "host-b", 1, facts={"torch": "1.0"})) == Admission(
-            False, sentence, BEAT_EVERY
-        )
+        answer = slot.ask(RegisterSlot("1-0", "host-b", 1, facts={"torch": "1.0"}))
+        assert answer == Admission(False, sentence, BEAT_EVERY)
         assert driver.await_event(RegisterSlot).unfit == sentence
         assert slot.ask(RegisterSlot("1-0", "host-b", 1, facts={"torch": "2.0"})).accepted
         assert driver.await_event(RegisterSlot).unfit == ""
@@ -68,9 +67,8 @@ def test_after_the_end_of_the_job_every_request_is_answered_with_stop(driver: Dr
     assert waiting.result(PATIENCE).release == "the job is done"
     assert slot.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS).release == "the job is done"
     assert slot.ask(Heartbeat("1-0")).stop == "the job is done"
-    assert slot.ask(RegisterSlot("1-0", "host-a", 1, facts={})) == Admission(
-        False, "the job is done", BEAT_EVERY
-    )
+    answer = slot.ask(RegisterSlot("1-0", "host-a", 1, facts={}))
+    assert answer == Admission(False, "the job is done", BEAT_EVERY)
 
 
 def test_r12_a_request_without_answer_is_sent_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

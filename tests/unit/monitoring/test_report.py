@@ -118,9 +118,8 @@ def test_a_notebook_shows_the_page_of_a_report_in_a_frame_of_its_own() -> None:
     shell = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
     data, _ = shell.format(FITTED)
     assert data["text/plain"].startswith("<JobReport of 100.0 s")
-    (frame,) = re.findall(
-        r'<iframe sandbox="allow-scripts" srcdoc="([^"]*)"[^>]*></iframe>', data["text/html"]
-    )
+    frames = r'<iframe sandbox="allow-scripts" srcdoc="([^"]*)"[^>]*></iframe>'
+    (frame,) = re.findall(frames, data["text/html"])
     assert html.unescape(frame) == FITTED.to_html("the job")
 
 

@@ -47,9 +47,8 @@ def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
     run.publish(1, [old])
     assert run.read_published() == (old,)
     run.publish(2, [new, old])
-    run.publish(
-        1, [write_checkpoint(store, 10), old]
-    )  # by a driver that does not know yet that it lost the run
+    # By a driver that does not know yet that it lost the run.
+    run.publish(1, [write_checkpoint(store, 10), old])
     assert run.read_published() == (new, old)
 
 

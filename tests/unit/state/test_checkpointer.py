@@ -107,6 +107,11 @@ class UserState(State):
     def sync(self) -> None: ...
 
 
+def make_checkpointer() -> Checkpointer:
+    policy = CheckpointPolicy("run")
+    return Checkpointer(make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None)
+
+
 def _fail_if_called(state: State) -> None:
     raise AssertionError("training began")
 
@@ -122,9 +127,7 @@ def test_values_that_cannot_be_checkpointed_are_refused_by_name(
     make: Callable[[], State], sentence: str
 ) -> None:
     stage = FakeDriver(1)
-    stage.checkpointer = Checkpointer(
-        make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
-    )
+    stage.checkpointer = make_checkpointer()
     with pytest.raises(InvalidInput, match=sentence):
         stage.train(_fail_if_called, lambda session: make())
 
@@ -174,10 +177,7 @@ def test_p7_only_what_this_world_has_written_is_not_written_again(
     store = SlowStore(failures)
     store.answers.set()
     monkeypatch.setattr(checkpoint, "CheckpointStore", lambda *given: store)
-    policy = CheckpointPolicy("run")
-    checkpointer = Checkpointer(
-        make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None
-    )
+    checkpointer = make_checkpointer()
     for generation, step in offered:
         position = Position(0, Phase.TRAIN, step)
         checkpointer.offer(Fence(1, generation), Snapshot(position, {}, np.zeros(1, np.uint8)))

@@ -26,9 +26,8 @@ class Rows:
     """This rank's rows of two tensors. Row i begins as i, and each step adds 1."""
 
     def __init__(self, session: FakeSession) -> None:
-        self.parts = [
-            np.arange(*get_shard_range(n, session.world.size, session.group.rank)) * 1.0 for n in ROWS
-        ]
+        place = session.world.size, session.group.rank
+        self.parts = [np.arange(*get_shard_range(rows, *place)) * 1.0 for rows in ROWS]
 
 
 class RowsHandler(DividedHandler):
