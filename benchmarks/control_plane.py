@@ -92,12 +92,9 @@ def drive(pipe: Connection, size: int) -> None:
     clock = SystemClock()
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    with RendezvousServer(
-        KEY,
-        1,
-        ServerCallbacks(post, lambda lines: None, heartbeat_interval=partial(heartbeat_interval, LEASE)),
-        clock,
-    ) as server:
+    pace = partial(heartbeat_interval, LEASE)
+    callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
+    with RendezvousServer(KEY, 1, callbacks, clock) as server:
         effects = partial(execute, server, NoLauncher(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
         loop.start()

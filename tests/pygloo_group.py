@@ -33,13 +33,8 @@ DTYPES = {
     name: getattr(pygloo.glooDataType_t, f"gloo{name.capitalize()}")
     for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 }
-OPS = {
-    "sum": pygloo.ReduceOp.SUM,
-    "average": pygloo.ReduceOp.SUM,
-    "min": pygloo.ReduceOp.MIN,
-    "max": pygloo.ReduceOp.MAX,
-    "product": pygloo.ReduceOp.PRODUCT,
-}
+OPS = {name: getattr(pygloo.ReduceOp, name.upper()) for name in ("sum", "min", "max", "product")}
+OPS["average"] = pygloo.ReduceOp.SUM
 
 
 def connect(host: str, rank: int, size: int, fence: tuple[int, int], exchange: Exchange) -> PyglooGroup:

@@ -116,15 +116,8 @@ def make_tables(record: dict[str, Any]) -> list[str]:
         if not any(run["plan"] == plan for run in record["runs"]):
             continue
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
-        heads = [
-            "peer",
-            "start-up, s" if plan == "none" else "faults",
-            "time, s",
-            "goodput",
-            "missing",
-            "twice",
-        ]
-        heads += ["rolled back", "stall, s", "distance"]
+        heads = ["peer", "start-up, s" if plan == "none" else "faults", "time, s", "goodput"]
+        heads += ["missing", "twice", "rolled back", "stall, s", "distance"]
         lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         lines += [make_row(record, peer, plan) for peer in PEERS if select(record, peer, plan)]
         unfinished = [run for run in record["runs"] if run["plan"] == plan and not run["finished"]]

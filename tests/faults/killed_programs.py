@@ -404,11 +404,5 @@ def train_by_lightning_and_fsdp(folder: str) -> dict[str, list[float]]:
 
 
 FSDP_PROGRAMS = [train_by_fsdp, train_by_trainer_and_fsdp, train_by_lightning_and_fsdp]
-PROGRAMS = [
-    train_by_optimizer,
-    train_tokens,
-    train_loop,
-    train_by_lightning,
-    train_by_trainer,
-    train_by_accelerate,
-]
+PROGRAMS = [train_by_optimizer, train_tokens, train_loop]
+PROGRAMS += [train_by_lightning, train_by_trainer, train_by_accelerate]

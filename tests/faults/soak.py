@@ -213,13 +213,8 @@ def fit(spark: Any, case: nets.Case, folder: str, run: str, epochs: int) -> tupl
     objects = {"model": model, "optimizer": case.optimizer(), "loss": case.loss()}
     columns = {"feature_cols": ["id", "x"], "label_cols": "y", "sample_weight_col": case.weight}
     sizes = {"batch_size": BATCH, "epochs": epochs, "num_workers": WORKERS, "gradient_clip_norm": case.clip}
-    records = {
-        "store": f"{folder}/store",
-        "run_id": run,
-        "journal": f"{folder}/{run}/journal",
-        "ledger": True,
-    }
-    options = {"seed": SEED, "keep_data": True, "verbose": 0}
+    records = {"store": f"{folder}/store", "run_id": run, "journal": f"{folder}/{run}/journal"}
+    options = {"ledger": True, "seed": SEED, "keep_data": True, "verbose": 0}
     estimator = ElasticTorchEstimator(**objects, **columns, **sizes, **records, **options)
     fitted = estimator.fit(spark.read.parquet(f"{folder}/table"))
     return fitted.getModel(), fitted.summary

@@ -35,11 +35,8 @@ def test_probes_say_whether_executors_reach_one_another(tmp_path: Path, isolated
             if isolated:
                 network.isolate(node)
         command = [sys.executable, "-c", PROBE, str(tmp_path), network.address(0)]
-        how: dict[str, Any] = {
-            "env": os.environ | cluster_environment(),
-            "stdout": subprocess.PIPE,
-            "text": True,
-        }
+        environment = os.environ | cluster_environment()
+        how: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "text": True}
         probes = [subprocess.Popen(network.build_command(node, *command), **how) for node in (1, 2)]
         said = [probe.communicate(timeout=120)[0].strip() for probe in probes]
     if isolated:

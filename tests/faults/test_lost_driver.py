@@ -90,20 +90,10 @@ def run_fit(url: str, folder: str, kills: str, durable: str) -> None:
     for module in (estimators, sys.modules[PacedNet.__module__]):
         cloudpickle.register_pickle_by_value(module)
     spark, net, epochs = _start(url, folder), PacedNet(), count_epochs(int(kills))
-    fit = estimators.estimator(
-        Path(folder),
-        model=net,
-        optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
-        epochs=epochs,
-        num_workers=WORKERS,
-        min_workers=1,
-        batch_size=4,
-        validation=0.25,
-        determinism="bitwise",
-        ledger=True,
-        run_id=RUN,
-        **DURABLE[durable],
-    )
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    sizes = {"epochs": epochs, "num_workers": WORKERS, "min_workers": 1, "batch_size": 4, "validation": 0.25}
+    kept = {"determinism": "bitwise", "ledger": True, "run_id": RUN, **DURABLE[durable]}
+    fit = estimators.estimator(Path(folder), model=net, optimizer=adam, **sizes, **kept)
     model = fit.fit(estimators.table(spark))
     assert len(model.history) == epochs
     Path(folder, "result").write_text(model.summary.digest)
@@ -135,17 +125,9 @@ def run_loop(url: str, folder: str, kills: str, durable: str) -> None:
     for module in (hand_written, sys.modules[PacedNet.__module__]):
         cloudpickle.register_pickle_by_value(module)
     spark = _start(url, folder)
-    results = spark_elastic.run(
-        train_on_record,
-        (folder, steps),
-        num_workers=WORKERS,
-        min_workers=1,
-        spark=spark,
-        run_id=RUN,
-        store=folder,
-        gather_timeout=60.0,
-        **DURABLE[durable],
-    )
+    sizes: dict[str, Any] = {"num_workers": WORKERS, "min_workers": 1, "gather_timeout": 60.0}
+    place: dict[str, Any] = {"spark": spark, "run_id": RUN, "store": folder, **DURABLE[durable]}
+    results = spark_elastic.run(train_on_record, (folder, steps), **sizes, **place)
     assert_exact(results, steps)
     Path(folder, "result").write_text("exact")
     spark.stop()

@@ -167,12 +167,8 @@ def random_plan(seed: int) -> FaultPlan:
         plan = replace(plan, faults=(*plan.faults, _draw_dead_link(links)))
     silences = random.Random(f"silences {seed}")
     if silences.random() < SILENT_SLOT_SHARE:
-        silence = Fault(
-            FaultKind.SILENCE_SLOT,
-            silences.choice(MOMENTS[1:]),
-            silences.randint(1, 20),
-            silences.randrange(64),
-        )
+        moment, nth, target = silences.choice(MOMENTS[1:]), silences.randint(1, 20), silences.randrange(64)
+        silence = Fault(FaultKind.SILENCE_SLOT, moment, nth, target=target)
         plan = replace(plan, faults=(*plan.faults, silence))
     network = random.Random(f"network {seed}")
     plan = replace(

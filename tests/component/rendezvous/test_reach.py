@@ -95,6 +95,7 @@ def test_a_driver_that_does_not_answer_is_named_by_host_and_port(deaf: socket.so
 
 
 SESSION = json.dumps({"v": VERSION, "session": "0" * 32})
+OK = "HTTP/1.1 200 OK\r\n"
 FORGED = f"{auth.REPLY_HEADER}: {'0' * 64}\r\ncontent-length: {len(SESSION)}\r\n\r\n{SESSION}"
 
 
@@ -102,12 +103,8 @@ FORGED = f"{auth.REPLY_HEADER}: {'0' * 64}\r\ncontent-length: {len(SESSION)}\r\n
     ("said", "error", "why"),
     [
         ("SSH-2.0-OpenSSH\r\n\r\n", DriverUnreachable, r"does not answer \(what came is not HTTP"),
-        (
-            f"HTTP/1.1 200 OK\r\ncontent-length: {10**14}\r\n\r\n",
-            DriverUnreachable,
-            f"answer of {10**14} bytes",
-        ),
-        (f"HTTP/1.1 200 OK\r\n{FORGED}", Unauthorized, "does not hold this job's key"),
+        (f"{OK}content-length: {10**14}\r\n\r\n", DriverUnreachable, f"answer of {10**14} bytes"),
+        (f"{OK}{FORGED}", Unauthorized, "does not hold this job's key"),
     ],
     ids=["a wrong port", "an answer that would take all memory", "a reply signed without the key"],
 )
