@@ -14,10 +14,10 @@ No kill and no size begins after `budget` seconds, of which each part has an equ
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.parts.regroup import Act, Budget, RegroupTrial, local_rows
+from benchmarks.parts.regroup import Act, Budget, RegroupTrial, find_event_after, kill_one, local_rows
 from benchmarks.parts.report import Row
 from spark_elastic.training.torch.callbacks import Callback, Training
 from tests.spark.cluster import StandaloneCluster, cluster_environment, find_executor, start_session
@@ -163,38 +163,18 @@ def torchrun(kills: int, folder: Path, budget: Budget) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
     command += [f"--max-restarts={kills + 2}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29555"]
     command += ["--rdzv-id=peer"]
+    command += ["-m", "benchmarks.recovery", str(log)]
+    acts = (kill_one for _ in budget.take(range(kills), "kills under torchrun"))
+    trial = RegroupTrial(log, WORKERS, acts)
     with (log / "output").open("wb") as output:
-        agent = subprocess.Popen(
-            [*command, "-m", "benchmarks.recovery", str(log)], env=environment, stdout=output, stderr=output
-        )
+        agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
-            return [one_torchrun_kill(log) for _ in budget.take(range(kills), "kills under torchrun")]
+            trial.start(lambda event: None)
+            trial.finish()
         finally:
-            agent.send_signal(signal.SIGTERM)
+            agent.terminate()
             agent.wait(60)
-
-
-def one_torchrun_kill(log: Path) -> float:
-    pids = await_steps(log, time.time())
-    moment = time.time()
-    os.kill(min(pids), signal.SIGKILL)
-    return max(await_steps(log, moment, excluding=pids).values()) - moment
-
-
-def await_steps(log: Path, since: float, excluding: Any = ()) -> dict[int, float]:
-    """Process id -> time of its first step after `since`, once WORKERS processes took one."""
-    deadline = time.time() + 120
-    while time.time() < deadline:
-        found: dict[int, float] = {}
-        for path in log.glob("*.steps"):
-            times = [float(text) for text in path.read_text().split("\n")[:-1]]
-            later = [t for t in times if t > since]
-            if later and int(path.stem) not in excluding:
-                found[int(path.stem)] = later[0]
-        if len(found) >= WORKERS:
-            return found
-        time.sleep(0.02)
-    sys.exit("torchrun did not recover within 120 s")
+    return [find_event_after(trial, *done, "applied")[0] for done in trial.done]
 
 
 def train_under_torchrun(log: Path) -> None:
@@ -206,12 +186,14 @@ def train_under_torchrun(log: Path) -> None:
         net.load_state_dict(torch.load(checkpoint))
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with (log / f"{os.getpid()}.steps").open("a", buffering=1) as steps:
+    line: dict[str, Any] = {"event": "applied", "pid": os.getpid(), "size": WORKERS}
+    line["generation"] = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with (log / f"{os.getpid()}.lines").open("a", buffering=1) as lines:
         for step in range(100_000):
             optimizer.zero_grad()
             model(torch.rand(BATCH, 20)).mean().backward()
             optimizer.step()
-            steps.write(f"{time.time()}\n")
+            lines.write(json.dumps({**line, "at": time.monotonic(), "step": step}) + "\n")
             if step % 10 == 9 and torch.distributed.get_rank() == 0:
                 torch.save(net.state_dict(), f"{checkpoint}.new")
                 os.replace(f"{checkpoint}.new", checkpoint)
