@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.ddp_recovery import note_step, play
+from benchmarks.parts.ddp_recovery import note_step, play, step_until_stopped
 from benchmarks.parts.report import Row
 
 WIDTH, RANK, PARTS, BATCH = 256, 32, 16, 32
@@ -47,7 +47,6 @@ def build(megabytes: int) -> Any:
 
 
 def train_loop(folder: str, megabytes: int) -> None:
-    """Steps until the file `stop` appears."""
     import torch
 
     import spark_elastic.torch as hvd
@@ -59,18 +58,13 @@ def train_loop(folder: str, megabytes: int) -> None:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        stop = 0.0
-        while not stop:
-            begin = time.monotonic()
+        def take_step() -> None:
             time.sleep(0.02)
             optimizer.zero_grad()
             model(torch.arange(BATCH))["loss"].backward()
             optimizer.step()
-            state.step += 1
-            note_step(folder, state.step, begin)
-            here = torch.tensor(float(Path(folder, "stop").exists()))
-            stop = float(hvd.allreduce(here, op=hvd.Max))
-            state.commit()
+
+        step_until_stopped(folder, state, take_step)
 
     loop(hvd.elastic.TorchState(model, optimizer, step=0))
 

@@ -27,7 +27,6 @@ ROWS, WIDTH, LAYERS = 128, 512, 8
 
 
 def train(folder: str) -> None:
-    """Steps until the file `stop` appears."""
     import torch
     import torch.distributed as dist
 
@@ -44,19 +43,32 @@ def train(folder: str) -> None:
     def loop(state: Any) -> None:
         dist.init_process_group()
         ddp = torch.nn.parallel.DistributedDataParallel(model)
-        stop = torch.zeros(1)
-        while not stop:
-            begin = time.monotonic()
+
+        def take_step() -> None:
             optimizer.zero_grad()
             ddp(data).square().mean().backward()
             optimizer.step()
-            state.step += 1
-            note_step(folder, state.step, begin)
-            stop.fill_(float(Path(folder, "stop").exists()))
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-            state.commit()
+
+        step_until_stopped(folder, state, take_step)
 
     loop(hvd.elastic.TorchState(model, optimizer, step=0))
+
+
+def step_until_stopped(folder: str, state: Any, take_step: Callable[[], object]) -> None:
+    """Steps, noted and committed, until the file `stop` appears."""
+    import torch
+
+    import spark_elastic.torch as hvd
+
+    stop = 0.0
+    while not stop:
+        begin = time.monotonic()
+        take_step()
+        state.step += 1
+        note_step(folder, state.step, begin)
+        here = torch.tensor(float(Path(folder, "stop").exists()))
+        stop = float(hvd.allreduce(here, op=hvd.Max))
+        state.commit()
 
 
 def note_step(folder: str, step: int, begin: float) -> None:
