@@ -85,12 +85,8 @@ def batches(case: Case, part: int, parts: int) -> Iterator[tuple[torch.Tensor, t
 def train_plain(
     pipe: Connection, part: int, parts: int, case: Case, threads: int, sums: str, begun: float
 ) -> None:
-    """Send (rows per second of all epochs, seconds from `begun` until all were ready).
-
-    Args:
-        sums: how the parts sum their gradients: "" (not at all), the name of a new file where torch's
-            DistributedDataParallel meets, or "engine": one call of our engine for one flat gradient, and nothing else.
-    """
+    """Send (rows per second of all epochs, seconds from `begun` until all were ready). sums: how the parts sum their
+    gradients: not at all (""), in one call of our "engine", or by DDP, which meets in this new file."""
     torch.set_num_threads(threads)
     with join_group(pipe, part, parts) as group:
         take_step = make_step(case, sums, group)

@@ -39,13 +39,7 @@ OPS["average"] = pygloo.ReduceOp.SUM
 
 def connect(host: str, rank: int, size: int, fence: tuple[int, int], exchange: Exchange) -> PyglooGroup:
     """Build the group of one generation, over sockets of `host`, an address of this machine that the peers dial.
-
-    exchange: called once with this rank's blob; returns all ranks', in rank order.
-
-    Raises:
-        ValueError: rank and size make no sense. MismatchError: a rank is of another generation.
-        PeerLost, CollectiveTimeout: a rank did not come.
-    """
+    exchange: called once with this rank's blob; returns all ranks', in rank order."""
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}); got {rank}.")
     context = pygloo.rendezvous.Context(rank, size)

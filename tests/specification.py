@@ -81,10 +81,7 @@ class Specification:
         self._cancelled = self._ended = False
 
     def read(self, event: on.DriverEvent, commands: Sequence[do.DriverCommand]) -> None:
-        """
-        Raises:
-            RuleBroken: one of the commands, after all that was read before.
-        """
+        """Raises RuleBroken by one of the commands, after all that was read before."""
         self._begin = event.now if self._begin is None else self._begin
         self._note(event)
         for command in commands:
@@ -332,11 +329,8 @@ class Specification:
 
 
 def check_journal(path: Path) -> set[str]:
-    """The states that the jobs of a journal came to.
-
-    Raises:
-        RuleBroken: a rule; ReplayDiffers: the machine decides otherwise than it did.
-    """
+    """The states that the jobs of a journal came to. Raises RuleBroken, or ReplayDiffers where the machine decides
+    otherwise than it did."""
     return set().union(*map(check_replay, replay_all(path)))
 
 

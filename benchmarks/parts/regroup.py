@@ -114,8 +114,7 @@ class StepUntilStopped:
 
 class RegroupTrial:
     """Plays its acts one after the other, each in a world of all workers, then ends the job by a file `stop`. To the
-    driver it is a discovery, beside which it runs in a thread. It reads each line of the workers once.
-    """
+    driver it is a discovery, beside which it runs in a thread. It reads each line of the workers once."""
 
     def __init__(self, folder: Path, size: int, acts: Iterable[Act], files: str = "*.lines") -> None:
         """files: in which the workers write, such as those of a fit's ledger."""

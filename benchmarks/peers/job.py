@@ -85,10 +85,8 @@ class Ledger:
 def take_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: Callable[[int], object]
 ) -> None:
-    """All steps after `step`, in a world of torch.distributed. save: called with every CHECKPOINT_STEPS-th step.
-
-    The global batch stays when the world shrinks; rows of the epoch that a checkpoint has behind it are skipped.
-    """
+    """All steps after `step`, in a world of torch.distributed; `save` is called with every CHECKPOINT_STEPS-th one. The
+    global batch stays when the world shrinks; rows of the epoch that a checkpoint has behind it are skipped."""
     world = [time.time_ns()]
     dist.broadcast_object_list(world)
     ledger, share = Ledger(world[0], dist.get_world_size()), BATCH // dist.get_world_size()

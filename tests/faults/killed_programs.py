@@ -313,10 +313,8 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
 
 
 def train_by_trainer(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
-    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise.
-
-    fsdp: no worker has the whole of the model.
-    """
+    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise. fsdp: no
+    worker has the whole of the model."""
     import transformers
 
     from spark_elastic.integrations.huggingface import elastic_trainer

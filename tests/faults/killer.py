@@ -21,19 +21,13 @@ from tests.spark.cluster import find_executor
 
 
 class Killer:
-    """`with Killer(...):` kills one worker in each of the first worlds, once enough of them hold the newest state.
-
-    On Spark every eighth kill takes the worker's executor with it.
-    """
+    """`with Killer(...):` kills one worker in each of the first worlds, once enough of them hold the newest state. On
+    Spark every eighth kill takes the worker's executor with it."""
 
     def __init__(self, folder: Path, lines: io.StringIO, holders: int, after_a_step: bool = False) -> None:
-        """
-        Args:
-            folder: where the programs of `killed_programs` write their steps, and look for the number of kills.
-            lines: what the job prints.
-            holders: workers that must hold the newest state, the one that is killed among them.
-            after_a_step: wait for a step since the last kill, so that the others have divided a state anew.
-        """
+        """folder: where the programs write their steps, and look for the number of kills. lines: what the job prints.
+        holders: workers that must hold the newest state, the victim among them. after_a_step: wait for a step since the
+        last kill, so that the others have divided a state anew."""
         # Where the table of the programs is, too.
         self.folder, self._lines, self._holders = folder, lines, holders
         self._after_a_step = after_a_step

@@ -48,10 +48,7 @@ class PeakMemory:
 
 
 def train(folder: str, limit: int | None = None) -> dict[str, Any]:
-    """
-    Args:
-        limit: bytes of private memory that this worker may have; None: it trains alone, as without this package.
-    """
+    """limit: bytes of private memory that this worker may have; None: it trains alone, as without this package."""
     import torch
     import transformers
 

@@ -32,10 +32,8 @@ EACH_KIND = [PlannedFault(n // 3, 2 + 4 * (n % 3), kind, n) for n, kind in enume
 
 @dataclass
 class FaultPlayer:
-    """Reads what the program prints, and plays a plan on its processes.
-
-    As in test_process_plans.py, a fault is put off until a full world has taken a step since the last one.
-    """
+    """Reads what the program prints, and plays a plan on its processes. As in test_process_plans.py, a fault is put off
+    until a full world has taken a step since the last one."""
 
     plan: list[PlannedFault]
     steps_per_epoch: int

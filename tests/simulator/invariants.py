@@ -83,11 +83,7 @@ class DriverInvariants:
         commands: Sequence[do.DriverCommand],
     ) -> None:
         """Raises Violation. The records of a small state are checked after every event; those of a large one at each
-        world and now and then.
-
-        Args:
-            event: None for the machine's first commands.
-        """
+        world and now and then. event: None for the machine's first commands."""
         if event is not None:
             self.event_log.event(event)
             self._record_names(event)
@@ -226,10 +222,7 @@ class StepHistory:
 
 
 class CheckpointInvariants:
-    """What must always hold of checkpoints, whatever dies: P7, R10 (fence) and R18 (publication).
-
-    Follows one run over all its drivers.
-    """
+    """What must always hold of a run's checkpoints, whatever dies: P7, R10 (fence) and R18 (publication)."""
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
@@ -250,11 +243,7 @@ class CheckpointInvariants:
         self._acknowledged.update({checkpoint.name: checkpoint for checkpoint in kept})
 
     def check_begin(self, world: World, still_training: Sequence[WorkerId]) -> None:
-        """A world to which no member brings state begins.
-
-        Args:
-            still_training: members of older worlds of the same driver.
-        """
+        """A world to which no member brings state begins. still_training: members of older worlds of its driver."""
         told = f"world {world.fence.generation} begins while {', '.join(still_training)} train on (R18)"
         self._require(not still_training, told)
         lost = not world.resume and world.fence.attempt == self._holder and self._find_newest()

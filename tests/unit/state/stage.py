@@ -42,9 +42,7 @@ class WorkerKilled(BaseException):
 @dataclass(frozen=True)
 class Event:
     """When a worker first reaches `step`: `rank` dies at its `after`-th collective from then on, or somebody joins.
-
-    slips: it does not die, but that collective breaks for it alone, as one does when a peer hangs up behind it.
-    """
+    slips: it does not die, but that collective breaks for it alone, as one does when a peer hangs up behind it."""
 
     step: int
     rank: int | None = None
