@@ -44,8 +44,8 @@ LEASE = 1.0  # seconds
 
 @dataclass
 class FaultPlayer:
-    """Plays a plan on a job; also its discovery, through which hosts are asked to drain. A fault that would leave nobody
-    who holds the state is put off until a replacement does: with it, the job would rightly begin anew."""
+    """Plays a plan on a job; also its discovery, through which hosts are asked to drain. A fault that would leave
+    nobody who holds the state is put off until a replacement does: with it, the job would rightly begin anew."""
 
     plan: list[PlannedFault]
     worlds: list[int] = field(default_factory=list)
