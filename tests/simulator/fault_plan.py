@@ -127,6 +127,9 @@ class FaultPlan:
         return tuple(range(first, first + self.rows))
 
 
+QUICK: Any = {"gather_timeout": 2.0, "start_timeout": 40.0, "lease": 2.0, "regroup_timeout": 6.0}
+
+
 def random_plan(seed: int) -> FaultPlan:
     """A plan with up to 64 workers and up to a dozen faults."""
     rng = random.Random(seed)
@@ -135,14 +138,10 @@ def random_plan(seed: int) -> FaultPlan:
     per_host = rng.choice((1, 1, 2, 4))
     hosts = max(1, -(-wanted // per_host) + rng.choice((-1, 0, 0, 0, 1)))
     limits = Limits(
-        num_workers=wanted,
-        min_workers=rng.randint(1, max(1, min(wanted, 1 + wanted // 2, hosts * per_host))),
-        max_workers=most,
-        gather_timeout=2.0,
-        start_timeout=40.0,
-        lease=2.0,
-        reconnect_grace=1.0,
-        regroup_timeout=6.0,
+        wanted,
+        rng.randint(1, max(1, min(wanted, 1 + wanted // 2, hosts * per_host))),
+        most,
+        **QUICK,
         failure_budget=1000,
         max_global_batch=rng.choice((None, None, None, 96)),
         cooldown_range=rng.choice(((1.0, 60.0), (0.2, 2.0), (6.0, 12.0), (0.5, 30.0))),
@@ -258,14 +257,16 @@ def _random_fault(rng: random.Random) -> Fault:
         kind=rng.choices(kinds, weights)[0],
         moment=moment,
         nth=1 if timed else rng.choice((1, 1, 2, 3, 5)),
-        after=rng.uniform(0.0, 4.0)
-        if timed
-        else rng.choice((0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1))),
+        after=rng.uniform(0.0, 4.0) if timed else _draw_delay(rng),
         target=rng.choice((0, 0, 1, rng.randrange(64))),
         share=rng.choices(tuple(Share), (12, 3, 1, 1))[0],
         duration=rng.choice((0.02, 0.3, 0.8, 1.5, 4.0, 12.0)),
         silent=rng.random() < 0.3,
     )
+
+
+def _draw_delay(rng: random.Random) -> float:
+    return rng.choice((0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1)))
 
 
 STORM_STEP = 0.8  # seconds that a step of a storm computes, so that the storm lasts few steps
@@ -304,8 +305,8 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
 
 def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limits: Any) -> FaultPlan:
     """Four workers on four hosts and what happens to them: enough room, no other misfortune."""
-    quick = Limits(4, 1, 4, gather_timeout=2.0, start_timeout=40.0, lease=2.0, regroup_timeout=6.0)
-    return FaultPlan(seed, replace(quick, **limits), hosts, slots_per_host=1, steps=steps, faults=faults)
+    all_limits = replace(Limits(4, 1, 4, **QUICK), **limits)
+    return FaultPlan(seed, all_limits, hosts, slots_per_host=1, steps=steps, faults=faults)
 
 
 def plan_durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
