@@ -5,9 +5,7 @@ pytest -m faults tests/faults/test_bitwise.py -k "lstm and seed7"
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import pytest
 from tests.component.torch import bitwise, hand_written
 from tests.component.torch.bitwise import NETS, SHARES, STEPS, train
 from tests.component.torch.hand_written import Run
+from tests.faults.fault_plans import stop_process
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -109,12 +108,5 @@ def _inject_at_once(run: Run, kind: str, rng: random.Random, continuing: list[th
         if kind == "kill a worker":
             worker.kill()
             return
-        worker.suspend()
         seconds = 7.0 if kind == "stop a worker" else 0.7  # longer than the lease, or shorter
-        continuing.append(threading.Timer(seconds, _continue, [worker.pid]))
-        continuing[-1].start()
-
-
-def _continue(pid: int) -> Any:
-    with suppress(ProcessLookupError):  # its slot has killed it
-        os.kill(pid, signal.SIGCONT)
+        continuing.append(stop_process(worker, seconds))
