@@ -237,6 +237,11 @@ class FakeSession:
     def allreduce(self, array: Any, op: str = "sum") -> None:
         self._group.allreduce(array, op)
 
+    def finish_together(self) -> None:
+        """No worker leaves before all are done, as in a job; nothing planned happens here."""
+        self._fuse = None
+        self.allreduce(np.ones(1))
+
     def break_planned(self, meet: Callable[..., Any]) -> Callable[..., Any]:
         """A group's collectives, those of a hand-over among them, each nearer to what `light` has planned."""
 

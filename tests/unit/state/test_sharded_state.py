@@ -64,6 +64,7 @@ def train(stage: FakeDriver, commit_every: int = 1, make: Any = make_state) -> l
             state.step += 1
             if state.step % commit_every == 0:
                 state.commit()
+        session.finish_together()
         pairs = zip(state.rows.parts, Rows(session).parts, strict=True)
         return [number for part, begun in pairs for number in part - begun]
 
