@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.ddp_recovery import note_step, play, step_until_stopped
+from benchmarks.parts.ddp_recovery import note_step, play
 from benchmarks.parts.report import Row
 
 WIDTH, RANK, PARTS, BATCH = 256, 32, 16, 32
@@ -47,6 +47,7 @@ def build(megabytes: int) -> Any:
 
 
 def train_loop(folder: str, megabytes: int) -> None:
+    """Steps until the file `stop` appears."""
     import torch
 
     import spark_elastic.torch as hvd
@@ -58,13 +59,18 @@ def train_loop(folder: str, megabytes: int) -> None:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        def take_step() -> None:
+        stop = 0.0
+        while not stop:
+            begin = time.monotonic()
             time.sleep(0.02)
             optimizer.zero_grad()
             model(torch.arange(BATCH))["loss"].backward()
             optimizer.step()
-
-        step_until_stopped(folder, state, take_step)
+            state.step += 1
+            note_step(folder, state.step, begin)
+            here = torch.tensor(float(Path(folder, "stop").exists()))
+            stop = float(hvd.allreduce(here, op=hvd.Max))
+            state.commit()
 
     loop(hvd.elastic.TorchState(model, optimizer, step=0))
 
@@ -91,8 +97,9 @@ def train_trainer(folder: str, megabytes: int) -> None:
     options = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = transformers.TrainingArguments(folder, max_steps=100_000, logging_strategy="no", **options)
     rows = [{"row": torch.tensor(row)} for row in range(1 << 14)]
-    trained: dict[str, Any] = {"train_dataset": rows, "callbacks": [Watch()], "global_batch_size": BATCH}
-    ElasticTrainer(build(megabytes), args, **trained).train()
+    ElasticTrainer(
+        build(megabytes), args, train_dataset=rows, callbacks=[Watch()], global_batch_size=BATCH
+    ).train()
 
 
 def measure_commit(megabytes: int, rounds: int) -> list[Row]:
@@ -132,8 +139,10 @@ def measure_hand_over(megabytes: int, what: str, kills: int) -> list[Row]:
     gaps = []
     for pid in {line["pid"] for line in lines}:
         mine = sorted((line for line in lines if line["pid"] == pid), key=lambda line: float(line["at"]))
-        joins = [(a, b) for a, b in itertools.pairwise(mine) if (a["size"], b["size"]) == (1, 2)]
-        gaps += [after["at"] - before["at"] for before, after in joins]
+        pairs = itertools.pairwise(mine)
+        gaps += [
+            after["at"] - before["at"] for before, after in pairs if (before["size"], after["size"]) == (1, 2)
+        ]
     case = f"{megabytes} MB frozen, {what}: hand-over beyond a step"
     beyond = [1e3 * (gap - step) for gap in gaps]
     return [

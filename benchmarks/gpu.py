@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,13 +31,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.parts.budget import Budget
 from benchmarks.parts.program import build_program, write_rows
 from benchmarks.parts.ranks import compare_figures
-from benchmarks.parts.regroup import Budget
 from benchmarks.parts.report import Row
-from benchmarks.recovery import BATCH, ROWS, WORKERS, SlowNet, make_kill, open_trial, recoveries
+from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.discovery import CombinedDiscovery
+from spark_elastic.driver.job import DriverOptions, supervise
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
 from spark_elastic.runs.snapshot import build_snapshot
 from spark_elastic.training.torch.spec import TorchUserObjects
@@ -88,7 +92,8 @@ class ConvNet(torch.nn.Module):
 class Case:
     name: str
     build: Callable[[], torch.nn.Module]
-    features: Callable[[int], npt.NDArray[Any]]  # (rows, ...)
+    # (rows, ...)
+    features: Callable[[int], npt.NDArray[Any]]
     batch: int
     steps: int
     precision: str | None = None
@@ -114,19 +119,34 @@ def build_small() -> torch.nn.Module:
     )  # fmt: skip
 
 
-TRANSFORMER, LINEAR = "transformer of 19 M parameters", "three linear layers, float32, 1024 rows"
 CASES = [
-    Case(f"{TRANSFORMER}, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
-    Case(f"{TRANSFORMER}, bf16, 128 rows, compiled", Encoder, draw_tokens, 128, 60, "bf16", True),
-    Case(f"{TRANSFORMER}, float32, 64 rows", Encoder, draw_tokens, 64, 60),
+    Case("transformer of 19 M parameters, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
+    Case(
+        "transformer of 19 M parameters, bf16, 128 rows, compiled",
+        Encoder,
+        draw_tokens,
+        128,
+        60,
+        "bf16",
+        True,
+    ),
+    Case("transformer of 19 M parameters, float32, 64 rows", Encoder, draw_tokens, 64, 60),
     Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
-    Case(LINEAR, build_small, draw_numbers, 1024, 200),
-    Case(f"{LINEAR}, compiled", build_small, draw_numbers, 1024, 200, None, True),
+    Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
+    Case(
+        "three linear layers, float32, 1024 rows, compiled", build_small, draw_numbers, 1024, 200, None, True
+    ),
 ]
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
+    if case.precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 class Ours:
@@ -140,10 +160,13 @@ class Ours:
         self.program = build_program(folder, objects, case.batch, 1, batch_size=case.batch, **config)
         self.program.prepare()
         self._group = group
-        alone = {"source": 0, "resume": (), "receivers": ()}
-        self._world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), **alone)
-        silent = dict.fromkeys(("report_position", "report_metrics"), lambda told: None)
-        self._handle: Any = SimpleNamespace(membership_version=lambda: INITIAL_VERSION, **silent)
+        world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
+        self._world = world
+        self._handle: Any = SimpleNamespace(
+            membership_version=lambda: INITIAL_VERSION,
+            report_position=lambda position: None,
+            report_metrics=lambda numbers: None,
+        )
 
     def run_epoch(self) -> float:
         """Seconds until the device has finished."""
@@ -161,10 +184,16 @@ class Plain:
     """What the same training is as a loop of one's own."""
 
     def __init__(
-        self, case: Case, model: torch.nn.Module, rows: tuple[npt.NDArray[Any], ...], device: torch.device
+        self,
+        case: Case,
+        model: torch.nn.Module,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        device: torch.device,
     ) -> None:
-        x, y = map(torch.from_numpy, rows)
-        self._x, self._y = (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+        pins = device.type == "cuda"
+        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
+        self._x, self._y = (each.pin_memory() if pins else each for each in (self._x, self._y))
         self._case, self._device = case, device
         self._model = model.to(device).train()
         if case.compiles:
@@ -181,7 +210,7 @@ class Plain:
             y = self._y[rows].to(self._device, non_blocking=True)
             x = x if x.is_floating_point() else x.to(torch.int64)
             self._optimizer.zero_grad()
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=case.precision is not None):
+            with autocast(case, self._device):
                 output = self._model(x)
             loss_fn(output.float(), y).backward()
             self._optimizer.step()
@@ -222,7 +251,7 @@ def measure_case(case: Case, rounds: int, device: torch.device) -> list[Row]:
         model = case.build()
         with connect(endpoint, 0, 1, (1, 1), lambda blob: [blob], 60.0) as group:
             ours = Ours(case, copy.deepcopy(model), Path(folder), x.shape[1:], group)
-            plain = Plain(case, model, (x, y), device)
+            plain = Plain(case, model, x, y, device)
             epochs = {"ours": lambda: [ours.run_epoch()], "plain": lambda: [plain.run_epoch()]}
             seconds = compare_figures(epochs, rounds, warm_up=1)
             speeds = [rows / median for (median,) in seconds.values()]
@@ -247,16 +276,20 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
         rows.mkdir()
         x, y = rng.normal(size=(ROWS, 20)).astype(np.float32), rng.normal(size=ROWS)
         write_rows(rows / "0.parquet", x, y, ROWS)
-        ledger = folder / "ledger"
-        objects = TorchUserObjects(SlowNet(str(ledger / "stop")), build_optimizer, (compute_loss,))
+        slow = folder / "slow"
+        slow.touch()
+        ledger = Ledger(folder / "ledger")
+        objects = TorchUserObjects(SlowNet(str(slow)), build_optimizer, (compute_loss,))
         config = {"batch_size": BATCH, "epochs": 20 * kills}
-        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger), **config)
+        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger.folder), **config)
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
         limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
-        trial = open_trial(ledger, kills, make_kill("child", kills, []), Budget(math.inf), "kills")
-        trial.supervise(launcher, limits, ElasticConfig(failure_budget=kills + 10))
-        totals, _ = recoveries(trial)
+        killer = Killer("child", kills, ledger, slow, Budget(math.inf))
+        killer.start()
+        settings = ElasticConfig(failure_budget=kills + 10)
+        supervise(launcher, CombinedDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())
+        totals, _ = recoveries(ledger.read(), killer.kills)
     return statistics.median(totals), max(totals)
 
 
@@ -265,15 +298,15 @@ def compute_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def compare_recoveries(device: str = "simnccl", kills: int = 20) -> list[Row]:
-    what, beside, engine = "a worker killed, 3 workers on one GPU", "", (None, None)
     if device == "cuda":
-        ours = measure_recovery("cuda", "auto", kills)
+        what, ours, engine = "3 workers on one GPU", measure_recovery("cuda", "auto", kills), (None, None)
+        beside = ""
     else:
-        what, beside = "a worker killed, a communicator takes 30 s", ", beside the engine alone"
+        what, beside = "a communicator takes 30 s", ", beside the engine alone"
         ours, engine = (measure_recovery("cpu", backend, kills) for backend in (simulated_nccl.NAME, "host"))
     return [
-        Row(f"{what}: p50 to the next step{beside}", ours[0], engine[0]),
-        Row(f"{what}: the longest of {kills}{beside}", ours[1], engine[1]),
+        Row(f"a worker killed, {what}: p50 to the next step{beside}", ours[0], engine[0]),
+        Row(f"a worker killed, {what}: the longest of {kills}{beside}", ours[1], engine[1]),
     ]
 
 

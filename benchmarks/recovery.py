@@ -18,22 +18,24 @@ import json
 import os
 import random
 import select
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.parts.regroup import Act, Budget, RegroupTrial, find_event_after, kill_one, local_rows
+from benchmarks.parts.budget import Budget
+from benchmarks.parts.regroup import local_rows
 from benchmarks.parts.report import Row
 from spark_elastic.training.torch.callbacks import Callback, Training
-from tests.spark.cluster import StandaloneCluster, cluster_environment, find_executor, start_session
 
 WORKERS, BATCH, ROWS, EPOCHS = 3, 8, 240, 1500
 STEP = 0.030  # seconds
@@ -42,15 +44,15 @@ PARTS = ("detect", "regroup", "sync", "read", "step")
 
 
 class SlowNet(torch.nn.Module):
-    """A forward pass of STEP seconds until the file `stop` exists."""
+    """A forward pass of STEP seconds as long as the file `slow` exists."""
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, slow: str) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        self._stop = stop
+        self._slow = slow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not os.path.exists(self._stop):
+        if os.path.exists(self._slow):
             time.sleep(STEP)
         return self.net(x)
 
@@ -58,54 +60,106 @@ class SlowNet(torch.nn.Module):
 class StopOnceQuick(Callback):
     """Ends the training once nobody needs it: what is left of EPOCHS would take minutes on a slow machine."""
 
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
+    def __init__(self, slow: str) -> None:
+        self.slow = slow
 
     def on_epoch_end(self, training: Training, logs: dict[str, Any]) -> None:
-        if os.path.exists(self.stop):
+        if not os.path.exists(self.slow):
             training.stop("all kills are done")
 
 
-def make_kill(kind: str, seed: int, reported: list[float]) -> Act:
-    """Kills a random member, or its executor. reported: gets the seconds until the kernel says that it has ended."""
-    rng = random.Random(seed)
+@dataclass
+class Ledger:
+    """What the workers wrote: one list of events per process, in order."""
 
-    def kill(trial: RegroupTrial) -> float:
-        time.sleep(rng.uniform(0.3, 1.0))
-        process = psutil.Process(rng.choice(trial.members()))
-        target = process if kind == "child" else find_executor(process)
-        ended, descriptor = select.poll(), os.pidfd_open(target.pid)
+    folder: Path
+    events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def read(self) -> Ledger:
+        self.events = {}
+        for path in self.folder.glob("*.jsonl"):
+            lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
+            if lines:
+                self.events.setdefault(lines[0]["pid"], []).extend(lines)
+        return self
+
+    def members(self) -> dict[int, int]:
+        """Processes that applied a step of the newest generation: process id -> size of its world."""
+        last = {pid: lines[-1] for pid, lines in self.events.items() if lines[-1]["event"] != "broke"}
+        applied = {
+            pid: next((e for e in reversed(lines) if e["event"] == "applied"), None)
+            for pid, lines in self.events.items()
+            if pid in last
+        }
+        newest = max((e["generation"] for e in applied.values() if e), default=0)
+        return {pid: e["world"] for pid, e in applied.items() if e and e["generation"] == newest}
+
+
+class Killer(threading.Thread):
+    """Waits for a full world, then kills a random member, `count` times or until the budget is spent."""
+
+    def __init__(self, kind: str, count: int, ledger: Ledger, slow: Path, budget: Budget) -> None:
+        super().__init__(daemon=True)
+        self._kind = kind
+        self._count = count
+        self._ledger = ledger
+        self._slow = slow
+        self._budget = budget
+        self._random = random.Random(count)
+        self.kills: list[tuple[float, int]] = []  # wall seconds, victim
+        self.reported: list[
+            float
+        ] = []  # seconds from each kill until the kernel says that the process has ended
+
+    def run(self) -> None:
+        for _ in self._budget.take(range(self._count), f"kills of a {self._kind}"):
+            self._kill_one()
+        self._slow.unlink()
+
+    def _kill_one(self) -> None:
+        while (members := self._find_full_world()) is None:
+            if self.kills and self._budget.is_spent:
+                return
+            time.sleep(0.05)
+        time.sleep(self._random.uniform(0.3, 1.0))
+        victim = self._random.choice(members)
+        process = psutil.Process(victim)
+        target = process if self._kind == "child" else find_executor(process)
+        ended = select.poll()
+        descriptor = os.pidfd_open(target.pid)
         ended.register(descriptor, select.POLLIN)
-        moment = time.time()
+        self.kills.append((time.time(), victim))
         target.kill()
         ended.poll()
-        reported.append(time.time() - moment)
+        self.reported.append(time.time() - self.kills[-1][0])
         os.close(descriptor)
-        return moment
+        time.sleep(1.0)
 
-    return kill
-
-
-def open_trial(ledger: Path, kills: int, kill: Act, budget: Budget, what: str) -> RegroupTrial:
-    """Kills in a training whose workers write this ledger."""
-    acts = (kill for _ in budget.take(range(kills), what))
-    return RegroupTrial(ledger, WORKERS, acts, "*.jsonl")
+    def _find_full_world(self) -> list[int] | None:
+        members = self._ledger.read().members()
+        return sorted(members) if len(members) >= WORKERS and set(members.values()) == {WORKERS} else None
 
 
-def recoveries(trial: RegroupTrial) -> tuple[list[float], dict[str, list[float]]]:
+def find_executor(process: psutil.Process) -> psutil.Process:
+    return next(p for p in process.parents() if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline()))
+
+
+def recoveries(ledger: Ledger, kills: list[tuple[float, int]]) -> tuple[list[float], dict[str, list[float]]]:
     """Seconds to the slowest survivor's next applied step, per kill; and the parts, per survivor and kill."""
     totals: list[float] = []
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
-    events = defaultdict(list)
-    for line in trial.lines():
-        events[line["pid"]].append(line)
-    for moment, world in trial.done:
+    for moment, victim in kills:
+        before = {
+            pid: [e for e in lines if e["event"] == "applied" and e["wall"] <= moment]
+            for pid, lines in ledger.events.items()
+        }
+        world = before[victim][-1]["generation"]
+        survivors = [
+            pid for pid, done in before.items() if pid != victim and done and done[-1]["generation"] == world
+        ]
         slowest = 0.0
-        for lines in events.values():
-            applied = [(e["wall"] > moment, e["generation"]) for e in lines if e["event"] == "applied"]
-            if (False, world) not in applied or not any(late and its > world for late, its in applied):
-                continue  # it was no member, or is the victim
-            times = first_times([e for e in lines if e["wall"] > moment], world)
+        for pid in survivors:
+            times = first_times([e for e in ledger.events[pid] if e["wall"] > moment], world)
             slowest = max(slowest, times["applied"] - moment)
             marks = [moment, times["broke"], times["runs"], times["runs"], times["read"], times["applied"]]
             if "formed" in times and "synced" in times:
@@ -131,24 +185,26 @@ def kill_in_a_fit(
 ) -> tuple[list[float], dict[str, list[float]]]:
     from spark_elastic import ElasticTorchEstimator
 
-    ledger, reported = folder / "store" / "runs" / kind / "ledger", list[float]()
-    stop = str(ledger / "stop")
+    slow = folder / f"slow-{kind}"
+    slow.touch()
+    ledger = Ledger(folder / "store" / "runs" / kind / "ledger")
     generator = random.Random(1)
     rows = [([generator.random() for _ in range(20)], generator.random()) for _ in range(ROWS)]
     df = spark.createDataFrame(rows, "x array<float>, y float")
-    net = SlowNet(stop)
+    net = SlowNet(str(slow))
     estimator = ElasticTorchEstimator(
         model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), loss=lambda out, y: ((out[:, 0] - y) ** 2),
         feature_cols="x", label_cols="y", batch_size=BATCH, epochs=EPOCHS, num_workers=WORKERS,
         store=str(folder / "store"), run_id=kind, ledger=True, failure_budget=kills + 10, verbose=0,
-        callbacks=[StopOnceQuick(stop)],
+        callbacks=[StopOnceQuick(str(slow))],
     )  # fmt: skip
-    trial = open_trial(ledger, kills, make_kill(kind, kills, reported), budget, f"kills of a {kind}")
-    trial.start(lambda event: None)
+    killer = Killer(kind, kills, ledger, slow, budget)
+    killer.start()
     estimator.fit(df)
-    trial.finish()
-    totals, parts = recoveries(trial)
-    return totals, {REPORTED: reported, **parts}
+    if slow.exists():
+        sys.exit(f"training ended after {len(killer.kills)} of {kills} kills: raise EPOCHS.")
+    totals, parts = recoveries(ledger.read(), killer.kills)
+    return totals, {REPORTED: killer.reported, **parts}
 
 
 # ---- the peer
@@ -158,42 +214,61 @@ def torchrun(kills: int, folder: Path, budget: Budget) -> list[float]:
     """Seconds from the kill of a worker to the slowest worker's next step, under torchrun's elastic agent."""
     log = folder / "torchrun"
     log.mkdir()
-    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **own}
+    environment = dict(
+        os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
     command += [f"--max-restarts={kills + 2}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29555"]
     command += ["--rdzv-id=peer"]
-    command += ["-m", "benchmarks.recovery", str(log)]
-    acts = (kill_one for _ in budget.take(range(kills), "kills under torchrun"))
-    trial = RegroupTrial(log, WORKERS, acts)
     with (log / "output").open("wb") as output:
-        agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        agent = subprocess.Popen(
+            [*command, "-m", "benchmarks.recovery", str(log)], env=environment, stdout=output, stderr=output
+        )
         try:
-            trial.start(lambda event: None)
-            trial.finish()
+            return [one_torchrun_kill(log) for _ in budget.take(range(kills), "kills under torchrun")]
         finally:
-            agent.terminate()
+            agent.send_signal(signal.SIGTERM)
             agent.wait(60)
-    return [find_event_after(trial, *done, "applied")[0] for done in trial.done]
+
+
+def one_torchrun_kill(log: Path) -> float:
+    pids = await_steps(log, time.time())
+    moment = time.time()
+    os.kill(min(pids), signal.SIGKILL)
+    return max(await_steps(log, moment, excluding=pids).values()) - moment
+
+
+def await_steps(log: Path, since: float, excluding: Any = ()) -> dict[int, float]:
+    """Process id -> time of its first step after `since`, once WORKERS processes took one."""
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        found: dict[int, float] = {}
+        for path in log.glob("*.steps"):
+            times = [float(text) for text in path.read_text().split("\n")[:-1]]
+            later = [t for t in times if t > since]
+            if later and int(path.stem) not in excluding:
+                found[int(path.stem)] = later[0]
+        if len(found) >= WORKERS:
+            return found
+        time.sleep(0.02)
+    sys.exit("torchrun did not recover within 120 s")
 
 
 def train_under_torchrun(log: Path) -> None:
     """A worker under torchrun: the same step, a checkpoint every ten steps."""
     torch.distributed.init_process_group("gloo")
     checkpoint = log / "checkpoint.pt"
-    net = SlowNet("")
+    net = SlowNet("/dev/null")
     if checkpoint.exists():
         net.load_state_dict(torch.load(checkpoint))
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    line: dict[str, Any] = {"event": "applied", "pid": os.getpid(), "size": WORKERS}
-    line["generation"] = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    with (log / f"{os.getpid()}.lines").open("a", buffering=1) as lines:
+    with (log / f"{os.getpid()}.steps").open("a", buffering=1) as steps:
         for step in range(100_000):
             optimizer.zero_grad()
             model(torch.rand(BATCH, 20)).mean().backward()
             optimizer.step()
-            lines.write(json.dumps({**line, "at": time.monotonic(), "step": step}) + "\n")
+            steps.write(f"{time.time()}\n")
             if step % 10 == 9 and torch.distributed.get_rank() == 0:
                 torch.save(net.state_dict(), f"{checkpoint}.new")
                 os.replace(f"{checkpoint}.new", checkpoint)
@@ -202,6 +277,8 @@ def train_under_torchrun(log: Path) -> None:
 def on_cluster(
     kind: str, kills: int, folder: Path, budget: Budget
 ) -> tuple[list[float], dict[str, list[float]]]:
+    from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
+
     os.environ.update(cluster_environment(folder))
     with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
         cluster.start_workers(WORKERS)

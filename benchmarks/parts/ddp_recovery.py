@@ -15,18 +15,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.regroup import PATIENCE, RegroupTrial, find_event_after, kill_one
+from benchmarks.parts.regroup import PATIENCE, RegroupTrial, TrialDiscovery, find_event_after, kill_one
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import LocalLauncher
 from spark_elastic.clusters.run.call import prepare
 from spark_elastic.config import ElasticConfig
+from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.testing.fakes import NumberedHosts
 
 ROWS, WIDTH, LAYERS = 128, 512, 8
 
 
 def train(folder: str) -> None:
+    """Steps until the file `stop` appears."""
     import torch
     import torch.distributed as dist
 
@@ -43,32 +45,19 @@ def train(folder: str) -> None:
     def loop(state: Any) -> None:
         dist.init_process_group()
         ddp = torch.nn.parallel.DistributedDataParallel(model)
-
-        def take_step() -> None:
+        stop = torch.zeros(1)
+        while not stop:
+            begin = time.monotonic()
             optimizer.zero_grad()
             ddp(data).square().mean().backward()
             optimizer.step()
-
-        step_until_stopped(folder, state, take_step)
+            state.step += 1
+            note_step(folder, state.step, begin)
+            stop.fill_(float(Path(folder, "stop").exists()))
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            state.commit()
 
     loop(hvd.elastic.TorchState(model, optimizer, step=0))
-
-
-def step_until_stopped(folder: str, state: Any, take_step: Callable[[], object]) -> None:
-    """Steps, noted and committed, until the file `stop` appears."""
-    import torch
-
-    import spark_elastic.torch as hvd
-
-    stop = 0.0
-    while not stop:
-        begin = time.monotonic()
-        take_step()
-        state.step += 1
-        note_step(folder, state.step, begin)
-        here = torch.tensor(float(Path(folder, "stop").exists()))
-        stop = float(hvd.allreduce(here, op=hvd.Max))
-        state.commit()
 
 
 def note_step(folder: str, step: int, begin: float) -> None:
@@ -87,14 +76,24 @@ def play(
     folder: Path, size: int, kills: int, program: Callable[..., None] = train, *given: Any
 ) -> RegroupTrial:
     """program: takes the folder, and what is given."""
-    sizes = {"num_workers": size, "min_workers": 1, "max_workers": size}
-    quick = {"cooldown_range": (0.01, 0.01), "spare_after": 0.0}
-    config = ElasticConfig(gather_timeout=PATIENCE, failure_budget=kills + 10, **quick)  # type: ignore[arg-type]
-    arguments = {**sizes, "verbose": 0, "stdout": io.StringIO()}
+    arguments = {
+        "num_workers": size,
+        "min_workers": 1,
+        "max_workers": size,
+        "verbose": 0,
+        "stdout": io.StringIO(),
+    }
+    config = ElasticConfig(
+        gather_timeout=PATIENCE, failure_budget=kills + 10, cooldown_range=(0.01, 0.01), spare_after=0.0
+    )
     call = prepare(program, ((str(folder), *given),), arguments, config)
     trial = RegroupTrial(folder, size, [kill_one] * kills)
     launcher = LocalLauncher(call.program, NumberedHosts(size, 1), SystemClock(), call.preload)
-    trial.supervise(launcher, call.make_limits(size), call.options.config)
+    limits, config = call.make_limits(size), call.options.config
+    supervise(launcher, TrialDiscovery(trial), DriverOptions(), limits, config, call.name)
+    trial.join()
+    if trial.failed is not None:
+        raise trial.failed
     return trial
 
 

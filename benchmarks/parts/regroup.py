@@ -12,56 +12,27 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from benchmarks.parts.budget import Budget
 from benchmarks.parts.report import Row
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import DriverOptions, supervise
-from spark_elastic.driver.ports import Launcher, Post
+from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Completed, Outcome, Stopped, WorkerHandle
 
 STEP = 0.030  # seconds
-PATIENCE = 120.0  # seconds that the processes get to come up
+PATIENCE = 60.0  # seconds that the processes get to come up
 Line = dict[str, Any]
-Act = Callable[["RegroupTrial"], float]  # the moment at which it was done
-T = TypeVar("T")
-
-
-class Budget:
-    """The time that a benchmark may take, from now on: what it does not reach is left out, and said. A case that has
-    begun is completed."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._end = seconds, time.monotonic() + seconds
-
-    @property
-    def is_spent(self) -> bool:
-        return time.monotonic() > self._end
-
-    def share(self, parts: int) -> Budget:
-        """That of the next of so many parts, which may take equally long."""
-        return Budget(max(0.0, self._end - time.monotonic()) / parts)
-
-    def take(self, cases: Iterable[T], what: str) -> Iterator[T]:
-        """The first case, and others as long as there is time. what: the cases, for the line that tells of the rest."""
-        given = list(cases)
-        for number, case in enumerate(given):
-            if number and self.is_spent:
-                print(
-                    f"left out after {self._seconds:.0f} s: {len(given) - number} of {len(given)} {what}",
-                    flush=True,
-                )
-                return
-            yield case
 
 
 class StepUntilStopped:
@@ -112,39 +83,23 @@ class StepUntilStopped:
             file.write(json.dumps(line) + "\n")
 
 
-class RegroupTrial:
-    """Plays its acts one after the other, each in a world of all workers, then ends the job by a file `stop`. To the
-    driver it is a discovery, beside which it runs in a thread. It reads each line of the workers once."""
+class RegroupTrial(threading.Thread):
+    """Plays its acts one after the other, each in a world of all workers, then ends the job.
 
-    def __init__(self, folder: Path, size: int, acts: Iterable[Act], files: str = "*.lines") -> None:
-        """files: in which the workers write, such as those of a fit's ledger."""
-        self.folder, self.size, self._acts, self._files = folder, size, acts, files
-        self._thread = threading.Thread(target=self._play, daemon=True)
+    It runs beside the driver and shares the interpreter with it, so it reads each line of the workers once.
+    """
+
+    def __init__(self, folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.size, self._acts = folder, size, acts
+        self.post: Post = lambda event: None
         self.done: list[tuple[float, int]] = []  # when an act was done, and in which generation
         self.failed: BaseException | None = None
         self._lines: list[Line] = []  # of all processes, as far as they were read
         self._read: dict[Path, int] = {}  # bytes of each file that are among these
         self._applied: dict[tuple[int, int], int] = {}  # (generation, process id) -> steps
 
-    def supervise(self, launcher: Launcher, limits: Limits, config: ElasticConfig) -> None:
-        """Play all of it on a job."""
-        supervise(launcher, self, DriverOptions(), limits, config, "regroup")
-        self.finish()
-
-    def finish(self) -> None:
-        """Once the job has ended."""
-        self._thread.join()
-        if self.failed is not None:
-            raise self.failed
-
-    def start(self, post: Post) -> None:
-        self.post = post
-        self._thread.start()
-
-    def close(self) -> None:
-        """Nothing."""
-
-    def _play(self) -> None:
+    def run(self) -> None:
         try:
             for act in self._acts:
                 generation = self._await_full()
@@ -163,7 +118,7 @@ class RegroupTrial:
 
     def lines(self) -> list[Line]:
         """All complete lines of all processes."""
-        for path in self.folder.glob(self._files):
+        for path in self.folder.glob("*.lines"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 whole, newline, _ = file.read().rpartition(b"\n")
@@ -173,6 +128,9 @@ class RegroupTrial:
                 key = line["generation"], line["pid"]
                 self._applied[key] = self._applied.get(key, 0) + (line["event"] == "applied")
         return self._lines
+
+    def start_discovery(self, post: Post) -> None:
+        self.post = post
 
     def _newest(self) -> tuple[int, int]:
         """Generation and how many of its members took three steps in it."""
@@ -191,6 +149,20 @@ class RegroupTrial:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no world of {self.size} within {PATIENCE:g} s: {self._newest()}")
             time.sleep(0.2)
+
+
+class TrialDiscovery:
+    """What stands in for discovery: the trial's way to the driver."""
+
+    def __init__(self, trial: RegroupTrial) -> None:
+        self._trial = trial
+
+    def start(self, post: Post) -> None:
+        self._trial.start_discovery(post)
+        self._trial.start()
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def kill_one(trial: RegroupTrial) -> float:
@@ -213,14 +185,18 @@ def journal(folder: Path) -> list[Line]:
     return [json.loads(text) for text in texts if text.endswith("}")]
 
 
-def play(folder: Path, size: int, acts: list[Act]) -> RegroupTrial:
+def play(folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> RegroupTrial:
     folder.mkdir()
     trial = RegroupTrial(folder, size, acts)
-    budget, quick = len(acts) + 10, (0.01, 0.01)
-    limits = Limits(size, 1, size, PATIENCE, failure_budget=budget, cooldown_range=quick)
+    limits = Limits(
+        size, 1, size, gather_timeout=PATIENCE, failure_budget=len(acts) + 10, cooldown_range=(0.01, 0.01)
+    )
     config = ElasticConfig(journal=str(folder / "journal"))
     launcher = ProcessLauncher(StepUntilStopped(str(folder)), SystemClock(), room=size)
-    trial.supervise(launcher, limits, config)
+    supervise(launcher, TrialDiscovery(trial), DriverOptions(), limits, config, "regroup")
+    trial.join()
+    if trial.failed is not None:
+        raise trial.failed
     return trial
 
 
@@ -272,13 +248,13 @@ def local_rows(folder: Path, sizes: tuple[int, ...], kills: int, budget: Budget)
             ups = scale_ups(trial)
             hit = {generation for _, generation in trial.done}
             every = {line["generation"] for line in trial.lines()}
-            case, lost = (
-                "newcomer warm to the first step of the larger world",
-                count_broken(trial, every - hit),
+            rows.append(
+                Row("newcomer warm to the first step of the larger world, p50", statistics.median(ups))
             )
-            rows.append(Row(f"{case}, p50", statistics.median(ups)))
-            rows.append(Row(f"{case}, p99", max(ups)))
-            rows.append(Row("steps lost by the others in scale-ups", lost, unit="steps"))
+            rows.append(Row("newcomer warm to the first step of the larger world, p99", max(ups)))
+            rows.append(
+                Row("steps lost by the others in scale-ups", count_broken(trial, every - hit), unit="steps")
+            )
     trial = play(folder / "drain", 4, [drain_one] * kills)
     times = [find_event_after(trial, *done, "applied")[0] for done in trial.done]
     rows.append(Row("drain asked to the first step without it, p50", statistics.median(times)))
