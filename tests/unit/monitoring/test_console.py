@@ -17,9 +17,9 @@ from typing import IO, Any
 
 import pytest
 
+from spark_elastic.clusters.cli import CommandOutput
 from spark_elastic.monitoring.console import (
     PROGRESS_INTERVAL,
-    FileListener,
     LineRateLimiter,
     OutputListener,
     ProgressListener,
@@ -27,9 +27,9 @@ from spark_elastic.monitoring.console import (
 from spark_elastic.testing.fakes import FakeClock
 
 
-def output(stream: IO[str], folder: Path | None = None, **options: Any) -> FileListener:
+def output(stream: IO[str], folder: Path | None = None, **options: Any) -> CommandOutput:
     shown = {"clock": FakeClock(), "timestamps": False, "show_messages": True, "show_output": True}
-    return FileListener(folder, stream, **{**shown, **options})
+    return CommandOutput(folder, stream, **{**shown, **options})
 
 
 @pytest.mark.parametrize("limited", [True, False])
