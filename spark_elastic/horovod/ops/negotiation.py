@@ -8,11 +8,10 @@ ranks first. The machine has no clock and no thread.
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, Literal
 
 from elastic_collectives import CollectiveError, MismatchError, RequestTimeout
 
@@ -33,15 +32,6 @@ class OperationRequest:
     scale: tuple[float, float] = (1.0, 1.0)  # factors before and after a reduction
     compression: str | None = None  # None, "fp16" or "bf16"
     root: int = 0  # of a broadcast: rank within the process set
-
-    def to_json(self) -> bytes:
-        return json.dumps([getattr(self, field.name) for field in fields(self)]).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> OperationRequest:
-        kind, name, dtypes, shapes, op, scale, compression, root = json.loads(text)
-        shapes = tuple(map(tuple, shapes))
-        return cls(kind, name, tuple(dtypes), shapes, op, (scale[0], scale[1]), compression, root)
 
 
 def find_mismatch(label: str, requests: Mapping[int, OperationRequest]) -> tuple[tuple[int, ...], str] | None:
@@ -68,11 +58,6 @@ def _format_value(value: object) -> str:
 
 
 CAPACITY = 4096  # requests in the cache
-_NEW = 0xFFFF  # numbers that stand for no cached request: the request follows as JSON,
-_EXPIRED = 0xFFFE  # the label of an operation that waited too long follows,
-_JOIN = 0xFFFD  # the number of steps before the join follows
-_NUMBER = struct.Struct("<H")
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -85,62 +70,42 @@ class Message:
 
 
 class RequestCache:
-    """Encodes requests that were sent before as two bytes, as Horovod's response cache does. All ranks decode all
+    """Encodes requests that were sent before as numbers, as Horovod's response cache does. All ranks decode all
     messages, so that they number the same requests alike, and clear their caches together."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._numbers: dict[OperationRequest, int] = {}
         self._requests: list[OperationRequest] = []
 
     def encode(self, messages: Sequence[Message]) -> bytes:
-        return b"".join(map(self._encode_message, messages))
+        return json.dumps(list(map(self._pack, messages)), separators=(",", ":")).encode()
 
-    def _encode_message(self, message: Message) -> bytes:
-        if message.request is None:
-            if message.expired is not None:
-                return _encode_text(_EXPIRED, message.expired.encode())
-            return _NUMBER.pack(_JOIN) + _LENGTH.pack(message.joined)
-        number = self._numbers.get(message.request)
-        return _encode_text(_NEW, message.request.to_json()) if number is None else _NUMBER.pack(number)
+    def _pack(self, message: Message) -> object:
+        if message.request is not None:
+            number = self._numbers.get(message.request)
+            return astuple(message.request) if number is None else number
+        return {"joined": message.joined} if message.expired is None else {"expired": message.expired}
 
     def decode(self, texts: Sequence[bytes]) -> list[list[Message]]:
         """Return each rank's messages of one round, and add their new requests to the cache."""
-        by_rank = [list(self._decode_messages(text)) for text in texts]
-        for messages in by_rank:
-            for message in messages:
-                self._add(message.request)
-        if len(self._requests) > self._capacity:
+        by_rank = [list(map(self._unpack, json.loads(text))) for text in texts]
+        for request in (message.request for messages in by_rank for message in messages):
+            if request is not None and request not in self._numbers:
+                self._numbers[request] = len(self._requests)
+                self._requests.append(request)
+        if len(self._requests) > CAPACITY:
             self._numbers.clear()
             self._requests.clear()
         return by_rank
 
-    def _add(self, request: OperationRequest | None) -> None:
-        if request is not None and request not in self._numbers:
-            self._numbers[request] = len(self._requests)
-            self._requests.append(request)
-
-    def _decode_messages(self, text: bytes) -> Iterator[Message]:
-        at = 0
-        while at < len(text):
-            (number,) = _NUMBER.unpack_from(text, at)
-            at += _NUMBER.size
-            if number < _JOIN:
-                yield Message(self._requests[number])
-                continue
-            (length,) = _LENGTH.unpack_from(text, at)
-            at += _LENGTH.size
-            if number == _JOIN:
-                yield Message(joined=length)
-            else:
-                body = text[at : at + length]
-                at += length
-                is_new = number == _NEW
-                yield Message(OperationRequest.from_json(body)) if is_new else Message(expired=body.decode())
-
-
-def _encode_text(number: int, text: bytes) -> bytes:
-    return _NUMBER.pack(number) + _LENGTH.pack(len(text)) + text
+    def _unpack(self, packed: Any) -> Message:
+        if isinstance(packed, int):
+            return Message(self._requests[packed])
+        if isinstance(packed, dict):
+            return Message(**packed)
+        kind, name, dtypes, shapes, op, scale, *rest = packed
+        shapes = tuple(map(tuple, shapes))
+        return Message(OperationRequest(kind, name, tuple(dtypes), shapes, op, tuple(scale), *rest))
 
 
 @dataclass(frozen=True)
