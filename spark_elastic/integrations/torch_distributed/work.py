@@ -155,26 +155,3 @@ class LiveGroups:
 
 def get_live_groups() -> LiveGroups:
     return get_process_context().get_or_create(LiveGroups)
-
-
-class BackwardGuard:
-    """Raises the error of a group at the end of a backward pass that started one of its collectives.
-
-    Only the thread that runs the backward pass calls it.
-    """
-
-    def __init__(self, group: ElasticProcessGroup) -> None:
-        self._group = group
-        self._task = -1  # of autograd: the last backward pass that is guarded
-
-    def watch_backward(self) -> None:
-        """If a backward pass runs in this thread, let it check the group at its end."""
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
-            self._task = task
-            # A callback of a callback: it comes after those of DDP, which waits for its collectives in one.
-            _call_after_backward(lambda: _call_after_backward(self._group.raise_error))
-
-
-def _call_after_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
