@@ -6,28 +6,9 @@ from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
 from spark_elastic.horovod.ops.horovod_names import check_extension
 from spark_elastic.horovod.ops.operations import barrier
-from spark_elastic.horovod.tensorflow import elastic
+from spark_elastic.horovod.tensorflow import elastic, gathering
 from spark_elastic.horovod.tensorflow.allreduce import allreduce, grouped_allreduce
-from spark_elastic.horovod.tensorflow.gathering import (
-    allgather,
-    allgather_object,
-    alltoall,
-    broadcast,
-    broadcast_,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-    grouped_allgather,
-    grouped_reducescatter,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from spark_elastic.horovod.tensorflow.gathering import *
 from spark_elastic.horovod.tensorflow.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -45,32 +26,15 @@ __all__ = [
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "SyncBatchNormalization",
-    "allgather",
-    "allgather_object",
     "allreduce",
-    "alltoall",
     "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
     "check_extension",
     "elastic",
     "get_process_set_ids_and_ranks",
-    "grouped_allgather",
     "grouped_allreduce",
-    "grouped_reducescatter",
     "is_process_set_included",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
 ]
 __all__ += horovod_names.__all__
+__all__ += gathering.__all__
 
 get_process_context().get_or_create(SlotGpuSelection)

@@ -8,39 +8,10 @@ from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
 from spark_elastic.horovod.ops.horovod_names import check_extension
 from spark_elastic.horovod.ops.operations import allgather_object, barrier, broadcast_object
-from spark_elastic.horovod.torch.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    poll,
-    synchronize,
-)
-from spark_elastic.horovod.torch.gathering import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    gather_rows,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from spark_elastic.horovod.torch import allreduce as reducing
+from spark_elastic.horovod.torch import gathering
+from spark_elastic.horovod.torch.allreduce import *
+from spark_elastic.horovod.torch.gathering import *
 from spark_elastic.horovod.torch.layers import SyncBatchNorm
 from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch import elastic
@@ -55,45 +26,18 @@ __all__ = [
     "Progress",
     "RowDropout",
     "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
     "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "check_extension",
     "draw_rows",
     "elastic",
-    "gather_rows",
     "get_process_set_ids_and_ranks",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "is_process_set_included",
-    "join",
-    "poll",
     "progress",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-    "synchronize",
 ]
 __all__ += horovod_names.__all__
+__all__ += gathering.__all__
+__all__ += reducing.__all__
 
 get_process_context().get_or_create(SlotGpuSelection)

@@ -26,6 +26,27 @@ from spark_elastic.runs.handlers import unwrap_variable
 
 T = TypeVar("T")
 
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "grouped_allgather",
+    "grouped_reducescatter",
+    "join",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+]
+
 
 @no_autograph
 def allgather(

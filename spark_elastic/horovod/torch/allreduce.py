@@ -25,6 +25,19 @@ from spark_elastic.horovod.ops.negotiation import Kind
 from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operations import compress_tensors
 
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "poll",
+    "synchronize",
+]
+
 
 def submit(
     kind: Kind,

@@ -22,6 +22,28 @@ from spark_elastic.horovod.ops.operations import broadcast_object, compress_tens
 from spark_elastic.horovod.torch.allreduce import Handle, allreduce, differentiable, grouped_allreduce, submit
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
 
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "gather_rows",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
 
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
