@@ -21,7 +21,6 @@ ALIGN = 64  # bytes: every array begins at a multiple of it
 
 
 def allocate_aligned(nbytes: int) -> Bytes:
-    """Return zeros that begin at a multiple of ALIGN."""
     whole = np.zeros(nbytes + ALIGN, np.uint8)
     begin = -whole.ctypes.data % ALIGN
     return whole[begin : begin + nbytes]
@@ -97,5 +96,4 @@ class FlatAllreduce:
         return self._buffer.views
 
     def close(self) -> None:
-        """Release the memory."""
         self._group = self._buffer = None

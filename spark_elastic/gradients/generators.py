@@ -28,7 +28,6 @@ def get_generators() -> tuple[Any, ...]:
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
-    """Set all generators to what `get_generators` returned."""
     python, numpy, torch_cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
@@ -56,7 +55,6 @@ def get_device_rng_state() -> torch.Tensor | None:
 
 
 def set_device_rng_state(state: torch.Tensor | None) -> None:
-    """Set what `get_device_rng_state` returned."""
     module = _find_device_module()
     if module is not None and state is not None:
         module.set_rng_state(state)

@@ -71,7 +71,6 @@ Product = ReduceOp.PRODUCT
 
 
 def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the reduction that the two arguments stand for."""
     if average is not None and op is not None:
         raise InvalidInput("take either average or op; op is the newer one: leave average out.")
     if op is not None and not isinstance(op, ReduceOp):

@@ -50,8 +50,6 @@ class StepSummary(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """What all ranks conclude; the same everywhere."""
-
     version: MembershipVersion  # the newest that any rank knows
     rows: int  # of all ranks
     loss: float  # sum over all rows
@@ -72,17 +70,14 @@ class StepDecision(NamedTuple):
 
 
 def count_summary_bytes(parameters: int) -> int:
-    """Of the summary of a step that trains so many parameters, as it travels."""
     return _FORMAT.size + -(-2 * parameters // 8)
 
 
 def exchange_summaries(
     group: Group, mine: StepSummary, gather: Callable[[Bytes], Bytes] | None = None
 ) -> StepDecision:
-    """Send this rank's summary, and decide from those of all ranks. Collective.
-
-    Args:
-        gather: exchanges the bytes of all ranks, (size, bytes); None: the group does.
+    """Send this rank's summary, and decide from those of all ranks. Collective. gather: exchanges the bytes of all
+    ranks, (size, bytes); None: the group does.
 
     Raises:
         MismatchError: ranks stand at different positions or cut their gradients differently; on every rank alike.
@@ -116,7 +111,6 @@ def exchange_summaries(
 
 @lru_cache(maxsize=4)  # most steps have the flags of the step before
 def _pack_flags(present: bytes, found_sparse: bytes) -> bytes:
-    """Eight flags a byte; given one a byte."""
     return np.packbits(np.frombuffer(present + found_sparse, np.bool_)).tobytes()
 
 
