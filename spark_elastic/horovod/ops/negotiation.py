@@ -35,7 +35,7 @@ class OperationRequest:
 
 
 def find_mismatch(label: str, requests: Mapping[int, OperationRequest]) -> tuple[tuple[int, ...], str] | None:
-    """Return (ranks whose request differs from the first one, a sentence), or None if all requests are equal."""
+    """Return (ranks whose request differs from the first one, a sentence); None: all are equal."""
     first, *others = sorted(requests)
     expected = requests[first]
     off = tuple(rank for rank in others if requests[rank] is not expected and requests[rank] != expected)
@@ -119,8 +119,6 @@ class Response:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round decided."""
-
     responses: tuple[Response, ...]  # in the order in which to carry them out
     announced: tuple[str, ...]  # labels of the requests that this rank announced in the round, in their order
     # Once all ranks have joined, which ends the join: the one that joined last.
@@ -129,15 +127,11 @@ class RoundResult:
 
 @dataclass
 class _PendingOperation:
-    """An operation that some ranks have requested and others have not."""
-
     requests: dict[int, OperationRequest] = field(default_factory=dict)  # by rank
     expired: bool = False  # a rank has waited for it too long
 
 
 class Negotiation:
-    """One rank's copy of the machine."""
-
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
@@ -149,7 +143,7 @@ class Negotiation:
 
     @property
     def pending(self) -> dict[str, tuple[int, ...]]:
-        """Operations that some rank has requested, each with the ranks that have not requested it."""
+        """By operation that some rank has requested, the ranks that have not requested it."""
         return {label: self._find_missing_ranks(entry) for label, entry in self._pending.items()}
 
     @property
@@ -159,12 +153,11 @@ class Negotiation:
         return len(waiting | set(self._joined)) == self._size
 
     def encode(self, messages: Sequence[Message]) -> bytes:
-        """Return what this rank sends in the next round."""
         return self._cache.encode(messages)
 
     def process(self, texts: Sequence[bytes], deadlocked: bool = False) -> RoundResult:
-        """Process one round. texts: what each rank sent, in rank order. deadlocked: all ranks have been waiting for
-        long, so that pending operations fail unless one is ready."""
+        """texts: what each rank sent, in rank order. deadlocked: all ranks have been waiting for long, so that pending
+        operations fail unless one is ready."""
         announced: list[str] = []
         for rank, messages in enumerate(self._cache.decode(texts)):
             for message in messages:
@@ -180,7 +173,7 @@ class Negotiation:
         return RoundResult(tuple(responses), tuple(announced), self._finish_join())
 
     def _apply(self, rank: int, message: Message) -> str | None:
-        """Record a message of a rank. Returns the label of the operation that it requests, if it requests one."""
+        """Returns the label of the operation that the message requests, if it requests one."""
         if message.expired is not None:
             if message.expired in self._pending:
                 self._pending[message.expired].expired = True
@@ -218,7 +211,7 @@ class Negotiation:
         return Response(label, request)
 
     def _make_deadlock_responses(self) -> list[Response]:
-        """Return an error for every pending operation: each rank waits for one that the others do not request."""
+        """Every pending operation fails: each rank waits for one that the others do not request."""
         waits = "; ".join(
             f"rank(s) {_format_ranks(sorted(entry.requests))} for {label!r}, which rank(s) "
             f"{_format_ranks(self._find_missing_ranks(entry))} did not request"

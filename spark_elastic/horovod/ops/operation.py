@@ -53,8 +53,8 @@ class Operation:
         self._error: Exception | None = None
 
     def wait(self) -> tuple[Array, ...]:
-        """Run rounds until the operation is done. The deadlines of the queue bound the wait. Raises CollectiveError if
-        the operation failed, or the group broke. Raises Exception if this rank itself could not carry it out."""
+        """Run rounds until the operation is done, as long as the queue's deadlines let it. Raises CollectiveError if
+        it failed, or the group broke, and any Exception for which this rank itself could not carry it out."""
         if not self.done:
             self._has_blocked_thread = True
             self._wait_began_at = self._wait_began_at or self._queue.clock.now()
@@ -72,7 +72,6 @@ class Operation:
         return self.done
 
     def count_seconds_waited(self, now: float) -> float:
-        """Return the seconds since the first wait or poll; 0 if there was none."""
         return 0.0 if self._wait_began_at is None else now - self._wait_began_at
 
     def has_waiter(self, now: float) -> bool:
@@ -81,7 +80,7 @@ class Operation:
         return self._has_blocked_thread or polls
 
     def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
-        """Set the outputs or the error, unless it is done already. Called by the queue."""
+        """Set the outputs or the error, unless it is done already."""
         with self._queue.condition:
             if not self.done:
                 self.outputs, self._error, self.done = outputs, error, True
@@ -89,8 +88,7 @@ class Operation:
 
 
 def reraise(error: Exception) -> NoReturn:
-    """Raise an error for one of several callers. Each gets a CollectiveError of its own; any other error keeps the
-    traceback of its origin."""
+    """Each of several callers gets a CollectiveError of its own; any other error keeps the traceback of its origin."""
     if isinstance(error, CollectiveError):
         raise type(error)(error.ranks, error.reason)
     raise error
@@ -101,8 +99,6 @@ FUSED_AT_MOST = 1 << 20  # bytes of an operation: to copy a larger one costs mor
 
 @dataclass(frozen=True)
 class Task:
-    """An operation that all ranks carry out now."""
-
     label: str  # as in its `Response`
     request: OperationRequest  # as in its `Response`
     operation: Operation | None  # None: this rank has joined and has not requested it
@@ -139,7 +135,7 @@ def _fusion_key(request: OperationRequest) -> object | None:
 
 
 def validate(operation: Operation, size: int) -> None:
-    """Raise InvalidInput if an operation's arrays or arguments are invalid, before this rank announces it."""
+    """Raise InvalidInput if arrays or arguments are invalid, before this rank announces the operation."""
     request = operation.request
     try:
         for array, name in zip(operation.arrays, request.dtypes, strict=True):
@@ -210,7 +206,7 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 
 
 def make_neutral_arrays(request: OperationRequest) -> tuple[Array, ...]:
-    """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
+    """What a rank that has joined contributes: arrays that do not change the result of the reduction."""
     op, factor = request.op, request.scale[0]
     return tuple(
         narrow(np.full(shape, _find_neutral_element(op, name, factor), _numpy_name(name)), name)

@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 
 class OperationQueue:
-    """The negotiated operations of one group, from the first one on."""
-
     def __init__(
         self,
         group: Group,
@@ -91,11 +89,8 @@ class OperationQueue:
         splits: list[int] | None = None,
         awaited: bool = False,
     ) -> Operation:
-        """Request an operation. Its arrays belong to the queue until the handle is done.
-
-        Args:
-            splits: of an alltoall: rows for each rank.
-            awaited: the caller waits for it at once, so that the thread of the queue need not wake up.
+        """Request an operation. Its arrays belong to the queue until the handle is done. awaited: the caller waits for it
+        at once, so that the thread of the queue need not wake up.
 
         Raises:
             InvalidInput: the arguments are invalid, or an operation of that name is in progress.
@@ -156,9 +151,8 @@ class OperationQueue:
             self._wake_thread.set()
 
     def _set_idle(self, *, idle: bool) -> None:
-        """Set or lift the timeout of the group. An idle round has none, since no thread waits for it: a rank that is
-        late, because a long call holds the interpreter lock, breaks nothing. The timeout counts from the first request
-        on."""
+        """An idle round has no timeout, since no thread waits for it: a rank that is late, because a long call holds
+        the interpreter lock, breaks nothing. The timeout counts from the first request on."""
         if idle is not self._idle:
             self._idle = idle
             self.group.set_timeout(None if idle else self.group.timeout)
@@ -166,7 +160,6 @@ class OperationQueue:
     # ---- which thread runs a round
 
     def _run(self) -> None:
-        """The thread of the queue."""
         while self._error is None:
             woken = self._wake_thread.wait(IDLE)
             self._wake_thread.clear()
@@ -176,8 +169,7 @@ class OperationQueue:
                 self._wake_thread.set()
 
     def _can_skip_round(self, woken: bool) -> bool:
-        """Whether the thread of the queue leaves out a round. Threads that wait for operations run rounds themselves:
-        taking turns with them would cost more than a round."""
+        """Whether to leave a round to the threads that wait for operations: taking turns would cost more than it."""
         needed = self._has_work() if woken else self.clock.now() - self._last_round_at > IDLE / 2
         return self._waiting_threads > 0 or not needed
 
@@ -191,7 +183,6 @@ class OperationQueue:
                 return
 
     def run_until_done(self, operation: Operation) -> None:
-        """Run rounds until the operation is done. Called by a thread that waits for it."""
         with self.condition:
             self._waiting_threads += 1
         try:
@@ -239,7 +230,6 @@ class OperationQueue:
                 raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: Exception) -> None:
-        """Fail all operations, and all later calls."""
         with self.condition:
             self._error = error
             operations = [*self._new, *self._announcing, *self._announced.values()]
@@ -290,7 +280,7 @@ class OperationQueue:
             self._stall_check.check(self._negotiation.pending, self.clock.now())
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
-        """Exchange the messages of a round. Returns those of all ranks, and whether all ranks seem deadlocked."""
+        """Returns the messages of all ranks, and whether all ranks seem deadlocked."""
         first = message[: HEAD - _HEADING.size]
         head = _HEADING.pack(len(message), self._seems_deadlocked()) + first
         heads = self.group.allgather(np.frombuffer(head.ljust(HEAD, b"\0"), np.uint8)).tobytes()
@@ -338,12 +328,10 @@ class OperationQueue:
 
 
 class OperationStallCheck:
-    """Horovod's stall check of operations that some ranks have requested and others have not. One thread; time is a
-    value."""
+    """Horovod's stall check of operations that some ranks have requested and others have not."""
 
     def __init__(self, process_set: str, warn_after: float, members: Sequence[int]) -> None:
-        """process_set: its name in messages; "" for the whole world. warn_after: seconds until the first warning of an
-        operation, and between two of them. members: rank in the world of each rank of the process set."""
+        """members: rank in the world of each rank of the process set, whose name is "" for the whole world."""
         self._where = f" of {process_set}" if process_set else ""
         self._warn_after = warn_after
         self._members = members
@@ -351,7 +339,6 @@ class OperationStallCheck:
         self._warned_at: dict[str, float] = {}  # by label
 
     def check(self, pending: Mapping[str, tuple[int, ...]], now: float) -> None:
-        """Log what has been pending for too long: by label, the ranks that have not requested it."""
         for label in self._pending_since.keys() - pending.keys():
             del self._pending_since[label]
             self._warned_at.pop(label, None)

@@ -94,8 +94,8 @@ def submit(
     **fields: Any,
 ) -> Operation:
     """Request an operation on contiguous arrays, which belong to it until it is done. name: the user's; names of
-    different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: those of the arrays. awaited:
-    the caller waits for it at once. fields: further ones of the `OperationRequest`."""
+    different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: the arrays' own. fields:
+    further ones of the `OperationRequest`."""
     request = OperationRequest(
         kind,
         None if name is None else f"{kind}.{name}",
