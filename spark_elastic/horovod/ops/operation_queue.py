@@ -89,8 +89,8 @@ class OperationQueue:
         splits: list[int] | None = None,
         awaited: bool = False,
     ) -> Operation:
-        """Request an operation. Its arrays belong to the queue until the handle is done. awaited: the caller waits for it
-        at once, so that the thread of the queue need not wake up.
+        """Request an operation. Its arrays belong to the queue until the handle is done. awaited: the caller waits for
+        it at once, so that the thread of the queue need not wake up.
 
         Raises:
             InvalidInput: the arguments are invalid, or an operation of that name is in progress.
