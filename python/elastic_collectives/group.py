@@ -1,20 +1,49 @@
 """A group: the ranks of one generation and the collectives among them.
 
 Arrays are anything that numpy can view without a copy. A group runs one collective at a time, from one thread; any
-thread may call `abort` and `close`. After an error a group cannot be used again. Another backend subclasses `Group` and
-offers a function like `connect` that returns it.
+thread may call `abort` and `close`. After an error a group cannot be used again.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from elastic_collectives.operands import Array, Reduction, as_array, as_reduction, fuse_reductions
+from elastic_collectives import _engine
+from elastic_collectives.errors import refuse_forks
+from elastic_collectives.operands import (
+    Array,
+    Reduction,
+    Shape,
+    as_array,
+    as_reduction,
+    as_result,
+    as_rows,
+    divide_evenly,
+    fuse_reductions,
+    signature,
+    split,
+    validate_members,
+    validate_root,
+    validate_splits,
+)
 
+if TYPE_CHECKING:
+    from elastic_collectives.engine import Endpoint
+
+# Bytes of one part of a broadcast. Ranks forward a part while the next one arrives.
+BROADCAST_PART = 1 << 26
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 1e9  # seconds
+
+FindAddresses = Callable[[Sequence[int]], Sequence[str]]
+"""Returns the addresses of ranks that this one needs, or none at all if they cannot be known. Any thread."""
 WaitObserver = Callable[[float, Sequence[int]], None]
 """Called with the seconds that this rank has been waiting and the ranks that it waits for."""
 
@@ -34,8 +63,38 @@ class Closing(ABC):
         self.close()
 
 
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group and its subgroups are built from."""
+
+    endpoint: Endpoint  # the process's listening socket
+    peers: list[str]  # address of each rank's endpoint
+    members: Sequence[int]  # each rank's number in the group that `connect` built
+    fence: tuple[int, int]  # (attempt, generation)
+    timeout: float  # seconds that one wait for a peer may last
+    local: list[int]  # ranks on this rank's host; empty: sockets only
+    # Of ranks whose address is empty among `peers`, by their numbers among `members`.
+    find_addresses: FindAddresses | None
+    channel: int = 0  # 0 for the group of all ranks, otherwise the subgroup's number
+
+    def build_native(self, rank: int) -> _engine.Group:
+        fence = (*self.fence, self.channel)
+        find = None if self.find_addresses is None else self._find_addresses
+        return _engine.Group(self.endpoint.native, rank, self.peers, fence, self.timeout, self.local, find)
+
+    def _find_addresses(self, ranks: Sequence[int]) -> Sequence[str]:
+        assert self.find_addresses is not None
+        return self.find_addresses([self.members[rank] for rank in ranks])
+
+    def restrict(self, ranks: Sequence[int], channel: int) -> GroupSpec:
+        local = [place for place, rank in enumerate(ranks) if rank in self.local]
+        peers, members = [self.peers[rank] for rank in ranks], [self.members[rank] for rank in ranks]
+        return replace(self, peers=peers, members=members, local=local, channel=channel)
+
+
 class Group(Closing):
-    """Collectives raise `CollectiveError`; every wait ends after the group's timeout."""
+    """Collectives raise `CollectiveError`; every wait ends after the group's timeout. With a single rank every
+    collective is the identity and uses no socket."""
 
     rank: int
     size: int
@@ -45,6 +104,19 @@ class Group(Closing):
     """(attempt, generation)."""
     timeout: float
     """Seconds that one wait for a peer may last, unless `set_timeout` changed it."""
+
+    def __init__(self, spec: GroupSpec, rank: int) -> None:
+        self._spec = spec
+        self._native = spec.build_native(rank)
+        self._subgroups: list[Group] = []
+        self._end_reason: str | None = None
+        self._lock = threading.Lock()  # guards _subgroups and _end_reason
+        self._pid = os.getpid()
+        self.rank = rank
+        self.size = len(spec.peers)
+        self.members = spec.members
+        self.fence = spec.fence
+        self.timeout = spec.timeout
 
     def allreduce(
         self,
@@ -87,7 +159,6 @@ class Group(Closing):
         for reduction in fuse_reductions(whole):
             self._allreduce(reduction)
 
-    @abstractmethod
     def reducescatter(
         self,
         array: Any,
@@ -105,12 +176,31 @@ class Group(Closing):
         Args:
             out: the array that receives the result, C-contiguous and of its shape and dtype; None: a new one.
         """
+        refuse_forks(self._pid)
+        view = as_rows(array)
+        reduction = self._resolve_weight(as_reduction(view, op, dtype, weight, scale, compression))
+        if op == "adasum":
+            raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
+        if reduction.before != 1.0:
+            view = np.zeros_like(view) if reduction.is_ignored else view.copy()
+        counts = divide_evenly(len(view), self.size)
+        part = as_result(out, (counts[self.rank], *view.shape[1:]), view.dtype)
+        row = _row_size(view)
+        native = [count * row for count in counts]
+        self._native.reducescatter(_as_bytes(view), native, _as_bytes(part), _to_native(reduction))
+        return part
 
-    @abstractmethod
     def broadcast(self, array: Any, root: int) -> None:
         """Copy `array` of rank `root` to all, in place; any dtype, with the same dtype and size on all ranks."""
+        view = as_array(array, writable=self.rank != root)
+        validate_root(root, self.size)
+        if not self._is_single():
+            data = _as_bytes(view if view.flags.writeable else view.copy())
+            whole = data.nbytes if data.nbytes > BROADCAST_PART else 0
+            same = signature(view.dtype.str, root, whole)
+            for begin in range(0, max(data.nbytes, 1), BROADCAST_PART):
+                self._native.broadcast(data[begin : begin + BROADCAST_PART], root, same)
 
-    @abstractmethod
     def alltoall(
         self,
         array: Any,
@@ -127,59 +217,101 @@ class Group(Closing):
                 number than its receiver expects is a mismatch.
             out: as in `reducescatter`.
         """
+        view = as_rows(array)
+        outgoing = validate_splits(len(view), splits, self.size)
+        if self._is_single():
+            received = as_result(out, view.shape, view.dtype)
+            received[...] = view
+            return received, list(outgoing)
+        same = signature(view.dtype.str, view.shape[1:])
+        counts = self._exchange_counts(outgoing, same) if incoming is None else list(incoming)
+        received = as_result(out, (sum(counts), *view.shape[1:]), view.dtype)
+        row = view.dtype.itemsize * _row_size(view)
+        sent, came = _cut(view, outgoing, row), _cut(received, counts, row)
+        self._native.alltoall(sent, came, same, incoming is None)
+        return received, counts
 
-    @abstractmethod
     def alltoall_arrays(self, arrays: Sequence[Array], out: Sequence[Array]) -> None:
         """Send the r-th array to rank r, and receive into the r-th array of `out` what it sends.
 
         Where sender and receiver have arrays of another size it is a mismatch. All arrays have one dtype.
         """
+        sent = [_as_bytes(as_array(array, writable=False)) for array in arrays]
+        came = [_as_bytes(as_array(array, writable=True)) for array in out]
+        if self._is_single():
+            came[0][...] = sent[0]
+        else:
+            same = signature(*sorted({array.dtype.str for array in arrays}))
+            self._native.alltoall(sent, came, same, False)
 
-    @abstractmethod
     def allgather(self, array: Any, out: Array | None = None) -> Array:
         """Return the arrays of all ranks (equal shape and dtype) as one array of shape (size, *array.shape).
 
         Args:
             out: as in `reducescatter`.
         """
+        view = as_array(array, writable=False)
+        gathered = as_result(out, (self.size, *view.shape), view.dtype)
+        if self._is_single():
+            gathered[0:1] = view
+        else:
+            same = signature(view.dtype.str, view.shape)
+            self._native.allgather(_as_bytes(view), _as_bytes(gathered), [view.nbytes] * self.size, same)
+        return gathered
 
-    @abstractmethod
     def allgatherv(self, array: Any) -> list[Array]:
         """Return the arrays of all ranks in rank order; the first dimension may differ between ranks."""
+        view = as_rows(array)
+        if self._is_single():
+            return [view.copy()]
+        same = signature(view.dtype.str, view.shape[1:])
+        lengths = np.empty(self.size, np.int64)
+        self._native.allgather(np.array([len(view)]), lengths, [8] * self.size, same)
+        gathered = np.empty((int(lengths.sum()), *view.shape[1:]), view.dtype)
+        row = view.dtype.itemsize * _row_size(view)
+        if gathered.nbytes:
+            sizes = [length * row for length in lengths.tolist()]
+            self._native.allgather(_as_bytes(view), _as_bytes(gathered), sizes, same)
+        return split(gathered, lengths.tolist())
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks in rank order; lengths may differ."""
         return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
 
-    @abstractmethod
     def buffer(self, nbytes: int) -> Array:
         """Allocate zeroed memory for operands: large operands in it, on all ranks, are reduced without a copy.
 
         All ranks must call this in the same order as collectives. The memory lives as long as the array or a view of
         it, but belongs to this group: after a failure or `close`, copy what you need and use the next group's memory.
         """
+        memory = self._native.memory(nbytes)
+        return np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return once all ranks have called it."""
+        if not self._is_single():
+            self._native.barrier()
 
-    @abstractmethod
     def set_timeout(self, seconds: float | None) -> None:
         """Set how long one wait for a peer may last; a wait under way counts as if it began now.
 
         With None a wait ends only by abort, by the death of a peer or with the group. Applies to this rank and this
         group only. Any thread.
         """
+        if seconds is not None and not MIN_TIMEOUT <= seconds <= MAX_TIMEOUT:
+            raise ValueError(
+                f"a timeout must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
+            )
+        self._native.set_timeout(seconds or 0.0)
 
-    @abstractmethod
     def watch(self, callback: WaitObserver | None) -> None:
         """Set a callback for collectives of this rank that wait longer than two seconds; called a few times a second.
 
         The waiting thread calls it; an exception from it ends the group. The ranks passed to it do not include ranks
         that wait themselves, and only one of several waiting ranks on a host is called. Any thread.
         """
+        self._native.watch(callback)
 
-    @abstractmethod
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> Group:
         """Create another group of the same generation whose collectives are ordered independently.
 
@@ -190,14 +322,31 @@ class Group(Closing):
             channel: identifies the subgroup, 1 or more; equal on all its ranks, used once per generation and rank.
             ranks: members among the ranks of this group, ascending; None: all.
         """
+        members = validate_members(channel, ranks, self.rank, self.size)
+        group = Group(self._spec.restrict(members, channel), members.index(self.rank))
+        with self._lock:
+            self._subgroups.append(group)
+            ended = self._end_reason
+        if ended is not None:
+            group.abort(ended)
+        return group
 
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """Fail the group at once, here and at all reachable peers; any thread, any number of times."""
+        if os.getpid() != self._pid:
+            return  # the memory that this process shares with its parent is the parent's group's
+        # Peers get it as UTF-8, which has no lone surrogates.
+        reason = reason.encode("utf-8", "backslashreplace").decode()
+        self._native.abort(reason)
+        for group in self._end(reason):
+            group.abort(reason)
 
-    @abstractmethod
     def _allreduce(self, reduction: Reduction) -> None:
-        """In place; its weight, if it has one, is this rank's own yet: see `_resolve_weight`."""
+        refuse_forks(self._pid)
+        reduction = self._resolve_weight(reduction)
+        if reduction.is_ignored:
+            reduction.array.fill(0)
+        self._native.allreduce(_as_bytes(reduction.array), _to_native(reduction))
 
     def _resolve_weight(self, reduction: Reduction) -> Reduction:
         """Gather the ranks' weights and turn a weighted average into a sum with a factor per rank."""
@@ -205,3 +354,66 @@ class Group(Closing):
             return reduction
         weights = self.allgather(np.array([reduction.weight], np.float64))
         return reduction.with_weights(weights.ravel().tolist(), self.rank)
+
+    def _exchange_counts(self, outgoing: Sequence[int], same: int) -> list[int]:
+        """Tell each rank how many rows it will get; returns how many each rank will send."""
+        incoming, ones = np.empty(self.size, np.int64), [1] * self.size
+        sent = _cut(np.array(outgoing, np.int64), ones, 8)
+        self._native.alltoall(sent, _cut(incoming, ones, 8), same, True)
+        counts: list[int] = incoming.tolist()
+        return counts
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        for group in self._end(f"rank {self.rank}: the group is closed"):
+            group.close()
+        self._native.close()
+
+    def _end(self, reason: str) -> list[Group]:
+        with self._lock:
+            self._end_reason = self._end_reason or reason
+            return list(self._subgroups)
+
+    def _is_single(self) -> bool:
+        """Whether this rank is the only one. Raises if the group has failed."""
+        refuse_forks(self._pid)
+        self._native.check()
+        return self.size == 1
+
+
+def _row_size(view: Array) -> int:
+    return int(np.prod(view.shape[1:], dtype=np.int64))
+
+
+def _cut(view: Array, rows: Sequence[int], row: int) -> list[Array]:
+    """Views of its bytes, with so many rows of `row` bytes in each."""
+    data, begin, parts = _as_bytes(view), 0, []
+    for count in rows:
+        parts.append(data[begin : begin + count * row])
+        begin += count * row
+    return parts
+
+
+def _as_bytes(view: Array) -> Array:
+    """View an array as bytes: the native side must handle dtypes that numpy lacks, such as bfloat16."""
+    return view.reshape(-1).view(np.uint8)
+
+
+def _to_native(r: Reduction) -> _engine.Reduction:
+    return _native_reduction(r.dtype, r.op, r.wire, r.algorithm, r.before, r.after, r.shapes)
+
+
+@lru_cache(maxsize=1024)  # every step reduces the same shapes
+def _native_reduction(
+    dtype: str, op: str, wire: str, algorithm: str, before: float, after: float, shapes: tuple[Shape, ...]
+) -> _engine.Reduction:
+    return _engine.Reduction(
+        getattr(_engine.DataType, dtype),
+        getattr(_engine.ReduceOp, op),
+        getattr(_engine.Wire, wire),
+        getattr(_engine.Algorithm, algorithm),
+        before,
+        after,
+        signature(*shapes),
+    )
