@@ -77,7 +77,6 @@ def grouped_allgather(
 def _gather_grouped(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
 ) -> list[Tensor]:
-    """op: of the ranks' gradients."""
     shapes: list[torch.Size] = []
 
     def run(given: Sequence[Tensor]) -> list[Tensor]:

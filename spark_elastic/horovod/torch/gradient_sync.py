@@ -39,11 +39,9 @@ class OptimizerSync(ABC):
         get_optimizers_in_use().add(self)
 
     def close(self) -> None:
-        """Take the optimizer out of use."""
         get_optimizers_in_use().discard(self)
 
     def count_step(self, group: Group | None) -> None:
-        """Count an exchange of this rank's own gradients in that group."""
         self._counted = group, 1 + (self._counted[1] if self._counted[0] is group else 0)
 
     def steps(self) -> int:
@@ -67,8 +65,6 @@ class OptimizerSync(ABC):
 
 
 class GradientSync(OptimizerSync):
-    """Synchronizes the gradients of one optimizer."""
-
     def __init__(
         self,
         named: list[tuple[str, torch.nn.Parameter]],
@@ -132,11 +128,9 @@ class GradientSync(OptimizerSync):
 
     @property
     def has_unsynced_gradients(self) -> bool:
-        """Whether there are gradients of this rank that were not synchronized."""
         return self.exchange.mode.has_open_step and self.exchange.mode.has_gradients
 
     def clear(self) -> None:
-        """Drop all gradients."""
         if self.exchange.mode.has_open_step and not self.is_stale():
             raise InvalidInput(
                 "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first. "
@@ -175,9 +169,8 @@ class GradientSync(OptimizerSync):
         self.is_synchronized = True
 
     def _check_order(self) -> None:
-        """Check that no other optimizer is between the first and the last of its buckets. An optimizer that was the
-        only one during its backward has launched its complete buckets, which need not be the same on all ranks: another
-        exchange in between would meet different collectives."""
+        """Check that no other optimizer is between the first and the last of its buckets: the ranks need not have
+        launched the same ones of them, so another exchange in between would meet different collectives."""
         for other in get_optimizers_in_use():
             if other is self or not isinstance(other, GradientSync):
                 continue

@@ -66,11 +66,8 @@ class AdasumOptimizer(DistributedBase):
     _adasum: AdasumSync
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with this rank's gradients and combine it with the others. closure: computes gradients.
-
-        Raises:
-            CollectiveError: see `AdasumSync.combine_step`; `restore` of a committed state restores the optimizer, too.
-        """
+        """Take a step with this rank's gradients and combine it with the others. closure: computes gradients. Raises
+        CollectiveError: see `AdasumSync.combine_step`; `restore` of a committed state restores the optimizer, too."""
         self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         plain = super().step
         return self._adasum.combine_step(plain if closure is None else lambda: plain(closure))
@@ -186,7 +183,6 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @lru_cache(maxsize=1)
 def _warn_unscaled_rate() -> None:
-    """Warn once per process."""
     log.warning(
         "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
         "scale_lr=True does, once, unless the program already does."
@@ -247,11 +243,8 @@ class _Distributed(DistributedBase):
 
     @disable_compile
     def synchronize(self) -> None:
-        """Exchange the gradients now, for example to clip them before `step`.
-
-        Raises:
-            CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
-        """
+        """Exchange the gradients now, for example to clip them before `step`. Raises CollectiveError if the exchange
+        broke: gradients are None, parameters and optimizer as they were."""
         self._sync.synchronize()
 
     @contextmanager
@@ -266,11 +259,8 @@ class _Distributed(DistributedBase):
             self._sync.is_synchronized = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange the gradients, unless `synchronize` did, and apply them. closure: computes gradients.
-
-        Raises:
-            CollectiveError: as `synchronize`.
-        """
+        """Exchange the gradients, unless `synchronize` did, and apply them. closure: computes gradients. Raises
+        CollectiveError as `synchronize`."""
         self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         if closure is not None:
             return super().step(lambda: self._compute_and_synchronize(closure))
