@@ -88,7 +88,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._guarded = -1  # of autograd: the last backward pass that checks this group at its end
         self._closed = False
         self._names = ["", ""]  # of the group, and its description
-        get_live_groups().add(self)
+        get_live_groups().append(self)
 
     # ---- the state of the group
 

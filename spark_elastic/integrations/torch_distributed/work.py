@@ -132,24 +132,15 @@ class EngineWork(dist.Work):
         return future
 
 
-class LiveGroups:
+class LiveGroups(list[Any]):
     """The process groups that this process has, so that an optimizer's step can ask them for errors. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._groups: list[ElasticProcessGroup] = []
+        super().__init__()
         register_optimizer_step_pre_hook(self._check_before_step)
 
-    def add(self, group: ElasticProcessGroup) -> None:
-        with self._lock:
-            self._groups.append(group)
-
-    def remove(self, group: ElasticProcessGroup) -> None:
-        with self._lock:
-            self._groups = [other for other in self._groups if other is not group]
-
     def _check_before_step(self, *step: object) -> None:
-        for group in self._groups:
+        for group in list(self):
             group.raise_error()
 
 
