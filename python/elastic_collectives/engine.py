@@ -501,12 +501,6 @@ def _to_native(r: Reduction) -> _engine.Reduction:
 def _native_reduction(
     dtype: str, op: str, wire: str, algorithm: str, before: float, after: float, shapes: tuple[Shape, ...]
 ) -> _engine.Reduction:
-    return _engine.Reduction(
-        getattr(_engine.DataType, dtype),
-        getattr(_engine.ReduceOp, op),
-        getattr(_engine.Wire, wire),
-        getattr(_engine.Algorithm, algorithm),
-        before,
-        after,
-        signature(*shapes),
-    )
+    kind, operator = getattr(_engine.DataType, dtype), getattr(_engine.ReduceOp, op)
+    how = getattr(_engine.Wire, wire), getattr(_engine.Algorithm, algorithm)
+    return _engine.Reduction(kind, operator, *how, before, after, signature(*shapes))

@@ -209,10 +209,7 @@ class TorchReduction:
         for operand in operands:
             by_dtype.setdefault(get_dtype_name(operand.dtype), []).append(operand.array)
         for dtype, arrays in by_dtype.items():
-            if len(arrays) == 1:
-                group.allreduce(arrays[0], ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
-            else:
-                group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
+            group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
 
     def reducescatter(self, group: Group, operand: Operand, out: Operand) -> None:
         """Reduce equal parts of the operand, one for each rank; `out` receives this rank's."""

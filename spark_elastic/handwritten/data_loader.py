@@ -270,15 +270,10 @@ class ElasticDataLoader:
 
     def _settings(self) -> dict[str, Any]:
         table = self._table
-        return {
-            "rows": self._rows,
-            **({} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}),
-            "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            **({"virtual_shares": self.virtual_shares} if self.virtual_shares else {}),
-        }
+        of_table = {} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}
+        names = ["global_batch_size", "seed", "shuffle", "drop_last"]
+        names += ["virtual_shares"] if self.virtual_shares else []
+        return {"rows": self._rows, **of_table, **{name: getattr(self, name) for name in names}}
 
     def _get_batch_rows(self) -> tuple[int, int, int]:
         if self._batch_rows is None:

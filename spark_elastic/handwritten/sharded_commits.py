@@ -283,8 +283,7 @@ class ShardedCommits:
                     log.warning(
                         "shard %d of commit %d is damaged in this worker's memory, and is not used: have the memory of "
                         "this machine tested",
-                        shard,
-                        commit.key.number,
+                        *(shard, commit.key.number),
                     )
 
     def gather_loss_description(self, group: Group, lost: LostCommit) -> str:

@@ -209,11 +209,8 @@ class RankLoss:
             if across is False and not self._gathered:
                 remedy = "give the trainer gather_rows=('sentence_embedding', 'label')"
                 remedy = "give it gather_across_devices=True" if in_parts else remedy
-                log.warning(
-                    "%s compares the rows of one rank alone, so weights depend on the world: %s.",
-                    name,
-                    remedy,
-                )
+                sentence = "%s compares the rows of one rank alone, so weights depend on the world: %s."
+                log.warning(sentence, name, remedy)
 
     def gather_outputs(self, model: Any, given: Any, outputs: Any) -> Any:
         return self._gather(outputs) if isinstance(outputs, Mapping) else outputs

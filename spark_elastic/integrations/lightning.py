@@ -67,10 +67,9 @@ def import_lightning(text: str) -> Any:
 
 @cache
 def _choose_package() -> str:
-    installed = "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning"
-    return next(
-        (name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules), installed
-    )
+    names = "lightning.pytorch", "pytorch_lightning"
+    installed = names[0] if find_spec("lightning") else names[1]
+    return next((name for name in names if name in sys.modules), installed)
 
 
 class LightningFit(TrainerAdapter):

@@ -194,12 +194,7 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
         for name, array in zip(task.request.dtypes, mine, strict=True):
             arrays.setdefault(name, []).append(array)
     for name, alike in arrays.items():
-        if len(alike) == 1:
-            group.allreduce(
-                alike[0], request.op, dtype=name, scale=request.scale, compression=request.compression
-            )
-        else:
-            group.grouped_allreduce(alike, request.op, name, None, request.scale, request.compression)
+        group.grouped_allreduce(alike, request.op, name, None, request.scale, request.compression)
     for task in batch:
         if task.operation is not None:
             task.operation.complete(task.operation.arrays)

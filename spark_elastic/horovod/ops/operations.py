@@ -96,13 +96,10 @@ def submit(
     """Request an operation on contiguous arrays, which belong to it until it is done. name: the user's; names of
     different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: the arrays' own. fields:
     further ones of the `OperationRequest`."""
-    request = OperationRequest(
-        kind,
-        None if name is None else f"{kind}.{name}",
-        dtypes or tuple(array.dtype.name for array in arrays),
-        tuple((-1, *array.shape[1:]) if kind in RAGGED else tuple(array.shape) for array in arrays),
-        **fields,
-    )
+    label = None if name is None else f"{kind}.{name}"
+    shapes = tuple((-1, *array.shape[1:]) if kind in RAGGED else tuple(array.shape) for array in arrays)
+    names = dtypes or tuple(array.dtype.name for array in arrays)
+    request = OperationRequest(kind, label, names, shapes, **fields)
     # The engine takes the memory of bfloat16 as uint16.
     operands = [a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in arrays]
     return get_queue(process_set).submit(request, operands, splits, awaited=awaited)

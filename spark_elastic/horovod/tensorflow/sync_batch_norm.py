@@ -51,6 +51,5 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
 def _spread(mask: Tensor, like: Tensor) -> Tensor:
     mask = tf.cast(mask, like.dtype)
-    return tf.reshape(
-        mask, tf.concat([tf.shape(mask), tf.ones([like.shape.rank - mask.shape.rank], tf.int32)], 0)
-    )
+    ones = tf.ones([like.shape.rank - mask.shape.rank], tf.int32)
+    return tf.reshape(mask, tf.concat([tf.shape(mask), ones], 0))

@@ -8,7 +8,7 @@ registered at the first observed call. Any thread may call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_flatten
 
 from spark_elastic.worker.context import get_process_context
 
@@ -141,7 +142,8 @@ class _Kernels:
 
 def _record(method: Method, title: str, group: Any, *given: Any, **named: Any) -> Any:
     """Call a method whose `Work` a profiler sees, from the call to its end."""
-    tensors = _flatten([each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:])
+    leaves, _ = tree_flatten([each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sparse = "sparse_" * any(tensor.is_sparse for tensor in tensors)
     record = _begin_record(f"{group.name()}:{sparse}{title}", tensors)
 
@@ -172,12 +174,3 @@ def _begin_record(title: str, tensors: Iterable[torch.Tensor]) -> Callable[[], o
     records = [torch._C._profiler._RecordFunctionFast(title, inputs, {"scope": "user_scope"})]
     records[0].__enter__()
     return records.clear
-
-
-def _flatten(given: Sequence[Any]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for each in given
-        for tensor in (_flatten(each) if isinstance(each, list | tuple) else (each,))
-        if isinstance(tensor, torch.Tensor)
-    ]
