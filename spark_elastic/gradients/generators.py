@@ -61,13 +61,13 @@ def set_device_rng_state(state: torch.Tensor | None) -> None:
 
 
 def _find_device_module() -> Any:
-    """torch's module of the worker's device; None: that is the CPU, or a GPU that this torch cannot use, or that this
-    process cannot, since a DataLoader has forked it."""
+    """torch's module of the worker's device, or of a GPU that the program has begun to use; None: that is the CPU, or a
+    GPU that this torch cannot use, or that this process cannot, since a DataLoader has forked it."""
     kind = get_process_context().device
-    if kind == "cpu" or torch.utils.data.get_worker_info() is not None:
+    if torch.utils.data.get_worker_info() is not None or (kind == "cuda" and not torch.cuda.is_available()):
         return None
-    if kind == "cuda" and not torch.cuda.is_available():
-        return None
+    if kind == "cpu":
+        return torch.cuda if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return getattr(torch, kind)
 
 

@@ -161,8 +161,11 @@ class HostMode(LocalMode):
         self._check_unchanged(self.views)
         self._place_absent()
         self._launch_rest()
-        for index in sorted(self.layout.sparse):
-            self._launch_sparse(index)
+        for index in sorted(self.layout.sparse):  # they lie in no bucket
+            self._compare_once()
+            parameter = self.layout.parameters[index]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self._reducer.launch_sparse(index, coalesce_rows(self.layout.names[index], gradient))
         self._complete_buckets()
         for index, gradient in self._reducer.sparse_results.items():
             self.layout.parameters[index].grad = gradient
@@ -206,12 +209,6 @@ class HostMode(LocalMode):
         while self._launched < self._bucket_count:
             self._launch_next_bucket()
         self._reducer.reduce_last_bucket()
-
-    def _launch_sparse(self, index: int) -> None:
-        self._compare_once()
-        parameter = self.layout.parameters[index]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self._reducer.launch_sparse(index, coalesce_rows(self.layout.names[index], gradient))
 
     def _complete_buckets(self) -> None:
         self._reducer.complete_buckets()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -466,27 +465,12 @@ class StepShares:
             for sync in loader._synced:
                 sync.begin_share()
             loader._batch_rows = high - low, self._planned, 1
-            with seeded_rng(*self._key, share), _seeded_gpus(*self._key, share):
+            with seeded_rng(*self._key, share):
                 yield batch
             loader._batch_rows = None
             for sync in loader._synced:
                 sync.end_share()
         self.is_complete = True
-
-
-@contextmanager
-def _seeded_gpus(*key: int) -> Iterator[None]:
-    """`seeded_rng` for the generators of all GPUs, once something has used them."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    saved = torch.cuda.get_rng_state_all()
-    uniform = draw_uniform(np.array([0]), 1, *key)
-    torch.cuda.manual_seed_all(int(uniform[0, 0] * 2**53))
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state_all(saved)
 
 
 def _divide(

@@ -27,7 +27,6 @@ from spark_elastic.horovod.ops.negotiation import (
     Message,
     Negotiation,
     OperationRequest,
-    Response,
     RoundResult,
 )
 from spark_elastic.horovod.ops.operation import Operation, Task, execute, fuse_tasks, reraise, validate
@@ -306,8 +305,8 @@ class OperationQueue:
         for response in result.responses:
             if response.error is None:
                 tasks.append(Task(response.label, response.request, self._announced.get(response.label)))
-            else:
-                self._fail_operation(response)
+            elif (operation := self._announced.pop(response.label, None)) is not None:
+                operation.complete(error=response.error.to_world_ranks(self.group.members))
         for batch in fuse_tasks(tasks, self._limits.fusion_threshold):
             begin = self.clock.now()
             execute(self.group, batch)
@@ -320,11 +319,6 @@ class OperationQueue:
         if result.last_joined is not None and self._join is not None:
             joined, self._join = self._join, None
             joined.complete((np.array([result.last_joined], np.int64),))
-
-    def _fail_operation(self, response: Response) -> None:
-        operation = self._announced.pop(response.label, None)
-        if operation is not None:
-            operation.complete(error=response.error and response.error.to_world_ranks(self.group.members))
 
 
 class OperationStallCheck:

@@ -324,17 +324,13 @@ def grouped_reducescatter(  # noqa: PLR0913
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            return _gather_gradients(upstream, options)
+            factor = options.reducescatter_gradient_factor(lambda: tf.cast(size_op(process_set), tf.float64))
+            wholes = grouped_allgather(upstream, process_set=process_set)
+            return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
         return _reducescatter(given, name, options), gradient
 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
-
-
-def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> list[Tensor]:
-    factor = options.reducescatter_gradient_factor(lambda: tf.cast(size_op(options.process_set), tf.float64))
-    wholes = grouped_allgather(upstream, process_set=options.process_set)
-    return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
 
 def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
