@@ -23,12 +23,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.timeline import Timeline
-from spark_elastic.horovod.ops.negotiation import (
-    Message,
-    Negotiation,
-    OperationRequest,
-    RoundResult,
-)
+from spark_elastic.horovod.ops.negotiation import Message, Negotiation, OperationRequest, RoundResult
 from spark_elastic.horovod.ops.operation import Operation, Task, execute, fuse_tasks, reraise, validate
 
 HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
