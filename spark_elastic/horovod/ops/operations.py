@@ -21,11 +21,11 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import (
+    ALL,
     ProcessSet,
     check_alone,
     choose_channel,
     find_root_index,
-    global_process_set,
     is_added,
     world,
 )
@@ -51,7 +51,7 @@ class _Queues(dict[tuple[int, ...], OperationQueue]):
         self.limits = operations_from_env()
 
 
-def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
+def get_queue(process_set: ProcessSet = ALL) -> OperationQueue:
     """Return the queue to which operations of that set are submitted in the current world; it must be an added set of
     this rank."""
     if not isinstance(process_set, ProcessSet):
@@ -68,7 +68,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
             if group.size > 1:
                 # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
                 group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
-            name = "" if process_set is global_process_set else repr(process_set)
+            name = "" if process_set is ALL else repr(process_set)
             worker = get_context()
             wait = nullcontext if worker is None else worker.wait_recorder.record_wait
             queues[ranks] = OperationQueue(group, SystemClock(), queues.limits, name, wait)
@@ -77,7 +77,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
     return queue
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
+def barrier(process_set: ProcessSet = ALL) -> None:
     """Return once all ranks of the set have called it."""
     get_queue(process_set).submit(OperationRequest("barrier"), awaited=True).wait()
 
@@ -117,17 +117,14 @@ def allreduce_arrays(
 
 
 def broadcast_arrays(
-    arrays: Sequence[Array],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    arrays: Sequence[Array], root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
     submit("broadcast", name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
 
 
 def allgather_arrays(
-    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
     rows = submit("allgather", name, arrays, process_set).wait()
@@ -159,9 +156,7 @@ def compress_tensors(
     return None, [tensor for tensor, _ in compressed], decompress
 
 
-def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> T:
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = ALL) -> T:
     """Return the object of rank `root_rank`."""
     if process_set.size() == 1:
         return obj
@@ -175,9 +170,7 @@ def broadcast_object(
     return obj if is_root else _from_bytes(data)
 
 
-def allgather_object(
-    obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[T]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = ALL) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     mine, name = _to_bytes(obj), name or "object"
     (lengths,) = allgather_arrays([np.array([len(mine)], np.int64)], f"{name}.length", process_set)

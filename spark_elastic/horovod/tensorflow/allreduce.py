@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_process
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays, compress_tensors
@@ -33,7 +33,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     ignore_name_scope: bool = False,
 ) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable.
@@ -56,7 +56,7 @@ def grouped_allreduce(  # noqa: PLR0913
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Tensor]:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients import process_sets
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.compression import Compression
@@ -50,10 +50,7 @@ __all__ = [
 
 @no_autograph
 def allgather(
-    tensor: Tensor,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = ALL
 ) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
@@ -64,7 +61,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor],
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     if not tensors:
@@ -100,7 +97,7 @@ def broadcast(
     root_rank: int,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
@@ -131,10 +128,7 @@ def broadcast_all(
 
 @no_autograph
 def broadcast_(
-    variables: Sequence[Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Any]:
     """Overwrite variables with those of rank `root_rank`, as one operation.
 
@@ -158,10 +152,7 @@ def _overwrite(
 
 @no_autograph
 def broadcast_variables(
-    variables: Sequence[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
-    inplace: bool = False,
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = ALL, inplace: bool = False
 ) -> Any:
     """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: not used.
 
@@ -173,11 +164,7 @@ def broadcast_variables(
 
 
 def broadcast_object(
-    obj: T,
-    root_rank: int = 0,
-    session: object = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: T, root_rank: int = 0, session: object = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> T:
     """Return the object of rank `root_rank`. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -185,7 +172,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: T, session: object = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: T, session: object = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[T]:
     """Return the objects of all ranks, in rank order. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -193,10 +180,7 @@ def allgather_object(
 
 
 def broadcast_object_fn(
-    root_rank: int = 0,
-    session: object = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    root_rank: int = 0, session: object = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Callable[[Any], Any]:
     """Return a function that broadcasts an object of `root_rank`. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -247,7 +231,7 @@ def alltoall(
     splits: Any = None,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Any:
     """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
@@ -295,7 +279,7 @@ def reducescatter(  # noqa: PLR0913 - name and arguments are Horovod's
     compression: Any = Compression.none,
     op: ReduceOp = Average,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -312,7 +296,7 @@ def grouped_reducescatter(  # noqa: PLR0913
     device_dense: str = "",
     compression: Any = Compression.none,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_process
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.distributed_optimizer import (
@@ -141,7 +141,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_local_gradients: bool = True,
 ) -> Plain:
     """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
@@ -231,7 +231,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Return `gradtape` with a `gradient` that exchanges. It may be wrapped inside or after its `with`.

@@ -17,7 +17,7 @@ from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.host_memory import array_of, copy_back, copy_to_host, get_dtype_name, to_host
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.compression import Compression
@@ -121,7 +121,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
     scale = prescale_factor, postscale_factor
@@ -136,7 +136,7 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`allreduce` without waiting; not differentiable."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -150,7 +150,7 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Tensor:
     """`allreduce` into `tensor`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -164,7 +164,7 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`allreduce_` without waiting. The tensor belongs to the operation until its handle is done."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -179,7 +179,7 @@ def grouped_allreduce(  # noqa: PLR0913
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> list[Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
     scale = prescale_factor, postscale_factor
@@ -194,7 +194,7 @@ def grouped_allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`grouped_allreduce` without waiting; not differentiable."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -208,7 +208,7 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> list[Tensor]:
     """`grouped_allreduce` into `tensors`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -222,7 +222,7 @@ def grouped_allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`grouped_allreduce_` without waiting."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)

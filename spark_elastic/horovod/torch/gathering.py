@@ -15,7 +15,7 @@ from torch import Tensor
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.host_memory import copy_back, copy_to_host, tensor_of, to_host
-from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, find_root_index
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import broadcast_object, compress_tensors, get_queue
@@ -45,14 +45,12 @@ __all__ = [
 ]
 
 
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-def gather_rows(tensor: Tensor, process_set: ProcessSet = global_process_set) -> Tensor:
+def gather_rows(tensor: Tensor, process_set: ProcessSet = ALL) -> Tensor:
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
     gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
@@ -60,15 +58,13 @@ def gather_rows(tensor: Tensor, process_set: ProcessSet = global_process_set) ->
     return _gather_grouped([tensor], None, process_set, Sum)[0]
 
 
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Handle:
     """`allgather` without waiting; not differentiable."""
     return grouped_allgather_async([tensor], name, process_set).first()
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     return _gather_grouped(tensors, name, process_set, Average)
@@ -96,7 +92,7 @@ def _gather_grouped(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
@@ -116,7 +112,7 @@ def _gather(
 
 
 def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
@@ -132,7 +128,7 @@ def broadcast(
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`broadcast` without waiting; not differentiable."""
     copy = copy_to_host(tensor)
@@ -141,14 +137,14 @@ def broadcast_async(
 
 
 def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Tensor:
     """`broadcast` into `tensor`."""
     return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
     return broadcast_all([tensor], root_rank, name, process_set).first()
@@ -190,7 +186,7 @@ def broadcast_parameters(
             tensors.append(tensor.data)
         elif tensor is not None:
             raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
-    broadcast_all(tensors, root_rank, "parameters", global_process_set, awaited=True)()
+    broadcast_all(tensors, root_rank, "parameters", ALL, awaited=True)()
 
 
 def broadcast_optimizer_state(
@@ -229,10 +225,7 @@ def join(device: int = -1) -> int:
 
 
 def sparse_allreduce_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = ALL
 ) -> Handle:
     """Sum or average sparse tensors of one shape. Calling the handle returns the sparse result."""
     if op not in (Average, Sum) or not tensor.is_sparse:
@@ -254,7 +247,7 @@ def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Any:
     """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
@@ -278,7 +271,7 @@ def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`alltoall` without waiting; not differentiable."""
     handle = _alltoall(tensor, splits, name, process_set)
@@ -306,7 +299,7 @@ def reducescatter(
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
@@ -320,7 +313,7 @@ def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -334,7 +327,7 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
@@ -348,7 +341,7 @@ def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:

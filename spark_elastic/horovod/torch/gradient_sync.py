@@ -21,7 +21,7 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.hooks import disable_compile, make_weak_method
 from spark_elastic.gradients.host_memory import array_of, get_dtype_name
 from spark_elastic.gradients.layout import build_specs, find_trainable
-from spark_elastic.gradients.process_sets import ProcessSet, choose_channel, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, choose_channel
 from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import Flags, StepDecision, StepSummary, exchange_summaries
 from spark_elastic.gradients.timeline import get_timeline
@@ -70,7 +70,7 @@ class GradientSync(OptimizerSync):
         named: list[tuple[str, torch.nn.Parameter]],
         options: ExchangeOptions,
         passes: int,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSet = ALL,
     ) -> None:
         self._passes = passes
         before = make_weak_method(self._check_in_share if options.shares else self._open)
@@ -228,7 +228,7 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
     """Return the group that trains together now; None: this process trains alone. Raises CollectiveError if the worker
     is between two worlds."""
     worker = get_context()
-    if worker is None or process_set is global_process_set:
+    if worker is None or process_set is ALL:
         return None if worker is None else worker.require_group()
     ranks, world_group = tuple(process_set.ranks), worker.require_group()
     if world_group.rank not in ranks or len(ranks) == 1:

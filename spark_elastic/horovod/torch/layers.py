@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import Sum
 from spark_elastic.horovod.torch.allreduce import allreduce
 from spark_elastic.horovod.torch.gathering import allgather
@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSet = ALL,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set

@@ -20,7 +20,7 @@ from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.modes import make_change_error
-from spark_elastic.gradients.process_sets import ProcessSet, check_alone, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, check_alone
 from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import DistributedBase
@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     num_groups: int = 0,
     groups: int | Groups | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_lr: bool = False,
     loader: ElasticDataLoader | None = None,
 ) -> Plain:
@@ -150,7 +150,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     )
     if loader is not None and loader.virtual_shares:
         plain = replace(options, predivide=1.0, wire=None, compressor=None)
-        if op is Adasum or process_set is not global_process_set or options != plain:
+        if op is Adasum or process_set is not ALL or options != plain:
             raise InvalidInput(
                 "a loader with determinism='bitwise' adds gradients as they are, over all workers: leave op, "
                 "compression, gradient_predivide_factor and process_set out."
