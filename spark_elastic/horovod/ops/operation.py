@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from spark_elastic.horovod.ops.negotiation import OperationRequest
 
 if TYPE_CHECKING:
     from spark_elastic.horovod.ops.operation_queue import OperationQueue
+
+Arrays: TypeAlias = Sequence[Array]
 
 POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
 
@@ -33,7 +35,7 @@ class Operation:
     def __init__(
         self,
         request: OperationRequest,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         queue: OperationQueue,
         splits: list[int] | None = None,
     ) -> None:

@@ -18,13 +18,20 @@ from functools import partial
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.operands import Array
 from spark_elastic.clock import Clock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.horovod.ops.negotiation import Message, Negotiation, OperationRequest, RoundResult
-from spark_elastic.horovod.ops.operation import Operation, Task, execute, fuse_tasks, reraise, validate
+from spark_elastic.horovod.ops.operation import (
+    Arrays,
+    Operation,
+    Task,
+    execute,
+    fuse_tasks,
+    reraise,
+    validate,
+)
 
 HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
 _HEADING = struct.Struct("<I?")  # they begin with: the message's length, whether the rank seems deadlocked
@@ -79,7 +86,7 @@ class OperationQueue:
     def submit(
         self,
         request: OperationRequest,
-        arrays: Sequence[Array] = (),
+        arrays: Arrays = (),
         splits: list[int] | None = None,
         awaited: bool = False,
     ) -> Operation:

@@ -32,7 +32,7 @@ from spark_elastic.gradients.process_sets import (
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.horovod.ops.negotiation import Kind, OperationRequest
-from spark_elastic.horovod.ops.operation import Operation
+from spark_elastic.horovod.ops.operation import Arrays, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
@@ -85,7 +85,7 @@ def barrier(process_set: ProcessSet = ALL) -> None:
 def submit(
     kind: Kind,
     name: str | None,
-    arrays: Sequence[Array],
+    arrays: Arrays,
     process_set: ProcessSet,
     splits: list[int] | None = None,
     *,
@@ -106,10 +106,7 @@ def submit(
 
 
 def allreduce_arrays(
-    arrays: Sequence[Array],
-    name: str | None = None,
-    options: ReduceOptions = AVERAGE,
-    wire: str | None = None,
+    arrays: Arrays, name: str | None = None, options: ReduceOptions = AVERAGE, wire: str | None = None
 ) -> None:
     """Allreduce arrays in place, as one operation. wire: how the engine compresses them."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
@@ -117,22 +114,20 @@ def allreduce_arrays(
 
 
 def broadcast_arrays(
-    arrays: Sequence[Array], root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
+    arrays: Arrays, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
     submit("broadcast", name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
 
 
-def allgather_arrays(
-    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = ALL
-) -> list[Array]:
+def allgather_arrays(arrays: Arrays, name: str | None = None, process_set: ProcessSet = ALL) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
     rows = submit("allgather", name, arrays, process_set).wait()
     return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
 def reducescatter_arrays(
-    arrays: Sequence[Array], name: str | None = None, options: ReduceOptions = AVERAGE
+    arrays: Arrays, name: str | None = None, options: ReduceOptions = AVERAGE
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}

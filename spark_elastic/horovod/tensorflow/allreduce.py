@@ -7,7 +7,6 @@ average of integers is truncated towards zero; 16-bit floats are accumulated as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_proc
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays, compress_tensors
-from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
+from spark_elastic.horovod.tensorflow.arrays import Tensor, Tensors, call, copy_arrays, no_autograph
 
 
 @no_autograph
@@ -48,7 +47,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @no_autograph
 def grouped_allreduce(  # noqa: PLR0913
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -74,7 +73,7 @@ def grouped_allreduce(  # noqa: PLR0913
 
 
 @no_autograph
-def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def allreduce_tensors(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     """Allreduce tensors as one operation. Differentiable: the gradient is reduced in the same way."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -87,7 +86,7 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: Redu
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def _allreduce(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     wire, exchanged, decompress = compress_tensors(tensors, options, are_float32(tensors))
 
     def body(arrays: list[Array]) -> list[Array]:
@@ -98,7 +97,7 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptio
     return decompress(call(body, exchanged, [t.dtype for t in exchanged], [t.shape for t in tensors]))
 
 
-def are_float32(tensors: Sequence[Tensor]) -> bool:
+def are_float32(tensors: Tensors) -> bool:
     return all(tensor.dtype == tf.float32 for tensor in tensors)
 
 

@@ -21,7 +21,7 @@ from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import compress_tensors, get_queue, reducescatter_arrays, submit
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
-from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
+from spark_elastic.horovod.tensorflow.arrays import Tensor, Tensors, call, copy_arrays, no_autograph
 from spark_elastic.runs.handlers import unwrap_variable
 
 T = TypeVar("T")
@@ -58,10 +58,7 @@ def allgather(
 
 @no_autograph
 def grouped_allgather(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = ALL,
+    tensors: Tensors, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = ALL
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     if not tensors:
@@ -83,7 +80,7 @@ def grouped_allgather(
     return list(differentiable(*(t[None] if t.shape.rank == 0 else t for t in as_tensors)))
 
 
-def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+def _allgather(tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
     def body(arrays: list[Array]) -> Sequence[Array]:
         return operations.allgather_arrays(arrays, name, process_set)
 
@@ -114,7 +111,7 @@ def broadcast(
 
 
 def broadcast_all(
-    tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
+    tensors: Tensors, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> list[Tensor]:
     """Broadcast several tensors as one operation."""
 
@@ -292,7 +289,7 @@ def reducescatter(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @no_autograph
 def grouped_reducescatter(  # noqa: PLR0913
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     device_dense: str = "",
     compression: Any = Compression.none,
     op: ReduceOp = Average,
@@ -317,7 +314,7 @@ def grouped_reducescatter(  # noqa: PLR0913
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def _reducescatter(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     _, exchanged, decompress = compress_tensors(tensors, options, all_float32=False)
 
     def body(arrays: list[Array]) -> Sequence[Array]:

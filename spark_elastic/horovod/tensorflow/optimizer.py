@@ -31,6 +31,7 @@ from spark_elastic.horovod.ops.operations import allreduce_arrays, compress_tens
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, are_float32
 from spark_elastic.horovod.tensorflow.arrays import (
     Tensor,
+    Tensors,
     append_to_graph,
     call,
     copy_arrays,
@@ -44,7 +45,7 @@ Plain = TypeVar("Plain")
 
 
 def exchange_gradients(
-    gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions, local: Sequence[Any]
+    gradients: Tensors, sources: Sequence[Any], options: GradientOptions, local: Sequence[Any]
 ) -> list[Tensor]:
     """Return the gradients of all ranks, in the order of `sources`, the variables. local: variables whose gradients are
     not exchanged."""
@@ -74,7 +75,7 @@ def _to_dense(gradient: Tensor) -> Tensor:
 
 
 def _make_groups(
-    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions
+    indices: list[int], gradients: Tensors, sources: Sequence[Any], options: GradientOptions
 ) -> list[list[int]]:
     """The indices of gradients that travel together: of one dtype, later layers first, as they are computed."""
     group_of: dict[Any, int] = {}  # by key of the variable
@@ -108,7 +109,7 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
     return decompress(call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors]))
 
 
-def _make_label(gradients: Sequence[Tensor]) -> str:
+def _make_label(gradients: Tensors) -> str:
     """Return the same name on all ranks, whatever each has traced before: a hash of dtypes and shapes."""
     text = repr([(g.dtype.name, g.shape.as_list() if g.shape.rank is not None else None) for g in gradients])
     return f"{zlib.crc32(text.encode()):08x}"
@@ -203,7 +204,7 @@ class TensorFlowExchange(OptimizerExchange[Array]):
 
 
 def _accumulate_in_graph(
-    accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
+    accumulator: GradientAccumulator[Array], gradients: Tensors
 ) -> tuple[Tensor, list[Tensor]]:
     """Add one backward pass. Returns (whether the step is complete, the sums if it is)."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]

@@ -38,14 +38,11 @@ __all__ = [
     "synchronize",
 ]
 
+Tensors: TypeAlias = Sequence[Tensor]
+
 
 def submit(
-    kind: Kind,
-    name: str | None,
-    tensors: Sequence[Tensor],
-    process_set: ProcessSet,
-    awaited: bool = False,
-    **how: Any,
+    kind: Kind, name: str | None, tensors: Tensors, process_set: ProcessSet, awaited: bool = False, **how: Any
 ) -> Operation:
     """`operations.submit` of contiguous tensors on the CPU, which belong to the operation until it is done."""
     dtypes = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
@@ -92,11 +89,11 @@ def synchronize(handle: Handle) -> Any:
     return handle()
 
 
-Gradient: TypeAlias = Callable[..., Sequence[Tensor]]
+Gradient: TypeAlias = Callable[..., Tensors]
 
 
 @disable_compile
-def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[Tensor]) -> list[Tensor]:
+def differentiable(run: Gradient, gradient: Gradient, tensors: Tensors) -> list[Tensor]:
     """Return what `run` makes of the tensors. gradient: makes their gradients from those of the results,
     differentiably itself."""
     return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]
@@ -172,7 +169,7 @@ def allreduce_async_(
 
 
 def grouped_allreduce(  # noqa: PLR0913
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -188,7 +185,7 @@ def grouped_allreduce(  # noqa: PLR0913
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -202,7 +199,7 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -216,7 +213,7 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
@@ -231,7 +228,7 @@ def grouped_allreduce_async_(
 
 @disable_compile
 def start(
-    tensors: Sequence[Tensor], name: str | None, options: ReduceOptions, in_place: bool, awaited: bool = False
+    tensors: Tensors, name: str | None, options: ReduceOptions, in_place: bool, awaited: bool = False
 ) -> Handle:
     """Request an allreduce; its handle returns a list of tensors. awaited: the caller waits for it at once."""
     if not tensors:
@@ -251,8 +248,8 @@ def start(
     return Handle(operation, finish)
 
 
-def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
-    def run(operands: Sequence[Tensor]) -> list[Tensor]:
+def _allreduce(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
+    def run(operands: Tensors) -> list[Tensor]:
         return start(operands, name, options, in_place=False, awaited=True)()  # type: ignore[no-any-return]
 
     return differentiable(run, lambda *upstream: _allreduce(upstream, None, options), tensors)

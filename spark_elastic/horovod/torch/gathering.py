@@ -7,7 +7,7 @@ that sum times the number of ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,14 @@ from spark_elastic.gradients.process_sets import ALL, ProcessSet, find_root_inde
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import broadcast_object, compress_tensors, get_queue
-from spark_elastic.horovod.torch.allreduce import Handle, allreduce, differentiable, grouped_allreduce, submit
+from spark_elastic.horovod.torch.allreduce import (
+    Handle,
+    Tensors,
+    allreduce,
+    differentiable,
+    grouped_allreduce,
+    submit,
+)
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
 
 __all__ = [
@@ -44,6 +51,8 @@ __all__ = [
     "sparse_allreduce_async",
 ]
 
+Splits: TypeAlias = Tensor | Sequence[int] | None  # rows for each rank
+
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
@@ -64,18 +73,18 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = ALL
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     return _gather_grouped(tensors, name, process_set, Average)
 
 
 def _gather_grouped(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
+    tensors: Tensors, name: str | None, process_set: ProcessSet, op: ReduceOp
 ) -> list[Tensor]:
     shapes: list[torch.Size] = []
 
-    def run(given: Sequence[Tensor]) -> list[Tensor]:
+    def run(given: Tensors) -> list[Tensor]:
         results: list[Tensor] = _gather(given, name, process_set, awaited=True)()
         shapes.extend(tensor.shape for tensor in given)
         return results
@@ -92,16 +101,14 @@ def _gather_grouped(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = ALL
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
 
 
 @disable_compile
-def _gather(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
-) -> Handle:
+def _gather(tensors: Tensors, name: str | None, process_set: ProcessSet, awaited: bool = False) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     # Not copied: the tensors belong to the operation until its handle is done.
@@ -152,11 +159,7 @@ def broadcast_async_(
 
 @disable_compile
 def broadcast_all(
-    tensors: Sequence[Tensor],
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    awaited: bool = False,
+    tensors: Tensors, root_rank: int, name: str | None, process_set: ProcessSet, awaited: bool = False
 ) -> Handle:
     """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
     root = find_root_index(process_set, root_rank)
@@ -244,10 +247,7 @@ def sparse_allreduce_async(
 
 
 def alltoall(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = ALL,
+    tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Any:
     """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
@@ -258,7 +258,7 @@ def alltoall(
     """
     came: list[Tensor] = []  # rows received from each rank
 
-    def run(operands: Sequence[Tensor]) -> list[Tensor]:
+    def run(operands: Tensors) -> list[Tensor]:
         received, counts = _alltoall(operands[0], splits, name, process_set)()
         came.append(counts)
         return [received]
@@ -268,10 +268,7 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = ALL,
+    tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`alltoall` without waiting; not differentiable."""
     handle = _alltoall(tensor, splits, name, process_set)
@@ -279,9 +276,7 @@ def alltoall_async(
 
 
 @disable_compile
-def _alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
-) -> Handle:
+def _alltoall(tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Handle:
     working = to_host(tensor)
     if working.dim() == 0:
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
@@ -323,7 +318,7 @@ def reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
@@ -338,7 +333,7 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     name: str | None = None,
     op: ReduceOp = Average,
     process_set: ProcessSet = ALL,
@@ -351,7 +346,7 @@ def grouped_reducescatter_async(
 
 
 @disable_compile
-def _start(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> Handle:
+def _start(tensors: Tensors, name: str | None, options: ReduceOptions) -> Handle:
     hosts = [to_host(tensor) for tensor in tensors]
     _, exchanged, decompress = compress_tensors(hosts, options, all_float32=False)
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
@@ -364,7 +359,7 @@ def _start(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) 
     return Handle(operation, finish)
 
 
-def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def _reducescatter(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     def gradient(*upstream: Tensor) -> list[Tensor]:
         factor = options.reducescatter_gradient_factor(options.process_set.size)
         wholes = grouped_allgather(upstream, process_set=options.process_set)

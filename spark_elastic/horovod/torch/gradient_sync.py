@@ -6,9 +6,9 @@ does one that is not in the process set. The training thread owns everything her
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -28,6 +28,8 @@ from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.session import get_collective_thread, get_group
+
+NamedParameters: TypeAlias = list[tuple[str, torch.nn.Parameter]]
 
 
 class OptimizerSync(ABC):
@@ -66,11 +68,7 @@ class OptimizerSync(ABC):
 
 class GradientSync(OptimizerSync):
     def __init__(
-        self,
-        named: list[tuple[str, torch.nn.Parameter]],
-        options: ExchangeOptions,
-        passes: int,
-        process_set: ProcessSet = ALL,
+        self, named: NamedParameters, options: ExchangeOptions, passes: int, process_set: ProcessSet = ALL
     ) -> None:
         self._passes = passes
         before = make_weak_method(self._check_in_share if options.shares else self._open)
@@ -269,7 +267,7 @@ class AdasumSync(OptimizerSync):
     between them (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021). The optimizer's
     state is each rank's own."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
+    def __init__(self, named: NamedParameters, process_set: ProcessSet) -> None:
         trainable = find_trainable(named)
         self._parameters = list(trainable.values())
         self._frozen = [(name, parameter) for name, parameter in named if name not in trainable]

@@ -25,7 +25,7 @@ from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, R
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import DistributedBase
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
-from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync
+from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync, NamedParameters
 from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic
 from spark_elastic.training.torch.module_state import multiply_rates
 from spark_elastic.worker.context import get_context
@@ -33,7 +33,7 @@ from spark_elastic.worker.context import get_context
 
 def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[tuple[str, torch.nn.Parameter]]:
+) -> NamedParameters:
     """Return the optimizer's parameters with the user's names, in the order of `named`."""
     groups = [group["params"] for group in optimizer.param_groups]
     mine = [(f"{i}.{j}", parameter) for i, group in enumerate(groups) for j, parameter in enumerate(group)]
@@ -195,9 +195,7 @@ def _find_custom_compressor(kind: type[reduction.Compressor]) -> type[reduction.
     return None if plain or kind.wire is not None else kind
 
 
-def _find_groups(
-    named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups
-) -> tuple[tuple[int, ...], ...]:
+def _find_groups(named: NamedParameters, wanted: int | Groups) -> tuple[tuple[int, ...], ...]:
     """Return the groups as numbers among the parameters that require a gradient."""
     numbers = {id(p): i for i, p in enumerate(p for _, p in named if p.requires_grad)}
     if isinstance(wanted, int):
@@ -216,7 +214,7 @@ class _Distributed(DistributedBase):
     """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
 
     _sync: GradientSync
-    _named: list[tuple[str, torch.nn.Parameter]] | None  # as the user gave them
+    _named: NamedParameters | None  # as the user gave them
     _skips: bool = False
     _followed: int  # groups whose gradients are exchanged
 
