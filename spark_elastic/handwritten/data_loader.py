@@ -316,7 +316,6 @@ class ElasticDataLoader:
         return self._plan.count_step_rows(self.step)
 
     def _count_fewest_rows(self) -> int:
-        """Rows of the smallest step."""
         return self._plan.base_rows
 
     def _order_epoch(self) -> tuple[Int64s | None, EpochPermutation]:
@@ -364,8 +363,6 @@ class _BatchSampler:
 
 
 class _Iteration(Iterator[Any]):
-    """One `for` over a loader."""
-
     def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], own: int, ranks: int) -> None:
         self._loader = loader
         self._batches: Iterator[Any] | None = batches  # None: over
@@ -407,8 +404,6 @@ class _Iteration(Iterator[Any]):
 
 
 class _ShareIteration(_Iteration):
-    """One `for` over a loader in bitwise mode."""
-
     _newest: StepShares | None = None
 
     def __next__(self) -> StepShares:

@@ -29,8 +29,6 @@ MARKED = "marked"  # key of the process's values: this worker has told the drive
 
 
 class WorkerSession:
-    """The current worker, whose context is another one in each world."""
-
     def __init__(self, handle: WorkerHandle) -> None:
         self._handle = handle
         self.process_values: dict[str, Any] = handle.process_values  # outlive one call of the user's function
@@ -48,7 +46,6 @@ class WorkerSession:
 
     @property
     def address(self) -> str:
-        """Of this worker's machine."""
         return _require_context().address
 
     @property
@@ -94,7 +91,6 @@ class WorkerSession:
         return self._agreed_version.update
 
     def is_job_ending(self) -> bool:
-        """Whether the stop that all ranks agreed on is the end of the job."""
         return self._agreed_version.job_ends
 
     def enter_loop(self) -> None:

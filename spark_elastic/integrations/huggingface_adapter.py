@@ -138,8 +138,6 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
 
 
 class RankLoss:
-    """What one training makes of the losses of its batches."""
-
     def __init__(self, trainer: Any, adapter: TrainerAdapter, gathered: Sequence[str]) -> None:
         # Names of outputs and inputs that the loss gets for the rows of all ranks.
         self._gathered = gathered
@@ -258,7 +256,6 @@ def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def check_training(trainer: Any, trial: Any) -> None:
-    """Refuse what cannot be elastic."""
     if trial is not None:
         raise InvalidInput("ElasticTrainer searches no hyperparameters: start one training for each trial.")
     if trainer.is_deepspeed_enabled:

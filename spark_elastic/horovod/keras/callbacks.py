@@ -156,7 +156,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._rate()
 
     def factor(self, epoch: float) -> float:
-        """Return the factor of the initial rate."""
         return float(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)
 
     def _set(self, epoch: float) -> None:

@@ -104,14 +104,9 @@ def are_float32(tensors: Tensors) -> bool:
 def allreduce_slices(
     slices: Any, name: str | None, options: ReduceOptions, allow_single: bool = False
 ) -> Any:
-    """Return IndexedSlices with the rows of all ranks, each listed once. They travel uncompressed.
-
-    Args:
-        allow_single: a rank that is not in the set keeps its own rows; else that is an error.
-
-    Raises:
-        NotImplementedError: the reduction is neither Average nor Sum; Horovod's error, too.
-    """
+    """Return IndexedSlices with the rows of all ranks, each listed once; they travel uncompressed. allow_single: a
+    rank that is not in the set keeps its own rows; else that is an error. Raises NotImplementedError, as Horovod does,
+    if the reduction is neither Average nor Sum."""
     if options.op not in (Average, Sum):
         raise NotImplementedError(
             f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."

@@ -337,7 +337,6 @@ def rank_op(name: str | None = None) -> Tensor:
 
 
 def rank_in(process_set: ProcessSet) -> Tensor:
-    """Return the rank of this process in the set."""
     return _evaluate(process_set.rank)
 
 

@@ -92,7 +92,6 @@ def _make_groups(
 
 
 def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Tensor]:
-    """Allreduce gradients of one dtype as one operation."""
     wire, tensors, decompress = compress_tensors(gradients, options, are_float32(gradients))
     name = f"gradients.{_make_label(tensors)}"
 

@@ -36,8 +36,6 @@ _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 
 
 class _WorldGroups:
-    """The process groups of one world."""
-
     def __init__(self) -> None:
         # By name and ranks: how many groups there were, the same on all of their ranks.
         self.counts: Counter[tuple[str, tuple[int, ...]]] = Counter()

@@ -57,8 +57,6 @@ BULK_REDUCTIONS = {"SUM", "AVG", "PRODUCT", "MIN", "MAX"}
 
 @make_observable
 class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's process group in one world."""
-
     def __init__(
         self,
         group: Group,
