@@ -14,7 +14,6 @@ _SHARED = "spark_elastic.horovod.ops.horovod_names"
 _DEFINED = {
     "keras.optimizer": "DistributedOptimizer PartialDistributedOptimizer load_model",
     "keras.values": "allgather allreduce broadcast broadcast_global_variables broadcast_variables reducescatter",
-    "ops.compression": "Compression",
     "ops.operations": "allgather_object broadcast_object",
 }
 _EXPORTS = {
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from spark_elastic.horovod.keras.values import broadcast_global_variables as broadcast_global_variables
     from spark_elastic.horovod.keras.values import broadcast_variables as broadcast_variables
     from spark_elastic.horovod.keras.values import reducescatter as reducescatter
-    from spark_elastic.horovod.ops.compression import Compression as Compression
     from spark_elastic.horovod.ops.horovod_names import *
     from spark_elastic.horovod.ops.operations import allgather_object as allgather_object
     from spark_elastic.horovod.ops.operations import broadcast_object as broadcast_object

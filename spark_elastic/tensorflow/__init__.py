@@ -1,11 +1,7 @@
 """TensorFlow on elastic workers: `import spark_elastic.tensorflow as hvd` speaks Horovod's API. Knows no Spark."""
 
-from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.horovod.ops import horovod_names
-from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
-from spark_elastic.horovod.ops.horovod_names import check_extension
-from spark_elastic.horovod.ops.operations import barrier
 from spark_elastic.horovod.tensorflow import elastic, gathering
 from spark_elastic.horovod.tensorflow.allreduce import allreduce, grouped_allreduce
 from spark_elastic.horovod.tensorflow.gathering import *
@@ -20,19 +16,14 @@ from spark_elastic.training.keras.devices import SlotGpuSelection
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [
-    "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "SyncBatchNormalization",
     "allreduce",
-    "barrier",
-    "check_extension",
     "elastic",
-    "get_process_set_ids_and_ranks",
     "grouped_allreduce",
-    "is_process_set_included",
 ]
 __all__ += horovod_names.__all__
 __all__ += gathering.__all__

@@ -2,12 +2,9 @@
 
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.gradients.devices import SlotGpuSelection
-from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.horovod.ops import horovod_names
-from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
-from spark_elastic.horovod.ops.horovod_names import check_extension
-from spark_elastic.horovod.ops.operations import allgather_object, barrier, broadcast_object
+from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
 from spark_elastic.horovod.torch import allreduce as reducing
 from spark_elastic.horovod.torch import gathering
 from spark_elastic.horovod.torch.allreduce import *
@@ -20,20 +17,15 @@ from spark_elastic.training.torch.determinism import RowDropout, draw_rows
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [
-    "Compression",
     "DistributedOptimizer",
     "HorovodVersionMismatchError",
     "Progress",
     "RowDropout",
     "SyncBatchNorm",
     "allgather_object",
-    "barrier",
     "broadcast_object",
-    "check_extension",
     "draw_rows",
     "elastic",
-    "get_process_set_ids_and_ranks",
-    "is_process_set_included",
     "progress",
 ]
 __all__ += horovod_names.__all__
