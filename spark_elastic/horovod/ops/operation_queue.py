@@ -33,7 +33,7 @@ from spark_elastic.horovod.ops.operation import (
     validate,
 )
 
-HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
+HEAD = 1024  # bytes of the exchange that each round begins with; longer messages take a second exchange
 _HEADING = struct.Struct("<I?")  # they begin with: the message's length, whether the rank seems deadlocked
 # Seconds that the thread of the queue waits for further requests before it starts a round.
 COLLECT_WAIT = 0.001
