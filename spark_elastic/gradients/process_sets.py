@@ -27,9 +27,6 @@ class SingleProcessGroup:
     fence = (0, 0)
     timeout = 60.0
 
-    def allreduce(self, array: Array, op: str = "sum", **how: Any) -> None:
-        array[...] = self.reducescatter(array, op, how.get("dtype"), None, how.get("scale", (1.0, 1.0)))
-
     def grouped_allreduce(self, arrays: Sequence[Array], op: str, *how: Any) -> None:
         for array in arrays:
             array[...] = self.reducescatter(array, op, *how)

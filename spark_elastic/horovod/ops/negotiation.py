@@ -104,8 +104,8 @@ class RequestCache:
         if isinstance(packed, dict):
             return Message(**packed)
         kind, name, dtypes, shapes, op, scale, *rest = packed
-        shapes = tuple(map(tuple, shapes))
-        return Message(OperationRequest(kind, name, tuple(dtypes), shapes, op, tuple(scale), *rest))
+        shapes, scale = tuple(map(tuple, shapes)), (scale[0], scale[1])
+        return Message(OperationRequest(kind, name, tuple(dtypes), shapes, op, scale, *rest))
 
 
 @dataclass(frozen=True)
