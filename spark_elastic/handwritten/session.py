@@ -32,6 +32,9 @@ class WorkerSession:
     def __init__(self, handle: WorkerHandle) -> None:
         self._handle = handle
         self.process_values: dict[str, Any] = handle.process_values  # outlive one call of the user's function
+        # Writes checkpoints, and reads those of the run; None in a job without them.
+        self.checkpointer: Checkpointer | None = handle.process_values.get(CHECKPOINTER)
+        self.snapshot_reader: SnapshotReader | None = handle.process_values.get(SNAPSHOT_READER)
         self._agreed_version = INITIAL_VERSION  # newest membership version that all ranks know
 
     @property
@@ -47,18 +50,6 @@ class WorkerSession:
     @property
     def address(self) -> str:
         return _require_context().address
-
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """Writes checkpoints; None in a job without them."""
-        checkpointer: Checkpointer | None = self.process_values.get(CHECKPOINTER)
-        return checkpointer
-
-    @property
-    def snapshot_reader(self) -> SnapshotReader | None:
-        """Reads the run's checkpoints; None in a job without them."""
-        reader: SnapshotReader | None = self.process_values.get(SNAPSHOT_READER)
-        return reader
 
     def wait_until_idle(self) -> None:
         """Wait until no other thread calls the group's collectives."""

@@ -12,7 +12,6 @@ import pytest
 import spark_elastic
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.session import get_session
-from spark_elastic.runs.checkpoint import CHECKPOINTER
 from spark_elastic.worker.context import WorkerContext, set_context
 
 
@@ -51,7 +50,7 @@ def test_a_loss_is_reported_without_its_graph(told: list[Any]) -> None:
 def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: list[Any]) -> None:
     session = get_session()
     assert session is not None
-    session.process_values[CHECKPOINTER] = SimpleNamespace(stall_seconds=0.5)
+    session.checkpointer = SimpleNamespace(stall_seconds=0.5)  # type: ignore[assignment]
     session.report_commit(7)
     assert told == [{"step": 7, "world": 3, "checkpoint_seconds": 0.5}]
 
