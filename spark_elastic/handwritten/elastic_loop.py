@@ -28,6 +28,13 @@ SYNCED_FENCE = "synced_fence"
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns. In a
     process that is no worker: once."""
+    return elastic(func)
+
+
+def elastic(
+    func: Callable[..., R], find_session: Callable[[], WorkerSession | None] = get_session
+) -> Callable[..., R]:
+    """As `run`. find_session: returns the session of the process; called with each call of the function."""
 
     @wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
@@ -36,7 +43,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
                 f"a function of elastic.run takes a state first, such as TorchState(model=model); got "
                 f"{type(state).__name__}."
             )
-        session = get_session()
+        session = find_session()
         if session is None:
             state.begin_alone()
             return func(state, *args, **kwargs)
