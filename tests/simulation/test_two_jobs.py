@@ -103,7 +103,7 @@ class Job(Bench):
             self._looked = self.clock.now()
             wanted = self.scheduler.find_slot_claim()
             if wanted is not None:
-                self.post(on.SlotsWanted(0, wanted.holder, wanted.in_use))
+                self.post(on.SlotsWanted(0, *wanted))
 
 
 def _pass(seconds: float, clock: FakeClock, cores: Cores, *jobs: Job) -> None:

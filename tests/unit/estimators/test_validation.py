@@ -315,7 +315,7 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
     [
         (
             lambda: torch.nn.LazyLinear(1),
-            "layer '0' of the model is lazy and has no weights yet: call the model",
+            "layer '0' of the model is lazy, without weights yet: call the model",
         ),
         (Computed, "the model cannot be copied .Only Tensors created explicitly"),
         (LinearWithFrozenBias, "layer '0' of the model has a hook on the gradient of bias"),

@@ -9,18 +9,19 @@ from typing import IO, Any
 
 import pytest
 
-from spark_elastic.monitoring.console import FileListener, LineRateLimiter, OutputListener
+from spark_elastic.clusters.cli import CommandOutput
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
 from spark_elastic.testing.fakes import FakeClock
 
 
-def output(stream: IO[str], folder: Path | None = None, **options: Any) -> FileListener:
+def output(stream: IO[str], folder: Path | None = None, **options: Any) -> CommandOutput:
     options = {
         "clock": FakeClock(),
         "timestamps": False,
         "show_messages": True,
         "show_output": True,
     } | options
-    return FileListener(folder, stream, **options)
+    return CommandOutput(folder, stream, **options)
 
 
 @pytest.mark.parametrize("limited", [True, False])

@@ -42,9 +42,7 @@ class Ranks:
 
 
 @given(strategies.integers(1, 5), strategies.integers(1, 12), strategies.integers(0, 1 << 30))
-def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
-    size: int, count: int, seed: int
-) -> None:
+def test_any_order_on_each_rank_ends_with_all_done_in_one_order(size: int, count: int, seed: int) -> None:
     """Named ones in any order, unnamed ones in their own, spread over rounds in any way."""
     chance = random.Random(seed)
     ranks, done = Ranks(size), []

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
+from spark_elastic.driver.run_board import RunBoard
 from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
+from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs import owned_run
@@ -202,12 +205,11 @@ def test_the_next_driver_of_a_run_removes_files_of_a_killed_writer(tmp_path: Pat
 
 def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run = OwnedRun.acquire(store, "r")
-    lost: list[str] = []
-    run.start(lost.append)
+    lost: list[DriverEvent] = []
     first, second = write_checkpoint(store, 1), write_checkpoint(store, 2)
-    run.publish((first,))
-    run.publish((second,))
-    run.close()
+    with RunBoard(run, dict, lost.append, SystemClock()) as board:
+        board.publish((first,))
+        board.publish((second,))
     assert not lost
     assert OwnedRun.acquire(store, "r").checkpoints == (second,)
     with pytest.raises(StoreError):
@@ -240,13 +242,13 @@ def test_r15_a_result_that_cannot_be_read_back_is_not_reported() -> None:
 
 def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(store: Store) -> None:
     old = OwnedRun.acquire(store, "r")
-    lost: list[str] = []
-    old.start(lost.append)
+    lost: list[Any] = []
     assert OwnedRun.acquire(store, "r").attempt == 2
-    old.publish((write_checkpoint(store, 1),))
-    old.close()
+    with RunBoard(old, dict, lost.append, SystemClock()) as board:
+        board.publish((write_checkpoint(store, 1),))
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
-    assert lost == [f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"]
+    (cancelled,) = lost
+    assert cancelled.reason == f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"
     assert CheckpointStore(store, "r").read_published() == ()
 
 
