@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import StaleGeneration
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     CompareAndSet,
     Comparison,
     DriverClient,
-    DriverRequest,
     GetValues,
     ListKeys,
     SetValues,

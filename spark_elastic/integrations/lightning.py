@@ -51,12 +51,11 @@ class _Joined(_Methods):  # type: ignore[misc]
 
 
 @cache
-def _join(kind: type[_Joined]) -> type[_Joined]:
+def _join(kind: Any) -> Any:
     base = import_lightning(kind.base)
     if issubclass(kind, base):
         return kind
-    joined: type[_Joined] = type(base)(kind.__name__, (kind, base), {"__module__": kind.__module__})
-    return joined
+    return type(base)(kind.__name__, (kind, base), {"__module__": kind.__module__})
 
 
 def import_lightning(text: str) -> Any:
