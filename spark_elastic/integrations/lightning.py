@@ -47,7 +47,8 @@ class _Joined(_Methods):  # type: ignore[misc]
     base = ""  # module:class
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        return super().__new__(_join(cls))
+        kind: Any = cls
+        return super().__new__(_join(kind))
 
 
 @cache
