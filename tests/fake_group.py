@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_collectives.engine import Group, WaitObserver
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -22,7 +23,6 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import Group, WaitObserver
 from elastic_collectives.operands import (
     Array,
     Reduction,

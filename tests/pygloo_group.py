@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pygloo
 
-from elastic_collectives.engine import Exchange
+from elastic_collectives.engine import Exchange, WaitObserver
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -22,7 +22,6 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import WaitObserver
 from elastic_collectives.operands import Array, Reduction, signature
 from tests.fake_group import FakeGroup
 from tests.reductions import scale_and_divide
