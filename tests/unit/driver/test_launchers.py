@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.coordinator import ClientCall, RemoteLauncher
 from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
-from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel

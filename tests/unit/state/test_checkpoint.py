@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,13 @@ def write_checkpoint(store: Store, step: int, attempt: int = 1) -> Checkpoint:
 
 
 def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
-    run, old, new = (
-        CheckpointStore(store, "r"),
-        write_checkpoint(store, 9),
-        write_checkpoint(store, 3, attempt=2),
-    )
+    run, old = CheckpointStore(store, "r"), write_checkpoint(store, 9)
+    new = write_checkpoint(store, 3, attempt=2)
     run.publish(1, [old])
     assert run.read_published() == (old,)
     run.publish(2, [new, old])
-    run.publish(
-        1, [write_checkpoint(store, 10), old]
-    )  # by a driver that does not know yet that it lost the run
+    # By a driver that does not know yet that it lost the run.
+    run.publish(1, [write_checkpoint(store, 10), old])
     assert run.read_published() == (new, old)
 
 
@@ -106,19 +103,21 @@ def test_r18_a_list_replaced_while_it_is_read_gives_way(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-@pytest.mark.parametrize("damage", ["altered", "part gone", "manifest gone", "torn"])
-def test_a_damaged_checkpoint_gives_way(store: Store, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+DAMAGES = {
+    "altered": ("a", b"3"),
+    "part gone": ("b", None),
+    "manifest gone": ("manifest.json", None),
+    "torn": ("manifest.json", b'{"parts": {"a"'),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_gives_way(
+    store: Store, name: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
     run, older, newer = CheckpointStore(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
-    folder = f"runs/r/checkpoints/{newer.name}"
-    match damage:
-        case "altered":
-            store.write_bytes(f"{folder}/a", b"3")
-        case "part gone":
-            store.delete(f"{folder}/b")
-        case "manifest gone":
-            store.delete(f"{folder}/manifest.json")
-        case "torn":
-            store.write_bytes(f"{folder}/manifest.json", b'{"parts": {"a"')
+    path = f"runs/r/checkpoints/{newer.name}/{name}"
+    store.delete(path) if content is None else store.write_bytes(path, content)
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         found, parts = run.read_first_undamaged([newer, older])
     assert (found, parts["a"]) == (older, b"1")
@@ -129,14 +128,8 @@ def test_a_damaged_checkpoint_gives_way(store: Store, damage: str, caplog: pytes
 
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
-    taken: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: taken.append(owned_run.acquire_attempt(store, "r"))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        taken = pool.map(lambda _: owned_run.acquire_attempt(store, "r"), range(4))
     assert sorted(taken) == [1, 2, 3, 4]
     assert owned_run.find_highest_attempt(store, "r") == 4
     assert owned_run.find_highest_attempt(store, "another") == 0
@@ -187,10 +180,8 @@ def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.Log
     run.delete_run("runs/r/rows")
     assert store.exists("runs/r/rows/a")
     assert "AccessDenied" in caplog.text
-    assert (
-        "Remove runs/r/run.json and runs/r/rows and runs/r/commit-key and runs/r/attempts by hand"
-        in caplog.text
-    )
+    left = "runs/r/run.json and runs/r/rows and runs/r/commit-key and runs/r/attempts"
+    assert f"Remove {left} by hand" in caplog.text
 
 
 def test_the_next_driver_of_a_run_removes_files_of_a_killed_writer(tmp_path: Path) -> None:
@@ -255,9 +246,8 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(s
 def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: Store) -> None:
     run = OwnedRun.acquire(store, "r")
     store.remove_tree("runs/r")
-    with pytest.raises(
-        JobCancelled, match=r"run 'r' was removed from the store .* while this driver trained it"
-    ):
+    said = r"run 'r' was removed from the store .* while this driver trained it"
+    with pytest.raises(JobCancelled, match=said):
         run.check()
 
 
@@ -297,13 +287,8 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
         for step in range(1, 12):
             writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
             writer.flush()
-            answer = told[-1]
-            commands = bench.on(
-                CheckpointStoreFull(name(1), told.count(None))
-                if answer is None
-                else CheckpointWritten(name(1), answer)
-            )
-            for command in commands:
+            answer, full = told[-1], CheckpointStoreFull(name(1), told.count(None))
+            for command in bench.on(full if answer is None else CheckpointWritten(name(1), answer)):
                 assert isinstance(command, PublishCheckpoint)
                 run.publish_now(command.checkpoints)
         writer.close()
@@ -340,9 +325,8 @@ def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_delet
     newer = write_checkpoint(store, 2)
     run.publish_now((newer, old))
     limit_room(store, sum(each.bytes for each in store.find()))
-    newest = replace(
-        newer, position=at(3), name=format_checkpoint_name(newer.fence, at(3)) + "-a-longer-name"
-    )
+    longer = f"{format_checkpoint_name(newer.fence, at(3))}-a-longer-name"
+    newest = replace(newer, position=at(3), name=longer)
     run.publish_now((newest, newer))
     assert CheckpointStore(store, "r").read_published() == (newest, newer)
     with pytest.raises(StoreError):

@@ -180,9 +180,8 @@ def test_what_others_keep_among_checkpoints_stays_and_disturbs_nothing(tmp_path:
         store.write_bytes(f"runs/r/checkpoints/{name}", b"")
     store.write_bytes("runs/r/attempts/²", b"")
     for step in (1, 2):
-        new = CheckpointStore(store, RUN).write(
-            Fence(run.attempt, 1), Position(0, Phase.TRAIN, step), {"x": b"x"}
-        )
+        position = Position(0, Phase.TRAIN, step)
+        new = CheckpointStore(store, RUN).write(Fence(run.attempt, 1), position, {"x": b"x"})
         run.publish_now((new,))
     assert OwnedRun.acquire(store, RUN).checkpoints == (new,)
     assert all(os.path.exists(tmp_path / "runs/r/checkpoints" / name) for name in others)

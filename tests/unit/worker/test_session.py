@@ -13,7 +13,6 @@ import torch
 import spark_elastic
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.session import get_session
-from spark_elastic.runs.checkpoint import CHECKPOINTER
 from spark_elastic.worker.context import WorkerContext, set_context
 
 
@@ -41,7 +40,7 @@ def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> Non
         {"loss": 0.25, "epoch": 2, "converged": 1.0, "world": 3, "step": 7},
     ]
     assert type(told[0]["converged"]) is float, "JSON's true is no number for the status page"
-    session.process_values[CHECKPOINTER] = SimpleNamespace(stall_seconds=0.5)
+    session.checkpointer = SimpleNamespace(stall_seconds=0.5)  # type: ignore[assignment]
     spark_elastic.report(
         loss=torch.tensor(0.5, requires_grad=True)
     )  # a warning of its graph would be an error
