@@ -106,7 +106,7 @@ class TransformationPool:
             return
         if self._kind == "process":
             pickled = cloudpickle.dumps(self._transformation)
-            self._processes = [TransformationProcess(pickled) for _ in range(self._workers)]
+            self._processes = [TransformationProcess.spawn(pickled) for _ in range(self._workers)]
             for process in self._processes:
                 self._free.put(process)
         self._executor = ThreadPoolExecutor(self._workers, "transformation")

@@ -38,19 +38,24 @@ Answer = tuple[Columns | None, bytes | None, str]  # columns; or error and its t
 class TransformationProcess:
     """The training process's end. One thread at a time."""
 
-    def __init__(self, transformation: bytes) -> None:
-        """Start it from the main thread, with which it ends. transformation: a pickled `BatchTransformation`."""
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, own: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._socket, self._process = own, process
+
+    @classmethod
+    def spawn(cls, transformation: bytes) -> TransformationProcess:
+        """From the main thread, with which it ends. transformation: a pickled `BatchTransformation`."""
+        own, theirs = socket.socketpair()
         files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), files],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=dict(os.environ, PYTHONPATH=path),
             )
-        _send(self._socket, transformation)
+        _send(own, transformation)
+        return cls(own, process)
 
     def apply(self, batch: Any) -> Columns:
         """As `BatchTransformation.apply`. Raises RuntimeError if the process has died."""
