@@ -16,14 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+from pyspark.sql import SparkSession
 
 from tests.sources import PYTHONPATH, ROOT
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 LOOPBACK = "127.0.0.1"
 # Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.

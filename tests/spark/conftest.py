@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import pyspark
 import pytest
+from pyspark.sql import SparkSession
 
 from tests.leaks import SessionOwned
 from tests.spark.cluster import LOOPBACK, StandaloneCluster, await_true, cluster_environment
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 HOSTS = 3
 SETTINGS = {

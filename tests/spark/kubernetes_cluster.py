@@ -25,15 +25,13 @@ from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pyspark
+from typing_extensions import Self
 
 from tests.spark.cluster import cluster_environment
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Object = dict[str, Any]
 HOME = Path(pyspark.__file__).parent

@@ -5,17 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import ElasticError
 from tests.spark.estimators import Net, estimator, table
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
 

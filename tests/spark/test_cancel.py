@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 from pyspark import InheritableThread
+from pyspark.sql import SparkSession
 
 from spark_elastic.errors import JobCancelled
 from spark_elastic.monitoring.listener import JobListener
@@ -23,9 +24,6 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
 from tests.spark.cluster import StandaloneCluster, await_line, await_true, cluster_environment
 from tests.spark.stories import launch
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 

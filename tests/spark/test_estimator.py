@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
@@ -20,15 +19,13 @@ import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import SparkSession
 
 from spark_elastic import Rows
 from spark_elastic.errors import InvalidInput, WorkerFailed
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
 from spark_elastic.torch import progress
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.estimators import ROWS, WORKERS, Net, estimator, is_close, table, train_plain
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

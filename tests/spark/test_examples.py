@@ -8,18 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyspark
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.worker.script import find_free_port
 from tests.pages import blocks
 from tests.sources import ROOT
 from tests.spark.cluster import StandaloneCluster, cluster_environment
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 

@@ -6,11 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from spark_elastic.errors import InvalidInput, JobFailed
@@ -19,9 +20,6 @@ from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import fit_through_a_loss
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [
     pytest.mark.usefixtures("nets_pickled_by_value"),

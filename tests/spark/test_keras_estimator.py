@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import keras
@@ -19,6 +19,7 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
@@ -26,12 +27,8 @@ from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredict
 from spark_elastic.estimators.transformer import FitSummary
 from spark_elastic.training.keras.archive import Archive
 from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster
 from tests.spark.fits import KillOneExecutor
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from tests.spark.cluster import StandaloneCluster
 
 pytestmark = [
     pytest.mark.spark,

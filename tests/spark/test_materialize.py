@@ -6,7 +6,6 @@ import shutil
 import uuid
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -15,17 +14,14 @@ import pyspark
 import pytest
 from py4j.java_gateway import GatewayClient
 from py4j.protocol import MEMORY_COMMAND_NAME
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from tests.spark.cluster import StandaloneCluster
+from tests.spark.cluster import StandaloneCluster
 
 pytestmark = pytest.mark.spark
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from tests.component.torch.hand_written import count
 from tests.spark.stories import ActAtStep
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native]
 

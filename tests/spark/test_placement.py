@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.errors import PreflightError
 from spark_elastic.worker.devices import collect_gpu_facts, list_visible_gpus
 from tests.spark.cluster import StandaloneCluster
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 

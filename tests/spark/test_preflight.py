@@ -6,10 +6,11 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.doctor import Finding, examine
 from spark_elastic.clusters.spark.classic import preflight
@@ -19,9 +20,6 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
 from tests.spark.cluster import await_true
 from tests.spark.conftest import HOSTS
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from pyspark.sql import SparkSession
 
 from tests.component.readers import READERS
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.fits import fit_through_a_loss
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.faults]
 

@@ -6,11 +6,12 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
@@ -18,9 +19,6 @@ from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.scenarios import Fault
 from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import GatedNet
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

@@ -7,11 +7,12 @@ import zlib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from spark_elastic.data.manifest import Manifest
@@ -27,9 +28,6 @@ from spark_elastic.estimators.dataframes.materialize import (
 from spark_elastic.estimators.dataframes.scan import MissingValues, TableScan
 from spark_elastic.estimators.dataframes.schema import ColumnType
 from tests.spark.estimators import estimator, table
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
 

@@ -6,10 +6,11 @@ import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.clusters.spark.host_facts import get_session
@@ -17,9 +18,6 @@ from spark_elastic.errors import InvalidInput, PreflightError
 from tests.component.torch.hand_written import count
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.stories import ActAtStep
 
 pytestmark = [pytest.mark.spark, pytest.mark.native]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from spark_elastic.data.store import Store
@@ -22,9 +22,6 @@ from spark_elastic.estimators.dataframes.materialize import (
     materialize,
 )
 from tests.spark.estimators import Net, estimator, table
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(900)]
 

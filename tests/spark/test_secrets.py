@@ -11,19 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.errors import JobCancelled
 from tests.component.torch.hand_written import count
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.stories import ActAtStep
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(420)]
 for module in (__name__, count.__module__):

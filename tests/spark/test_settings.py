@@ -9,9 +9,9 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.types import Limits
@@ -19,11 +19,8 @@ from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.session_settings import DYNAMIC, NARROW, SPECULATIVE
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
 SparkWith = Callable[[Mapping[str, str]], "SparkSession"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
 import torch
+from pyspark.sql import SparkSession
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
@@ -18,9 +18,6 @@ from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.estimators import ROWS, Net, estimator, table
 from tests.spark.fits import fit_through_a_loss
 from tests.spark.session_settings import DYNAMIC, NARROW
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(900)]
 

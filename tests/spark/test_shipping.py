@@ -9,12 +9,13 @@ import venv
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.clusters.spark.classic import PACKAGES, preflight
@@ -24,9 +25,6 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 

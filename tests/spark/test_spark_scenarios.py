@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
@@ -22,9 +22,6 @@ from spark_elastic.protocol.types import Limits
 from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, Worker, await_true
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import keras
@@ -14,17 +14,14 @@ from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic import ElasticKerasEstimator
 from tests.scenarios import Fault
 from tests.sources import ROOT
+from tests.spark.cluster import StandaloneCluster
 from tests.spark.stories import ActAtStep
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from tests.spark.cluster import StandaloneCluster
 
 pytestmark = [
     pytest.mark.spark,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -19,13 +19,11 @@ from pyspark.ml.tuning import (
     ParamGridBuilder,
     TrainValidationSplit,
 )
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
