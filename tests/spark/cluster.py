@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyspark
 from pyspark.sql import SparkSession
 
 from tests.sources import PYTHONPATH, ROOT
@@ -58,8 +59,6 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
 
 def start_session(master: str, **settings: str) -> SparkSession:
     """A small session of a program that prints its own results. settings: `executor_cores` is spark.executor.cores."""
-    from pyspark.sql import SparkSession
-
     usual = {"ui_enabled": "false", "driver_host": LOOPBACK}
     usual |= {"driver_memory": "512m", "executor_memory": "512m"}
     named = {f"spark.{name.replace('_', '.')}": value for name, value in (usual | settings).items()}
@@ -200,8 +199,6 @@ class StandaloneCluster:
         return worker
 
     def _spawn(self, log: Path, daemon: str, *arguments: str) -> subprocess.Popen[bytes]:
-        import pyspark
-
         home = Path(pyspark.__file__).parent
         command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{daemon}"]
         command += ["--host", LOOPBACK, "--webui-port", "0", *arguments]

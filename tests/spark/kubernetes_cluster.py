@@ -29,7 +29,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pyspark
-from typing_extensions import Self
 
 from tests.spark.cluster import cluster_environment
 
@@ -66,7 +65,7 @@ class KubernetesCluster:
         self.forbidden: list[tuple[str, str]] = []
         self._is_closing = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> KubernetesCluster:
         self._server = _Server(self, self._sockets)
         self._listener = threading.Thread(target=self._server.serve_forever, name="kubernetes-api")
         self._listener.start()

@@ -1,15 +1,40 @@
-"""`run` and `fit` over Spark Connect, with a kill in the middle; what cannot work there is said before any job."""
+"""Sessions without a SparkContext or with a part of one, in programs of their own, with kills in the middle.
+
+Over Spark Connect, where what cannot work is said before any job, and where py4j refuses Spark's inner parts.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.sources import ROOT
 from tests.spark import connect_fit_job, connect_job
-from tests.spark.clients import client
+from tests.spark.cluster import cluster_environment
 
-pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(800)]
+
+
+def run_client(script: str, master: str, folder: Path) -> Any:
+    """What a program says with its last line. script: the name of its module beside this one."""
+    ephemeral = {"SPARK_TESTING": "1"}  # the server's port, which is a fixed one otherwise
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.spark.{script}", master, str(folder)],
+        env=os.environ | cluster_environment(folder) | ephemeral,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=780,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -17,7 +42,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.ma
 )
 def test_a_run_over_spark_connect_survives_a_kill(tmp_path: Path, master: str) -> None:
     """Of a worker; on a cluster of executors, of one of them. The event log has none of the job's secrets."""
-    seen = client("tests.spark.connect_job", master, tmp_path)
+    seen = run_client("connect_job", master, tmp_path)
     assert seen["number"] == "over Spark Connect the number of workers cannot be looked up: give num_workers."
     assert seen["ship"].startswith("ship=True does not work over Spark Connect")
     assert [result[0] for result in seen["results"]] == [connect_job.STEPS] * 2
@@ -34,12 +59,11 @@ def test_a_run_over_spark_connect_survives_a_kill(tmp_path: Path, master: str) -
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(800)
-def test_a_fit_over_spark_connect_survives_kills_with_a_reachable_and_an_unreachable_client(
+def test_a_fit_over_spark_connect_survives_kills_and_needs_nothing_that_standard_access_mode_refuses(
     tmp_path: Path,
 ) -> None:
-    """Of a worker, and of the executor that the coordinator runs in."""
-    seen = client("tests.spark.connect_fit_job", "local-cluster[3,1,512]", tmp_path, 780)
+    """Of a worker, and of the executor that the coordinator runs in where executors cannot reach the client."""
+    seen = run_client("connect_fit_job", "local-cluster[3,1,512]", tmp_path)
     beside, afar = seen["beside"], seen["afar"]
     assert (beside["injected"], beside["exact"], beside["once"], beside["same"]) == (1, True, True, True)
     assert beside["recoveries"] >= 1
@@ -51,3 +75,14 @@ def test_a_fit_over_spark_connect_survives_kills_with_a_reachable_and_an_unreach
     assert afar["shown"] == connect_fit_job.estimators.ROWS
     assert (afar["exact"], afar["channels"]) == (True, [])
     assert seen["keras"][-1] < seen["keras"][0]
+    # Whether there is a SparkContext is asked once for each session; nothing else is tried.
+    assert set(seen["asked"]) <= {"sparkContext"}
+
+
+@pytest.mark.faults
+def test_a_fit_survives_a_kill_where_py4j_refuses_sparks_inner_parts(tmp_path: Path) -> None:
+    seen = run_client("blocked_job", "local-cluster[2,1,512]", tmp_path)
+    assert (seen["exact"], seen["injected"], seen["shown"]) == (True, 1, 48)
+    assert seen["recoveries"] >= 1
+    assert {"schedulerBackend", "statusTracker"} <= set(seen["asked"])
+    assert len(seen["told"]) == 1

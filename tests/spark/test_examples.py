@@ -1,4 +1,4 @@
-"""The programs that newcomers run first: the page that starts in five minutes, and the loop under spark-submit."""
+"""The programs that newcomers run first: those of the pages, and the loop under spark-submit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark_elastic.worker.script import find_free_port
-from tests.pages import blocks
+from tests.pages import apply_diff, blocks
 from tests.sources import ROOT
 from tests.spark.cluster import StandaloneCluster, cluster_environment
 
@@ -52,6 +52,17 @@ def test_the_example_of_the_readme_runs(
     monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
     loop = loop.replace("/path/that/all/hosts/see", str(tmp_path / "seen"))
     exec(compile(loop, "<README.md>", "exec"), names)
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_a_program_for_torchdistributor_runs_with_its_diffs(spark: SparkSession, number: int) -> None:
+    before, _ = blocks("moving-from-torchdistributor.md", "python")
+    program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[number])
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(program, "moving.py", "exec"), names)
+    assert [size for size, _ in names["results"]] == [2] * len(names["results"]) or number == 2
+    assert len(names["results"]) >= 2
+    assert all(loss < 0.1 for _, loss in names["results"])
 
 
 @pytest.mark.faults  # of the long run

@@ -21,7 +21,10 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from tests.component.readers import READERS
+from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
+from tests.spark.fits import fit_through_a_loss
 
 pytestmark = pytest.mark.spark
 
@@ -389,3 +392,12 @@ def test_a_null_vector_is_named(spark: SparkSession, store: Store) -> None:
     df = spark.createDataFrame([(Vectors.dense([1.0]),), (None,)], schema)
     with pytest.raises(InvalidInput, match="column 'v' has nulls in 1 of 2 rows"):
         materialize(df, ["v"], store)
+
+
+@pytest.mark.native
+@pytest.mark.faults
+@pytest.mark.parametrize("reader", READERS[1:])
+def test_p1_p2_hold_with_every_reader_after_a_lost_executor(
+    reader: str, spark: SparkSession, standalone: StandaloneCluster, fault: Fault, tmp_path: Path
+) -> None:
+    fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3, reader=reader)
