@@ -28,9 +28,13 @@ def assert_runs(program: str) -> None:
         ("tensorflow", {"torch"}),
         # Fitted models have modules in it.
         ("keras", {"torch", "elastic_collectives", "spark_elastic.worker"}),
+        ("estimators.torch_model", {"elastic_collectives", "spark_elastic.torch"}),
+        ("estimators.predict_udf", {"elastic_collectives", "spark_elastic.torch"}),
     ],
 )
-def test_each_framework_half_imports_only_its_framework(imported: str, absent: set[str]) -> None:
+def test_each_framework_half_imports_only_its_framework_and_predictions_no_engine(
+    imported: str, absent: set[str]
+) -> None:
     assert_runs(f"import sys, spark_elastic.{imported}; sys.exit(bool({absent!r} & set(sys.modules)))")
 
 

@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
         return self.layers(x.reshape(len(x), 2).double())[:, 0]
 
 
-def estimator(store: Path, **changes: Any) -> ElasticTorchEstimator:
+def estimator(store: Path | str, **changes: Any) -> ElasticTorchEstimator:
     net = Net()
     values: dict[str, Any] = {
         "model": net,
