@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -97,24 +97,6 @@ def test_a_rank_without_rows_gets_empty_arrays() -> None:
         assert rows.planned > 0
 
 
-def test_a_stream_begins_at_the_given_step() -> None:
-    with StepLoader(PLAN, Rows(), COLUMNS).steps(0, 3, 0, 1) as stream:
-        assert [rows.step for rows in stream] == list(range(3, PLAN.steps))
-    with StepLoader(PLAN, Rows(), COLUMNS).steps(0, PLAN.steps, 0, 1) as stream:
-        assert list(stream) == []
-
-
-def test_a_resize_in_mid_epoch_loses_and_doubles_nothing() -> None:
-    made, seen = StepLoader(PLAN, Rows(), COLUMNS), []
-    for rank in range(3):
-        with made.steps(0, 0, rank, 3) as stream:
-            seen += [row for _ in range(2) for row in next(stream).row_ids.tolist()]
-    for rank in range(2):
-        with made.steps(0, 2, rank, 2) as stream:
-            seen += [row for rows in stream for row in rows.row_ids.tolist()]
-    assert sorted(seen) == list(range(37))
-
-
 def wait_until_read(stream: loader.StepStream, steps: int) -> None:
     with stream._changed:
         assert stream._changed.wait_for(lambda: len(stream._ready) == steps, 10)
@@ -176,27 +158,6 @@ def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
     ]:
         with StepLoader(PLAN, Rows(), COLUMNS, prefetch).steps(0, 0, 0, 1) as stream:
             assert_read(stream, most)
-
-
-def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = DataPlan((10,) * 8, global_batch=8, seed=5, lanes=3)
-    looked: list[threading.Thread] = []
-    with StepLoader(plan, Rows(plan), COLUMNS, Prefetch(steps=4)).steps(0, 0, 0, 1) as stream:
-
-        def check_fit(fit: Callable[[], bool] = stream._has_room) -> bool:
-            looked.append(threading.current_thread())
-            return fit()
-
-        wait_until_read(stream, 3)
-        next(stream)
-        wait_until_read(stream, 4)
-        monkeypatch.setattr(stream, "_has_room", check_fit)
-        next(stream)
-        time.sleep(0.1)
-        assert stream._thread not in looked, "woken for one step, where there is no room for two"
-        next(stream)
-        wait_until_read(stream, 4)
-        assert stream._thread in looked
 
 
 def test_the_read_ahead_limit_counts_the_real_size_of_bytes_columns() -> None:

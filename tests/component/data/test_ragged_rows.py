@@ -117,19 +117,13 @@ def test_arrays_of_one_length_stay_what_they_are(tmp_path: Path, parts: list[Any
 def test_arrays_that_no_model_takes_are_refused(tmp_path: Path, rows: list[Any], says: str) -> None:
     store = write(tmp_path, {"x": pa.array(rows, pa.list_(pa.int64()))})
     with pytest.raises(InvalidInput, match=says):
-        describe_parquet(store, ["x"])
+        describe_parquet(store, ["x"], transformed="nulls" in says)
 
 
-def test_nulls_and_nested_arrays_of_different_lengths_are_refused_for_a_transformation_too(
-    tmp_path: Path,
-) -> None:
-    for rows, says in (
-        ([[1, 2], None, []], "has 1 nulls in 3 rows"),
-        ([[[1, 2]], [[3], [4, 5]]], r"different lengths: .*; pad or cut them to one length\."),
-    ):
-        store = write(tmp_path, {"x": pa.array(rows)})
-        with pytest.raises(InvalidInput, match=says):
-            describe_parquet(store, ["x"], transformed=True)
+def test_nested_arrays_of_different_lengths_are_refused_for_a_transformation_too(tmp_path: Path) -> None:
+    store = write(tmp_path, {"x": pa.array([[[1, 2]], [[3], [4, 5]]])})
+    with pytest.raises(InvalidInput, match=r"different lengths: .*; pad or cut them to one length\."):
+        describe_parquet(store, ["x"], transformed=True)
 
 
 @pytest.mark.parametrize("kept_alike", [True, False])
