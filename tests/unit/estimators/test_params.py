@@ -66,18 +66,6 @@ def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:
     assert json.dumps(found) == "[[[2]], [[1, 3]], [0.5, 1.0]]"
 
 
-def test_a_copy_with_other_values_leaves_the_original() -> None:
-    holder = ParamsHolder().setBatchSize(8)
-    assert holder.copy({holder.batch_size: 16}).getBatchSize() == 16
-    assert holder.getBatchSize() == 8
-
-
-def test_two_estimators_share_no_params() -> None:
-    one, two = ParamsHolder(), ParamsHolder()
-    assert one.batch_size.parent == one.uid != two.uid
-    assert "rows per worker" in one.explainParam("batch_size")
-
-
 def test_a_subclass_may_change_some_defaults() -> None:
     class OwnEstimator(ElasticTorchEstimator):
         def __init__(self, *, epochs: int = 7, team: str = "", **rest: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +16,6 @@ pytest.importorskip("pyspark")
 
 from py4j.protocol import Py4JError
 
-import elastic_collectives
 from spark_elastic.clusters.spark import classic
 from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, ProbeJob, SparkLauncher
 from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs
@@ -209,15 +207,6 @@ def test_a_preflight_ends_at_its_timeout_and_says_what_took_the_time(
 # ---- the package, for executors that lack it
 
 
-def test_a_package_is_packed_whole_and_without_caches(tmp_path: Path) -> None:
-    package, archive = Path(elastic_collectives.__file__).parent, tmp_path / "sent.zip"
-    classic.pack(package, archive)
-    files = {str(file.relative_to(package)) for file in package.rglob("*") if file.is_file()}
-    sent = set(zipfile.ZipFile(archive).namelist())
-    assert sent == {name for name in files if "__pycache__" not in name}
-    assert "__init__.py" in sent
-
-
 def test_a_package_that_the_driver_does_not_have_as_files_is_named() -> None:
     with pytest.raises(InvalidInput, match="ship=True needs no_such_package as a folder of files"):
         classic._find_folder("no_such_package")
@@ -282,18 +271,6 @@ class Properties(dict[str, Any]):
 
     getLocalProperty = dict.get
     setLocalProperty = dict.__setitem__
-
-
-@pytest.mark.parametrize(("before", "quoted"), [("mine", " (mine)"), (None, "")])
-def test_a_job_s_description_quotes_that_of_the_caller_which_is_restored(
-    before: str | None, quoted: str
-) -> None:
-    sc: Any = Properties({DESCRIPTION: before})
-    with describe_jobs(SimpleNamespace(sparkContext=sc), "writes rows"):  # type: ignore[arg-type]
-        assert sc[DESCRIPTION] == f"spark_elastic writes rows{quoted}"
-    assert sc[DESCRIPTION] == before
-    with describe_jobs(SimpleNamespace(), "without a context"):  # type: ignore[arg-type]
-        pass
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -63,18 +63,6 @@ class Session:
         return self.rows
 
 
-@pytest.mark.parametrize(
-    ("settings", "number", "sentence"),
-    [({}, None, "give num_workers"), ({"ship": True}, 2, "ship=True does not work over Spark Connect")],
-)
-def test_a_call_that_cannot_work_over_connect_is_refused(
-    settings: dict[str, bool], number: int | None, sentence: str
-) -> None:
-    with pytest.raises(InvalidInput, match=sentence):
-        ConnectPlatform(session(), ElasticConfig(**settings)).count_workers(number)  # type: ignore[arg-type]
-    assert ConnectPlatform(session(), ElasticConfig()).count_workers(2) == 2
-
-
 class SessionWithoutHost(Session):
     """Over a channel of a platform's own: pyspark's base class of channel builders names no host."""
 
@@ -140,18 +128,6 @@ def test_a_session_that_denies_its_context_counts_as_without_one() -> None:
     assert not has_context(denied)
     session.sparkContext = object()
     assert has_context(session)
-
-
-def test_a_setting_that_the_server_refuses_is_left_out() -> None:
-    class DeniedConf:
-        def get(self, name: str, default: str | None) -> str | None:
-            if name == "spark.master":
-                raise RuntimeError("CONFIG_NOT_AVAILABLE")
-            return "h" if name == "spark.driver.host" else default
-
-    session: Any = Session()
-    session.conf = DeniedConf()
-    assert connect.read_settings(session) == {"spark.driver.host": "h"}
 
 
 def test_probes_that_no_executor_takes_are_interrupted() -> None:
