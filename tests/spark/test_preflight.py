@@ -50,9 +50,7 @@ def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store_or_on_
 
 def test_a_store_that_hosts_do_not_share_is_refused(spark: SparkSession) -> None:
     # The memory of a process is what no other process sees.
-    with pytest.raises(
-        PreflightError, match=r"does not see what the driver wrote to the store memory://"
-    ) as refused:
+    with pytest.raises(PreflightError, match="does not see what the driver wrote to the store") as refused:
         probe(spark, Store.open("memory://preflight"))
     assert list(examine(spark, "memory://preflight"))[-1] == Finding(str(refused.value), refused=True)
 

@@ -65,9 +65,8 @@ def test_a_run_ships_the_package_that_only_the_driver_has(
 ) -> None:
     """Without `ship` a sentence; with it preflight, and a function, also on an executor that is new."""
     sc, store = bare.sparkContext, Store.open(str(tmp_path))
-    with pytest.raises(
-        PreflightError, match=f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
-    ):
+    says = f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
+    with pytest.raises(PreflightError, match=says):
         preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
 
     for found in (

@@ -92,9 +92,7 @@ def test_longer_documents_are_refused_or_counted() -> None:
     assert check_lengths(lengths, Packing(length=8, overlong="split")) == 2
     with pytest.raises(InvalidInput, match="have no tokens"):
         check_lengths(np.zeros(3, np.int64), Packing())
-    with pytest.raises(
-        InvalidInput, match="overlong must be one of 'refuse', 'split', 'truncate'; got 'cut'"
-    ):
+    with pytest.raises(InvalidInput, match="overlong must be one of 'refuse', 'split', 'truncate'; got"):
         Packing(overlong="cut")
 
 

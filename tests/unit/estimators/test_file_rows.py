@@ -37,19 +37,15 @@ def locate(train: str, *seen: str) -> FileRows:
 @pytest.mark.parametrize("given", [3, [3], pd.DataFrame({"x": [1.0]}), SimpleNamespace(columns=["x"])])
 def test_what_is_no_path_is_refused(given: Any) -> None:
     for arguments in ((given,), ("there", given)):
-        with pytest.raises(
-            InvalidInput, match="fit_on_parquet takes paths of Parquet files or folders; got "
-        ):
+        with pytest.raises(InvalidInput, match="fit_on_parquet takes paths of Parquet files or folders; got"):
             ElasticTorchEstimator().fit_on_parquet(*arguments)
 
 
 def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
-        with materialize_rows(locate(train, seen), request(), store, OwnedRun.acquire(store, "mine")) as (
-            record,
-            data,
-        ):
+        run = OwnedRun.acquire(store, "mine")
+        with materialize_rows(locate(train, seen), request(), store, run) as (record, data):
             assert record.load_manifest().rows == 9
             assert [data.exists(name) for name in record.load_manifest().files] == [True]
             validating = record.load_validation()
@@ -184,8 +180,7 @@ def test_a_part_of_a_table_with_a_log_is_refused_too(tmp_path: Path) -> None:
     (tmp_path / "table" / "_delta_log").mkdir()
     (tmp_path / "table" / "_delta_log" / "00000000000000000000.json").write_text("{}")
     for path in (part, f"{part}/a.parquet"):
-        with pytest.raises(
-            InvalidInput, match=rf"lie in file://{tmp_path}/table, a table of delta, .* fit_on_table"
-        ):
+        says = rf"lie in file://{tmp_path}/table, a table of delta, .* fit_on_table"
+        with pytest.raises(InvalidInput, match=says):
             locate(path)
     locate(write(tmp_path / "beside", 3))

@@ -122,10 +122,7 @@ def test_each_keyword_is_a_param_of_one_of_the_estimators_and_each_param_a_keywo
 
 
 def test_a_keyword_of_another_frameworks_estimator_is_refused() -> None:
-    cases: list[tuple[Any, str]] = [
-        (ElasticTorchEstimator, "class_weight"),
-        (ElasticKerasEstimator, "precision"),
-    ]
-    for estimator, name in cases:
+    estimator: Any
+    for estimator, name in (ElasticTorchEstimator, "class_weight"), (ElasticKerasEstimator, "precision"):
         with pytest.raises(InvalidInput, match=f"^'{name}' is neither a parameter of {estimator.__name__}"):
             estimator(**{name: {0: 1.0}})

@@ -50,10 +50,8 @@ def spill(store: Store, rows: pa.RecordBatch, split: str | None) -> dict[bool, l
     names: dict[bool, list[str]] = {False: [], True: []}
     for part in (rows.slice(0, 3000), rows.slice(3000)):
         structs = pa.StructArray.from_arrays(part.columns, part.schema.names)
-        batches = [
-            pa.RecordBatch.from_arrays([structs[begin : begin + 700]], ["row"])
-            for begin in range(0, len(part), 700)
-        ]
+        pieces = [structs[begin : begin + 700] for begin in range(0, len(part), 700)]
+        batches = [pa.RecordBatch.from_arrays([piece], ["row"]) for piece in pieces]
         for found in SortTask(store, "chunks", HASHES, split)(iter(batches)):
             for chunk in found.to_pylist():
                 names[chunk["validates"]].append(chunk["name"])
