@@ -17,11 +17,9 @@ import cloudpickle
 from py4j.clientserver import JavaClient
 from py4j.protocol import Py4JError
 
-from spark_elastic.testing import ClusterFaults, InjectedFault
 from tests.spark import estimators
 from tests.spark.cluster import start_session
 
-EPOCHS = 6
 DENIED = ("schedulerBackend", "statusTracker", "queryExecution", "getCurrentUser")
 
 
@@ -50,17 +48,9 @@ def main(master: str, folder: Path) -> None:
     logger.setLevel(logging.INFO)
     cloudpickle.register_pickle_by_value(estimators)
     spark = start_session(master)
-    asked, df = deny(), estimators.table(spark)
-    faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
-    how: dict[str, Any] = {"num_workers": 2, "batch_size": estimators.ROWS // 2, "epochs": EPOCHS}
-    est = estimators.estimator(folder / "store", **how, callbacks=[faults.callback()])
-    model = est.fit(df)
-    model.save(str(folder / "model"))
+    asked = deny()
     seen = {
-        "exact": estimators.is_close(model, estimators.train_plain(df, EPOCHS, estimators.compute_mse)),
-        "recoveries": len(model.summary.report.recoveries),
-        "injected": len(faults.read_injected()),
-        "shown": type(model).load(str(folder / "model")).transform(df).count(),
+        "fit": estimators.fit_through_a_kill(spark, folder),
         "told": [text for text in said if "hosts are known by" in text],
         "asked": asked,
     }

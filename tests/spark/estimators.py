@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
+from spark_elastic.testing import ClusterFaults, InjectedFault
 
 ROWS = 48
 WORKERS = 3
@@ -83,3 +84,27 @@ def is_close(model: ElasticTorchModel, expected: list[torch.Tensor]) -> bool:
 
 def compute_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(output, y)
+
+
+def fit_through_a_kill(spark: SparkSession, folder: Path, epochs: int = 6, **settings: Any) -> dict[str, Any]:
+    """What a program sees of a fit of two workers, one of which is killed, and of the model that it saves and loads."""
+    df = table(spark)
+    faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
+    how = {"num_workers": 2, "batch_size": ROWS // 2, "epochs": epochs, "callbacks": [faults.callback()]}
+    model = estimator(folder / "store", **how, **settings).fit(df)
+    for _ in range(2):
+        model.write().overwrite().save(str(folder / "model"))
+    loaded = type(model).load(str(folder / "model"))
+    shown, again = (
+        [row.prediction for row in m.transform(df).orderBy("id").collect()] for m in (model, loaded)
+    )
+    return {
+        "exact": is_close(model, train_plain(df, epochs, compute_mse)),
+        "injected": len(faults.read_injected()),
+        "recovered": bool(model.summary.report.recoveries),
+        "same": again == shown,
+        "shown": len(shown),
+    }
+
+
+SEEN = {"exact": True, "injected": 1, "recovered": True, "same": True, "shown": ROWS}

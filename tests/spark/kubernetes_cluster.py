@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -37,11 +36,12 @@ HOME = Path(pyspark.__file__).parent
 GRACE = 20.0  # seconds that a pod without a period of its own has to end
 # The path of an object or of all objects of a kind.
 _PATH = re.compile(r"/api/v1/namespaces/([\w-]+)/(\w+)(?:/([\w.-]+))?")
-_KINDS = {
-    "pods": "Pod",
-    "configmaps": "ConfigMap",
-    "services": "Service",
-    "persistentvolumeclaims": "PersistentVolumeClaim",
+_KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "persistentvolumeclaims": "PersistentVolumeClaim"}
+# Of an executor's backend, and the variables of its pod that they are in.
+_OPTIONS = {
+    **{"driver-url": "DRIVER_URL", "app-id": "APPLICATION_ID", "resourceProfileId": "RESOURCE_PROFILE_ID"},
+    **{"executor-id": "EXECUTOR_ID", "cores": "EXECUTOR_CORES"},
+    **{"hostname": "EXECUTOR_POD_IP", "podName": "EXECUTOR_POD_NAME"},
 }
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 _WEB_SOCKET = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
@@ -71,9 +71,7 @@ class KubernetesCluster:
         self._listener.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._is_closing = True
             for process in self._processes.values():
@@ -104,10 +102,6 @@ class KubernetesCluster:
     def kill(self, pod: str) -> None:
         """SIGKILL to the pod's process, as for want of memory."""
         self._processes[pod].kill()
-
-    def evict(self, pod: str) -> None:
-        """Delete a pod with its period of grace, as a drained node does."""
-        self.delete("pods", pod)
 
     # ---- what the API does
 
@@ -142,8 +136,6 @@ class KubernetesCluster:
     def patch(self, resource: str, name: str, change: Any) -> Object:
         with self._lock:
             made = self._objects[resource, name]
-            if isinstance(change, list):
-                raise ValueError(f"patches by operations are not supported: {change}")
             merge(made, change)
             self._publish("MODIFIED", resource, made)
             return made
@@ -197,15 +189,7 @@ class KubernetesCluster:
         command = [shutil.which("java") or "java", *options, f"-Xms{memory}", f"-Xmx{memory}"]
         command += ["-cp", f"{HOME}/jars/*"]
         command += ["org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"]
-        for option, variable in (
-            ("driver-url", "DRIVER_URL"),
-            ("executor-id", "EXECUTOR_ID"),
-            ("cores", "EXECUTOR_CORES"),
-            ("app-id", "APPLICATION_ID"),
-            ("hostname", "EXECUTOR_POD_IP"),
-            ("resourceProfileId", "RESOURCE_PROFILE_ID"),
-            ("podName", "EXECUTOR_POD_NAME"),
-        ):
+        for option, variable in _OPTIONS.items():
             command += [f"--{option}", variables[f"SPARK_{variable}"]]
         own = {"SPARK_LOCAL_DIRS": str(folder), "SPARK_HOME": str(HOME), "SPARK_LOCAL_IP": address}
         with (folder / "log").open("wb") as log:
@@ -351,17 +335,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def matches(made: Object, selector: str) -> bool:
-    """Whether an object's labels are what a selector wants: a=b, a!=b, a, !a, and a in (b, c), with commas between."""
+    """Whether an object's labels are what a selector wants: a=b, a!=b, and a in (b, c), with commas between."""
     labels = made["metadata"].get("labels", {})
     for wish in re.findall(r"[^,(]+(?:\([^)]*\))?", selector):
-        if listed := re.fullmatch(r"(\S+) (in|notin) \((.*)\)", wish.strip()):
-            holds = (labels.get(listed[1]) in re.split(r", *", listed[3])) == (listed[2] == "in")
+        if listed := re.fullmatch(r"(\S+) in \((.*)\)", wish.strip()):
+            holds = labels.get(listed[1]) in re.split(r", *", listed[2])
         else:
-            name, sign, value = re.fullmatch(r"([^!=]*|![^!=]+)(!=|==?|)(.*)", wish.strip()).groups()  # type: ignore[union-attr]
-            if not sign:
-                holds = name[1:] not in labels if name.startswith("!") else name in labels
-            else:
-                holds = (labels.get(name) == value) != (sign == "!=")
+            name, sign, value = re.split(r"(!=|==?)", wish.strip())
+            holds = (labels.get(name) == value) != (sign == "!=")
         if not holds:
             return False
     return True

@@ -55,6 +55,7 @@ SCANS: list[Callable[[DataFrame], DataFrame]] = [
     lambda df: df,
     lambda df: df.select("y", "x").select("x", "y"),
     lambda df: df.withColumn("unused", F.col("y") * 2),
+    lambda df: df.createOrReplaceTempView("shown") or df.sparkSession.table("shown").select("x", "y"),
 ]
 OTHERS: list[tuple[Callable[[DataFrame], DataFrame], str]] = [
     (lambda df: df.where("y > 0"), r"its plan has Filter \(y"),
