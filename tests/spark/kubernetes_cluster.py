@@ -37,12 +37,6 @@ GRACE = 20.0  # seconds that a pod without a period of its own has to end
 # The path of an object or of all objects of a kind.
 _PATH = re.compile(r"/api/v1/namespaces/([\w-]+)/(\w+)(?:/([\w.-]+))?")
 _KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "persistentvolumeclaims": "PersistentVolumeClaim"}
-# Of an executor's backend, and the variables of its pod that they are in.
-_OPTIONS = {
-    **{"driver-url": "DRIVER_URL", "app-id": "APPLICATION_ID", "resourceProfileId": "RESOURCE_PROFILE_ID"},
-    **{"executor-id": "EXECUTOR_ID", "cores": "EXECUTOR_CORES"},
-    **{"hostname": "EXECUTOR_POD_IP", "podName": "EXECUTOR_POD_NAME"},
-}
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 _WEB_SOCKET = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
@@ -189,7 +183,15 @@ class KubernetesCluster:
         command = [shutil.which("java") or "java", *options, f"-Xms{memory}", f"-Xmx{memory}"]
         command += ["-cp", f"{HOME}/jars/*"]
         command += ["org.apache.spark.scheduler.cluster.k8s.KubernetesExecutorBackend"]
-        for option, variable in _OPTIONS.items():
+        for option, variable in (
+            ("driver-url", "DRIVER_URL"),
+            ("executor-id", "EXECUTOR_ID"),
+            ("cores", "EXECUTOR_CORES"),
+            ("app-id", "APPLICATION_ID"),
+            ("hostname", "EXECUTOR_POD_IP"),
+            ("resourceProfileId", "RESOURCE_PROFILE_ID"),
+            ("podName", "EXECUTOR_POD_NAME"),
+        ):
             command += [f"--{option}", variables[f"SPARK_{variable}"]]
         own = {"SPARK_LOCAL_DIRS": str(folder), "SPARK_HOME": str(HOME), "SPARK_LOCAL_IP": address}
         with (folder / "log").open("wb") as log:

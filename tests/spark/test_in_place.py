@@ -51,11 +51,16 @@ def read(spark: SparkSession, folder: Path) -> DataFrame:
     return spark.read.parquet(str(folder)).select(F.col("features").alias("x"), F.col("price").alias("y"))
 
 
+def read_view(df: DataFrame) -> DataFrame:
+    df.createOrReplaceTempView("shown")
+    return df.sparkSession.table("shown")
+
+
 SCANS: list[Callable[[DataFrame], DataFrame]] = [
     lambda df: df,
     lambda df: df.select("y", "x").select("x", "y"),
     lambda df: df.withColumn("unused", F.col("y") * 2),
-    lambda df: df.createOrReplaceTempView("shown") or df.sparkSession.table("shown").select("x", "y"),
+    read_view,
 ]
 OTHERS: list[tuple[Callable[[DataFrame], DataFrame], str]] = [
     (lambda df: df.where("y > 0"), r"its plan has Filter \(y"),
