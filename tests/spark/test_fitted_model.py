@@ -15,6 +15,7 @@ from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
@@ -205,6 +206,33 @@ def test_times_without_a_zone_come_as_in_training_whenever_they_are(spark: Spark
         spark.conf.set("spark.sql.session.timeZone", before)
     expected = [np.datetime64(text, "us").astype("int64").item() for text in texts]
     assert sorted(got) == pytest.approx(expected, rel=5e-7)
+
+
+def test_columns_of_every_type_that_fits_come_as_those_of_training(spark: SparkSession) -> None:
+    kinds = {
+        "i": ("int(id)", Column("i", "int32")),
+        "long": ("id", Column("long", "int32")),
+        "odd": ("id % 2 = 1", Column("odd", "int64")),
+        "a.b`c": ("double(id)", Column("a.b`c", "float32", (1,))),
+        "price": ("cast(id as decimal(10, 2))", Column("price", "float64")),
+        "prices": ("array(array(cast(id as decimal(10, 2))))", Column("prices", "float64", (1, 1))),
+        "days": ("array(date_add(date'1970-01-01', int(id)))", Column("days", "datetime64[D]", (1,))),
+        "moments": ("array(array(timestamp_micros(id)))", Column("moments", "datetime64[us]", (1, 1))),
+    }
+
+    def numbers(columns: dict[str, Any]) -> dict[str, Any]:
+        assert all(columns[name].dtype == column.dtype for name, (_, column) in kinds.items())
+        whole = {name: values.astype("int64") for name, values in columns.items()}
+        return {name: values.reshape(len(values), 1).astype("float64") for name, values in whole.items()}
+
+    class Sum(torch.nn.Module):
+        def forward(self, *parts: Any) -> Any:
+            return sum(parts)
+
+    model = make_model(ModuleWithTransformation(Sum(), numbers), *(column for _, column in kinds.values()))
+    df = spark.range(5).select(*(F.expr(text).alias(name) for name, (text, _) in kinds.items()))
+    got = [row.prediction for row in model.transform(df).orderBy("i").collect()]
+    assert got == [7.0 * i + i % 2 for i in range(5)]
 
 
 def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from tests.leaks import SessionOwned
+from tests.memory_store import make_memory_store
 from tests.special_names import check_special_names
 
 
@@ -79,6 +80,24 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
     store.remove_tree("a")
     store.remove_tree("a")
     assert not store.exists("a/b/one")
+
+
+def test_what_a_store_refuses_to_discard_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def deny(path: str) -> None:
+        raise PermissionError("AccessDenied")
+
+    store = make_memory_store()
+    for name in ("a/b", "a/c/d", "e"):
+        store.write_bytes(name, b"1")
+    for name in ("a", "e"):
+        store.discard(name)
+    assert store.find() == []
+    store.write_bytes("a/b", b"1")
+    store.filesystem.rm_file = deny
+    store.discard("a")
+    (line,) = caplog.messages
+    assert line.startswith("Cannot delete 'a' in the store memory://")
+    assert line.endswith("AccessDenied). Remove it by hand.")
 
 
 @pytest.mark.parametrize("root", ["ax", "a[xy]*?"])

@@ -22,10 +22,9 @@ from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.clusters.spark.platform import JobSpec
 from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.driver.job import LaunchResult
-from spark_elastic.errors import InvalidInput, JobFailed, PreflightError, StoreError
+from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.testing.fakes import FakeClock
@@ -249,32 +248,6 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     assert ways == ["beside" if unreached is None else "in a task"]
     said = "the coordinator will run in a task: host h cannot reach" in caplog.text
     assert said is (unreached is not None)
-
-
-@pytest.mark.parametrize("error", [None, JobFailed("two workers were lost.")])
-def test_a_store_that_cannot_remove_a_job_s_messages_hides_neither_result_nor_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: JobFailed | None
-) -> None:
-    def follow(*arguments: object) -> str:
-        if error is not None:
-            raise error
-        return "the result"
-
-    def fail(*arguments: object) -> None:
-        raise StoreError("Cannot delete 'channels' in the store.")
-
-    monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], UNREACHED))
-    monkeypatch.setattr("spark_elastic.clusters.coordinator.CoordinatorClient.follow", follow)
-    monkeypatch.setattr(Store, "remove_tree", fail)
-    platform = ConnectPlatform(session(), ElasticConfig())
-    platform.preflight(b"", make_memory_store(), (), 2, "it")
-    job = JobSpec("program", Limits(1, 1, 1), "job")
-    if error is None:
-        assert platform.launch(job) == "the result"
-    else:
-        with pytest.raises(JobFailed, match="two workers were lost"):
-            platform.launch(job)
-    assert caplog.messages[-1] == "Cannot delete 'channels' in the store. Remove it by hand."
 
 
 def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(

@@ -29,7 +29,7 @@ from spark_elastic.clusters.spark.probe import (
     find_unreachable_peer,
     require_report,
 )
-from spark_elastic.errors import InvalidInput, PreflightError, StoreError
+from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 
 
@@ -89,18 +89,6 @@ def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
             pass
         assert len(store.list("probes")) == 1  # another job's
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_store_that_cannot_remove_a_probe_s_objects_does_not_hide_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise StoreError("Cannot delete 'probes/t' in the store.")
-
-    monkeypatch.setattr(Store, "remove_tree", fail)
-    probe = Probe(store=Store.open(tmp_path))
-    with pytest.raises(PreflightError, match="a host is broken"), probe.open():
-        raise PreflightError("a host is broken.")
 
 
 def run_check(store: Store, number: int) -> list[str | None]:

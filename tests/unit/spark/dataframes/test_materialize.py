@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from spark_elastic.data.store import Store, StoreFull
-from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.dataframes import materialize
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.materialize import WriteOptions, _Target, warn_about_small_partitions
 
 
@@ -72,21 +70,3 @@ def test_spark_s_failure_for_lack_of_room_is_one_sentence(
     target = _Target(Store.open("memory://rows"), "data", "", WriteOptions())
     with pytest.raises(raises, match=says):
         target.write(rows, None)
-
-
-def test_a_store_that_cannot_remove_what_was_written_does_not_hide_the_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise StoreError("Cannot delete 'data' in the store.")
-
-    def write(*_: object) -> None:
-        raise InvalidInput("The column 'x' has NaN.")
-
-    monkeypatch.setattr(Store, "remove_tree", fail)
-    monkeypatch.setattr(materialize, "_write", write)
-    monkeypatch.setattr(materialize, "describe_jobs", lambda *_: nullcontext())
-    target = _Target(Store.open("memory://rows"), "data", "", WriteOptions())
-    with pytest.raises(InvalidInput, match="has NaN"):
-        materialize._write_and_publish(MagicMock(), {}, target, None, [])
-    assert caplog.messages == ["Cannot delete 'data' in the store. Remove it by hand."]

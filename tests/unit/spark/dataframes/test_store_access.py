@@ -10,9 +10,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
-from spark_elastic.estimators.dataframes.store_access import check_store_access, to_spark_url
-from tests.memory_store import make_memory_store
+from spark_elastic.estimators.dataframes.store_access import to_spark_url
 
 
 @pytest.mark.parametrize(
@@ -46,15 +44,3 @@ def test_spark_and_the_store_name_an_object_alike(given: str, python: str, spark
 def test_an_azure_container_is_named_for_spark_with_the_account_of_the_options(url: str, spark: str) -> None:
     filesystem: Any = SimpleNamespace(account_name="acme", protocol="abfs")
     assert to_spark_url(Store(url, filesystem, "jobs"), "a") == spark
-
-
-def test_a_store_that_cannot_delete_the_check_s_object_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise StoreError("Cannot delete 'probes/x' in the store.")
-
-    monkeypatch.setattr(Store, "delete", fail)
-    session: Any = SimpleNamespace(_jvm=None)
-    check_store_access(session, make_memory_store())
-    assert caplog.messages == ["Cannot delete 'probes/x' in the store. Remove it by hand."]
