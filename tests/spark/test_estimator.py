@@ -121,9 +121,7 @@ def check_steps(rows: Rows, steps: dict[tuple[int, int], list[int]]) -> None:
             assert sorted(batch["x"].tolist()) == sorted(trained.tolist())
 
 
-def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_a_pipeline_of_vectors_fits_as_asked_and_keeps_its_data(spark: SparkSession, tmp_path: Path) -> None:
     """Weights of rows, clipping, shapes, a loss of the step, a factory and other epochs reach the workers."""
 
     def compare_rows(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,7 @@ def test_the_hand_written_loop_runs_under_spark_submit(free_cluster: StandaloneC
 
 @pytest.mark.ci
 @pytest.mark.faults
-def test_a_submitted_job_on_digits_loses_an_executor_and_no_row(
-    free_cluster: StandaloneCluster, tmp_path: Path
-) -> None:
+def test_a_job_loses_an_executor_and_no_row(free_cluster: StandaloneCluster, tmp_path: Path) -> None:
     run = submit(free_cluster, "train_job.py", "--store", tmp_path / "store", "--epochs", "4")
     verdict = json.loads(run.stdout.splitlines()[-1])
     assert verdict["worlds"][:2] == [3, 2], run.stdout

@@ -84,9 +84,7 @@ def test_a_row_of_nan_predicts_nan_if_it_is_kept_and_the_others_stay(spark: Spar
         assert np.isnan(values).all() == np.isnan(values).any() == (row.id == 7)
 
 
-def test_missing_values_are_treated_as_in_training(
-    spark: SparkSession, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_values_are_those_of_training(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
     nan, null = "if(id = 7, array(float('nan'), float(1)), x) as x", "if(id = 9, null, v) as v"
     df = table(spark).selectExpr("id", nan, null)
     two = ModuleWithTransformation(torch.nn.Bilinear(2, 2, 1), dict)

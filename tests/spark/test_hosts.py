@@ -96,9 +96,7 @@ def test_p1_p2_a_host_without_network_for_30_seconds_rejoins_and_its_zombie_ends
 
 
 @pytest.mark.faults
-def test_p1_p2_a_host_with_an_intermittent_network_is_slow_and_not_lost(
-    cluster: HostCluster, fault: Fault
-) -> None:
+def test_p1_p2_a_host_whose_network_flickers_is_slow_and_not_lost(cluster: HostCluster, fault: Fault) -> None:
     job = cluster.submit(JOB, str(WORKERS), "lease=5", "epochs=100")
     job.await_message(world=WORKERS, epoch=1)
     for _ in range(15):

@@ -214,9 +214,7 @@ def test_writing_rows_dumps_no_buffers_to_the_executors_logs(
 
 
 @pytest.mark.scenario("G17")
-def test_a_table_that_was_overwritten_is_not_reused(
-    spark: SparkSession, store: Store, tmp_path: Path
-) -> None:
+def test_an_overwritten_table_is_not_reused(spark: SparkSession, store: Store, tmp_path: Path) -> None:
     table = f"file://{tmp_path}/table"
     spark.range(10).write.parquet(table)
     first = write(spark.read.parquet(table), ["id"], store)

@@ -65,9 +65,7 @@ def test_the_doctor_says_what_the_preflight_sees(spark: SparkSession, store: Sto
     assert verdict.endswith(f" passes its checks, and all hosts see the store {store.url}")
 
 
-def test_a_store_that_the_driver_cannot_write_is_refused_before_any_job(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_a_store_that_the_driver_cannot_write_is_refused_first(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     spark.sparkContext.setJobGroup("unwritable", "must stay empty")
     try:
@@ -78,9 +76,7 @@ def test_a_store_that_the_driver_cannot_write_is_refused_before_any_job(
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
 
 
-def test_the_preflight_does_not_wait_for_hosts_that_never_answer(
-    spark: SparkSession, store: Store, tmp_path: Path
-) -> None:
+def test_the_preflight_awaits_no_silent_host(spark: SparkSession, store: Store, tmp_path: Path) -> None:
     busy = str(tmp_path / "busy")
     Path(busy).mkdir()
 

@@ -32,7 +32,7 @@ spark.sparkContext.parallelize([1.5], 1).map(sleep).collect()
 """
 
 
-def test_spark_shows_its_progress_bar_before_and_after_a_job_of_ours_but_not_during_it(
+def test_spark_shows_its_progress_bar_before_and_after_our_job_but_not_during_it(
     tmp_path: Path,
 ) -> None:
     terminal, program_side = pty.openpty()

@@ -52,9 +52,7 @@ def add_validation_column(df: DataFrame) -> DataFrame:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("splits", [False, True])
-def test_r19_a_recomputed_table_with_the_same_rows_is_recognised(
-    spark: SparkSession, tmp_path: Path, splits: bool
-) -> None:
+def test_r19_a_recomputed_table_is_recognised(spark: SparkSession, tmp_path: Path, splits: bool) -> None:
     store, split = Store.open(str(tmp_path)), ValidationSplit("v", 1) if splits else None
     options = WriteOptions()
     df = add_validation_column(table(spark))
@@ -90,9 +88,7 @@ EPOCHS = 80  # of one step each
 
 
 @pytest.mark.scenario("G18")
-def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
+def test_p7_r19_a_cancelled_fit_resumes_at_a_step(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     for module in (GatedNet.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     gate, df, cancelled = tmp_path / "gate", table(spark), threading.Event()

@@ -135,9 +135,7 @@ def test_p2_sums_that_differ_in_their_last_bit_leave_the_order(spark: SparkSessi
     assert not np.array_equal(rows[0][0]["x"], found[0][0]["x"])
 
 
-def test_a_table_sorted_by_its_label_is_mixed_unless_its_own_order_is_kept(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_a_table_sorted_by_its_label_is_mixed_unless_refused(spark: SparkSession, tmp_path: Path) -> None:
     df = spark.range(0, 4000, 1, 4).selectExpr("id", "int(id >= 2000) as label")
     _, (mixed,) = write(df, ["id", "label"], tmp_path, rows_per_group=500)
     assert all(0.4 < group["label"].mean() < 0.6 for group in mixed)
@@ -162,9 +160,7 @@ def test_copies_of_a_row_are_spread_over_all_row_groups(
     assert equal(found, rows)
 
 
-def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_row_and_number(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_p2_copies_are_in_the_order_of_sparks_hash_of_them(spark: SparkSession, tmp_path: Path) -> None:
     more = {
         "at": "timestamp_micros(id - 40)",
         "small": "smallint(id)",
@@ -182,9 +178,7 @@ def test_p2_copies_are_in_the_order_of_sparks_hash_of_their_row_and_number(
     assert rows[0]["small"].tolist() == [row.small for row in ordered]
 
 
-def test_rows_are_sorted_in_the_python_workers_that_serve_slots_later(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_rows_are_sorted_in_the_python_workers_of_later_slots(spark: SparkSession, tmp_path: Path) -> None:
     """Spark tells its Python workers apart by their variables: others would import anew what these have."""
 
     def digest_variables(*_: Any) -> int:

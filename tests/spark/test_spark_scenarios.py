@@ -126,9 +126,7 @@ def children(cluster: StandaloneCluster, worker: Worker) -> list[int]:
 
 
 @pytest.mark.scenario("S4", "S6", "S11", "S13")
-def test_failing_workers_come_back_after_their_cooldown(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
+def test_failing_workers_return_after_a_cooldown(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     """Three failures, of ranks 1, 0 and 1: more than spark.task.maxFailures would bear of one task in Horovod's way."""
     all_executors(spark)
 
@@ -164,9 +162,7 @@ def test_failing_slots_never_return_until_no_capacity_is_left_and_the_job_ends_w
 
 
 @pytest.mark.scenario("S7")
-def test_an_exception_of_all_ranks_ends_the_job_at_once(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
+def test_an_exception_of_all_ranks_ends_the_job(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     all_executors(spark)
     story = ScenarioListener((5, 3, lambda: fault((tmp_path / "order.all").touch)))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)

@@ -71,9 +71,7 @@ def test_row_groups_are_decoded_in_the_order_of_requests(ahead: DecodePrefetcher
     until(lambda: reader.answers == 3)
 
 
-def test_decoding_pauses_at_its_limit_until_a_row_group_is_fetched(
-    ahead: DecodePrefetcher, reader: Reader
-) -> None:
+def test_decoding_pauses_at_its_limit_until_one_is_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
     ahead.ask(range(6))
     until(lambda: len(reader.ahead) == 3)
     assert ahead.fetch(0)["x"][0] == 0
@@ -93,9 +91,7 @@ def test_row_groups_that_were_fetched_meanwhile_are_skipped(ahead: DecodePrefetc
     assert reader.ahead == [0, 2]
 
 
-def test_decoding_waits_for_a_release_where_the_cache_has_no_room(
-    ahead: DecodePrefetcher, reader: Reader
-) -> None:
+def test_decoding_waits_for_a_release_where_there_is_no_room(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.room = 1
     ahead.ask([0, 1, 2])
     until(lambda: ahead._full)

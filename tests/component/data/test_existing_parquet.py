@@ -54,9 +54,7 @@ def columns_of(first: int, rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("reader", READERS)
-def test_every_kind_of_column_from_folders_by_partition(
-    tmp_path: Path, reader: str, piece_bytes: int
-) -> None:
+def test_every_kind_of_column_of_partitions(tmp_path: Path, reader: str, piece_bytes: int) -> None:
     write(tmp_path, "year=2023/part-0.parquet", columns_of(0, 25), row_group_size=11)
     write(tmp_path, "year=2024/part-0.parquet", columns_of(25, 12))
     write(tmp_path, "year=2024/part-1.parquet", columns_of(37, 0))
@@ -92,9 +90,7 @@ def test_columns_of_folders_alone_are_read_in_pieces_though_files_have_none_of_t
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(2**63 - 1, "int64"), (-(2**63), "int64"), (2**63, "float64")])
-def test_whole_numbers_of_folders_are_int64_if_all_of_them_fit(
-    tmp_path: Path, number: int, dtype: str
-) -> None:
+def test_whole_numbers_of_folders_are_int64_if_all_fit(tmp_path: Path, number: int, dtype: str) -> None:
     for each in (1, number):
         write(tmp_path, f"k={each}/a.parquet", {"x": np.arange(2)})
     store = Store.open(str(tmp_path))
@@ -139,9 +135,7 @@ def test_timestamps_of_all_years_as_spark_writes_them(
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_a_column_with_a_dot_in_its_name_beside_a_struct_with_that_field(
-    tmp_path: Path, piece_bytes: int
-) -> None:
+def test_a_column_with_a_dot_beside_a_struct_with_that_field(tmp_path: Path, piece_bytes: int) -> None:
     """Parquet has one path for both. The struct has no part in what is read of the column."""
     values = np.arange(9.0)
     struct = [{"b": None if i % 2 else i} for i in range(9)]

@@ -167,9 +167,7 @@ def test_a_deletion_vector_counts_for_one_of_several_files_of_a_name(tmp_path: P
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 10])
-def test_texts_of_delta_are_read_after_an_update_that_leaves_views_of_them(
-    tmp_path: Path, piece_bytes: int
-) -> None:
+def test_texts_of_delta_are_read_after_an_update_leaves_views(tmp_path: Path, piece_bytes: int) -> None:
     values = {"s": ["a", "b", "c", "d"], "b": [b"1", b"2", b"3", b"4"], "l": [["x"], ["y"], ["z"], ["w"]]}
     write_deltalake(str(tmp_path), make_rows(0, 4, **values))
     DeltaTable(tmp_path).update(predicate="x < 2", updates={"s": "'new'"})
@@ -276,9 +274,7 @@ def catalog(tmp_path: Path) -> Iterator[Any]:
     ExecutorFactory._instance = None
 
 
-def test_an_iceberg_snapshot_is_read_whatever_is_written_to_the_table_later(
-    catalog: Any, tmp_path: Path
-) -> None:
+def test_an_iceberg_snapshot_is_read_whatever_is_written_later(catalog: Any, tmp_path: Path) -> None:
     table = catalog.create_table("n.t", make_rows(0).schema)
     with pytest.raises(InvalidInput, match="has no snapshot: it has none"):
         read_snapshot(table, None, {})

@@ -128,9 +128,7 @@ def test_nested_arrays_of_different_lengths_are_refused_for_a_transformation_too
 
 @pytest.mark.parametrize("kept_alike", [True, False])
 @pytest.mark.parametrize("by_where", [True, False])
-def test_only_rows_that_the_table_has_decide_on_their_lengths(
-    tmp_path: Path, kept_alike: bool, by_where: bool
-) -> None:
+def test_only_rows_of_the_table_decide_on_lengths(tmp_path: Path, kept_alike: bool, by_where: bool) -> None:
     rows = [*LONG, [1], *([] if kept_alike else [[1, 2, 3, 4]])]
     ids = np.arange(len(rows))
     write(tmp_path, {"x": pa.array(rows), "id": ids})
@@ -224,7 +222,7 @@ def test_p1_each_token_of_each_document_is_in_one_sequence(
     assert np.array_equal(labels[inside], tokens[inside] * (-1 if "along" in options else 1))
 
 
-def test_some_of_the_sequences_are_read_as_they_are_among_all(
+def test_some_of_the_sequences_are_those_among_all(
     documents: tuple[Store, list[list[int]]],
 ) -> None:
     store, _ = documents

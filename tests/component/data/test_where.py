@@ -99,9 +99,7 @@ def read_ids(store: Store, manifest: Manifest) -> list[int]:
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 200])
 @pytest.mark.parametrize("statistics", [True, False])
-def test_the_rows_that_match_are_those_that_pyarrow_has(
-    tmp_path: Path, statistics: bool, piece_bytes: int
-) -> None:
+def test_the_rows_that_match_are_pyarrows(tmp_path: Path, statistics: bool, piece_bytes: int) -> None:
     table = make_table()
     for number, part in enumerate((table[:1100], table[1100:])):
         pq.write_table(part, tmp_path / f"{number}.parquet", GROUP, write_statistics=statistics)
@@ -398,9 +396,7 @@ def open_rows(asked: Any, *tables: Any, columns: Any = None, where: Any = None) 
     return rows
 
 
-def test_a_run_keeps_to_its_version_its_columns_and_its_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_to_version_columns_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, store = str(tmp_path / "table"), Store.open(str(tmp_path / "store"))
     table = make_table()
     write_deltalake(folder, table)

@@ -148,9 +148,7 @@ def read_ids(rows: Rows) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name_unity, name_rest, name_object])
-def test_rows_are_read_for_longer_than_keys_are_valid(
-    server: CatalogServer, name: Callable[..., dict[str, Any]]
-) -> None:
+def test_rows_outlive_the_keys_to_them(server: CatalogServer, name: Callable[..., dict[str, Any]]) -> None:
     rows = cloudpickle.loads(cloudpickle.dumps(Rows.from_table(**name(server))))
     server.seconds = SECONDS
     begun = len(server.ends)
@@ -158,7 +156,7 @@ def test_rows_are_read_for_longer_than_keys_are_valid(
         assert read_ids(rows) == list(range(ROWS))
 
 
-def test_keys_that_are_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(
+def test_keys_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(
     server: CatalogServer,
 ) -> None:
     rows = Rows.from_table(**name_unity(server))
@@ -294,9 +292,7 @@ def test_keys_of_the_user_open_a_table_of_delta_by_its_place(endpoint: str, tabl
     assert read_ids(rows) == list(range(ROWS))
 
 
-def test_two_tables_of_a_catalog_are_read_with_keys_of_their_own(
-    server: CatalogServer, tables: dict[str, Any]
-) -> None:
+def test_two_tables_are_read_with_keys_of_their_own(server: CatalogServer, tables: dict[str, Any]) -> None:
     other = {"table_id": "4712", "storage_location": tables["copy"]}
     server.unity["main.ns.others"] = {**tables["unity"], **other}
     parts = [

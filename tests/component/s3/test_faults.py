@@ -113,9 +113,7 @@ def read_epoch(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_survived_by_reads_and_writes(
-    store: Store, server: FaultyServer, faulty: Store, fault: str
-) -> None:
+def test_each_fault_is_survived_by_all(store: Store, server: FaultyServer, faulty: Store, fault: str) -> None:
     content = np.random.default_rng(5).bytes(100_000)
     server.rates = {fault: 0.15 if fault == SILENT else 0.3}
     rounds = 1 if fault in (SLOW, SILENT, THROTTLED) else 3  # each of these costs a second
@@ -133,9 +131,7 @@ def test_each_fault_is_survived_by_reads_and_writes(
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_no_row_is_lost_or_doubled_by_a_thousand_faults(
-    store: Store, server: FaultyServer, faulty: Store
-) -> None:
+def test_no_row_is_lost_or_doubled_by_1000_faults(store: Store, server: FaultyServer, faulty: Store) -> None:
     """Epochs with a checkpoint after each."""
     manifest, content = write_rows(store), np.random.default_rng(5).bytes(300_000)
     server.rates = RATES
@@ -151,9 +147,7 @@ def test_no_row_is_lost_or_doubled_by_a_thousand_faults(
     assert set(server.injected) == set(RATES)
 
 
-def test_a_store_that_stays_away_is_one_error_after_the_limit(
-    store: Store, server: FaultyServer, faulty: Store
-) -> None:
+def test_a_store_that_stays_away_is_one_error(store: Store, server: FaultyServer, faulty: Store) -> None:
     manifest = write_rows(store)
     server.away = True
     begin = time.monotonic()
@@ -166,9 +160,7 @@ def test_a_store_that_stays_away_is_one_error_after_the_limit(
         replace(faulty, retry_seconds=2).write_bytes("y", b"1")
 
 
-def test_a_store_that_comes_back_within_the_limit_is_waited_for(
-    store: Store, server: FaultyServer, faulty: Store
-) -> None:
+def test_a_store_that_comes_back_is_waited_for(store: Store, server: FaultyServer, faulty: Store) -> None:
     manifest = write_rows(store)
     server.away = True
     back = threading.Timer(AWAY / 2, lambda: setattr(server, "away", False))
@@ -180,9 +172,7 @@ def test_a_store_that_comes_back_within_the_limit_is_waited_for(
 
 
 @pytest.mark.parametrize("method", ["read_bytes", "describe"])
-def test_a_connection_that_the_client_gives_up_is_tried_again(
-    store: Store, server: FaultyServer, method: str
-) -> None:
+def test_a_connection_given_up_is_tried_again(store: Store, server: FaultyServer, method: str) -> None:
     """botocore's own retries, which mostly outlast an attempt's limit, are off: each reset comes to us as its error."""
     store.write_bytes("object", b"1")
     server.away = True
@@ -196,9 +186,7 @@ def test_a_connection_that_the_client_gives_up_is_tried_again(
     assert server.requests > 2
 
 
-def test_what_will_not_succeed_later_is_not_tried_again(
-    store: Store, server: FaultyServer, faulty: Store
-) -> None:
+def test_what_never_succeeds_is_not_tried_again(store: Store, server: FaultyServer, faulty: Store) -> None:
     with pytest.raises(StoreError, match="has no 'nothing'"):
         faulty.read_bytes("nothing")
     assert server.requests < 4
@@ -232,9 +220,7 @@ def test_renewed_credentials_are_used_in_the_middle_of_an_epoch(
     assert seen == Counter(range(ROWS))
 
 
-def test_row_groups_are_read_several_at_once_by_one_request_each(
-    store: Store, server: FaultyServer, faulty: Store
-) -> None:
+def test_row_groups_are_read_by_a_request_each(store: Store, server: FaultyServer, faulty: Store) -> None:
     manifest = write_rows(store)
     seen, _ = read_epoch(replace(faulty, root=f"{faulty.root}/rows"), manifest, 0, cache_bytes=64 << 20)
     assert seen == Counter(range(ROWS))

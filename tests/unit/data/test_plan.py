@@ -43,9 +43,7 @@ def test_p1_each_row_once_in_level_steps(plan: DataPlan, epoch: int, size: int) 
 
 @given(plans(), st.integers(0, 5), st.integers(1, 70), st.data())
 @settings(max_examples=200, deadline=None)
-def test_p2_a_step_is_the_same_in_every_world(
-    plan: DataPlan, epoch: int, size: int, data: st.DataObject
-) -> None:
+def test_p2_a_step_is_one_in_every_world(plan: DataPlan, epoch: int, size: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, plan.steps - 1))
     assert ids(plan, epoch, step, size) == ids(plan, epoch, step, 1)
     order = plan.permute_epoch(epoch)
@@ -92,9 +90,7 @@ def test_a_ranks_share_of_a_step_touches_few_row_groups() -> None:
 
 @given(plans(), st.integers(1, 9), st.data())
 @settings(max_examples=150, deadline=None)
-def test_steps_computed_in_a_block_equal_those_computed_alone(
-    plan: DataPlan, size: int, data: st.DataObject
-) -> None:
+def test_steps_of_a_block_equal_those_made_alone(plan: DataPlan, size: int, data: st.DataObject) -> None:
     first, rank = data.draw(st.integers(0, plan.steps - 1)), data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, plan.count_equal_steps(first)))
     order = plan.permute_epoch(1)

@@ -152,9 +152,7 @@ def test_only_one_of_two_writers_creates_an_object(store: Store) -> None:
     assert store.list("a") == ["a/new"]
 
 
-def test_a_client_that_drops_the_mode_of_a_write_overwrites_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_drops_modes_overwrites_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As s3fs before 2024.12."""
     write = store.filesystem.pipe_file
     monkeypatch.setattr(
@@ -245,9 +243,7 @@ def test_names_outside_of_the_store_are_refused(store: Store, name: str) -> None
         ),
     ],
 )
-def test_wrong_urls_are_refused(
-    url: str, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_urls(url: str, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with pytest.raises(error, match=says):
         Store.open(url)
@@ -297,9 +293,7 @@ def test_a_power_cut_loses_no_name_of_an_object_and_no_folder(
         path /= name
 
 
-def test_a_failed_write_leaves_the_old_object_and_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_object_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(str(tmp_path))
     store.write_bytes("x", b"old")
 

@@ -124,9 +124,7 @@ OF_OTHER_PROGRAMS = (
 
 
 @pytest.mark.parametrize("name", [*LEFT_BY_A_KILLED_JOB, *OF_OTHER_PROGRAMS])
-def test_what_a_killed_job_has_left_is_removed_and_what_other_programs_keep_stays(
-    empty: Store, name: str
-) -> None:
+def test_what_a_killed_job_has_left_is_removed_and_what_others_keep_stays(empty: Store, name: str) -> None:
     empty.write_bytes(name, b"1")
     removed = remove_old_entries(empty, 3600, LATER, unfinished=True)
     assert len(removed) == (name in LEFT_BY_A_KILLED_JOB)

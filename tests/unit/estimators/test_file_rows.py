@@ -121,9 +121,7 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )
-def test_options_that_need_a_dataframe_are_refused_for_files(
-    tmp_path: Path, values: dict[str, Any], says: str
-) -> None:
+def test_options_of_frames_are_refused_for_files(tmp_path: Path, values: dict[str, Any], says: str) -> None:
     rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
     with pytest.raises(InvalidInput, match=says):
         rows.check(request(**values))
@@ -144,9 +142,7 @@ def test_files_need_a_session_and_a_path(tmp_path: Path) -> None:
         (pa.array([1.0], "float32"), pa.array([1], "int32"), None),
     ],
 )
-def test_validation_files_need_the_columns_of_the_training_files(
-    tmp_path: Path, x: Any, y: Any, says: str | None
-) -> None:
+def test_validation_files_need_the_training_columns(tmp_path: Path, x: Any, y: Any, says: str | None) -> None:
     train, folder = write(tmp_path / "t", 3), tmp_path / "v"
     folder.mkdir()
     pq.write_table(pa.table({"x": x, "y": y}), folder / "a.parquet")
@@ -162,9 +158,7 @@ def test_validation_files_need_the_columns_of_the_training_files(
         (".hoodie/hoodie.properties", "hudi", r"fit\(spark.read.format\('hudi'\)"),
     ],
 )
-def test_a_folder_of_a_table_format_with_a_log_is_refused(
-    tmp_path: Path, entry: str, kind: str, way: str
-) -> None:
+def test_a_folder_of_a_table_with_a_log_is_refused(tmp_path: Path, entry: str, kind: str, way: str) -> None:
     train = write(tmp_path / "t", 3)
     locate(train)
     (tmp_path / "t" / entry).parent.mkdir()

@@ -60,9 +60,7 @@ def test_a_validation_column_of_strings_is_refused() -> None:
     ("lanes", "batch", "planned"),
     [(None, 256, 14), (8, 256, 8), (64, 256, 64), (256, 300, 256), (256, 100, 100)],
 )
-def test_row_groups_of_as_many_lanes_as_asked_for_fit_into_memory(
-    lanes: int | None, batch: int, planned: int
-) -> None:
+def test_row_groups_of_as_many_lanes_fit_into_memory(lanes: int | None, batch: int, planned: int) -> None:
     asked = request(lanes=lanes)
     size = 2 * choose_group_bytes(asked)  # the largest that is left whole
     groups = RowGroups.of(RowGroup(0, number, size // 8, size) for number in range(500))

@@ -71,9 +71,7 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
 
 
 @pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
-def test_an_unscaled_learning_rate_is_logged_once(
-    capsys: Any, workers: int, scales: bool, lines: int
-) -> None:
+def test_an_unscaled_learning_rate_is_logged(capsys: Any, workers: int, scales: bool, lines: int) -> None:
     platform: Any = SimpleNamespace(launch=lambda order, progress: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())

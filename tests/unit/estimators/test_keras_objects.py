@@ -378,9 +378,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
         (["day", "store"], ["y", "sum"], "outputs are a dict of sum, kept and label_cols names y, sum"),
     ],
 )
-def test_a_dict_input_needs_columns_named_as_its_keys(
-    features: list[str], labels: list[str], sentence: str
-) -> None:
+def test_a_dict_of_inputs_names_the_columns(features: list[str], labels: list[str], sentence: str) -> None:
     model = build_two_inputs("dict")
     model.compile("sgd", {"sum": "mse", "kept": "mae"})
     given = values(model=model) | {"feature_cols": features, "label_cols": labels}

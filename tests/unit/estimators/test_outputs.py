@@ -116,9 +116,7 @@ def test_two_logits_order_rows_by_their_odds() -> None:
         ({"thresholds": [0.3, 0.7], "threshold": 0.7}, [[0.2, 0.8]], [1]),
     ],
 )
-def test_thresholds_choose_the_class(
-    given: dict[str, Any], probabilities: list[Any], classes: list[int]
-) -> None:
+def test_thresholds_choose(given: dict[str, Any], probabilities: list[Any], classes: list[int]) -> None:
     rows = np.array(probabilities)
     assert outputs([rows.shape[1]], "identity", **given).values([rows])[2][:, 0].tolist() == classes
 
@@ -140,9 +138,7 @@ def test_a_row_whose_output_is_nan_has_no_class(activation: str, width: int) -> 
         ([2, 1], "softmax"),
     ],
 )
-def test_what_cannot_be_a_class_stays_as_it_is_unless_classes_were_asked_for(
-    shapes: list[Any], implied: str
-) -> None:
+def test_what_cannot_be_a_class_stays_unless_classes_were_asked_for(shapes: list[Any], implied: str) -> None:
     form = outputs(shapes, implied, label_cols=["a", "b"])
     assert form.activation is None
     assert form == outputs(shapes, None, label_cols=["a", "b"])
@@ -182,8 +178,6 @@ def test_raw_outputs_are_asked_for_and_named() -> None:
         ([2], {"thresholds": [1, 1], "threshold": 0.7, "activation": "softmax"}, "say different things"),
     ],
 )
-def test_columns_that_do_not_fit_the_model_are_refused(
-    shapes: list[Any], given: dict[str, Any], sentence: str
-) -> None:
+def test_columns_that_do_not_fit_are_refused(shapes: list[Any], given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         outputs(shapes, **given)

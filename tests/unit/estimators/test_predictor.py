@@ -268,9 +268,7 @@ def test_numbers_that_int64_does_not_hold_are_refused() -> None:
         (["GPU-5a1f"], 1, 0),
     ],
 )
-def test_a_task_uses_the_gpu_that_spark_assigned(
-    addresses: list[str], visible: int, number: int | None
-) -> None:
+def test_a_task_uses_the_gpu_spark_assigned(addresses: list[str], visible: int, number: int | None) -> None:
     assert choose_gpu(addresses, visible) == number
 
 

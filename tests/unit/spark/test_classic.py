@@ -194,9 +194,7 @@ class Tracker:
         (Tracker(0), r"while the job wants 8 slots and Spark counts 2 cores: free some of them"),
     ],
 )
-def test_a_preflight_ends_at_its_timeout_and_says_what_took_the_time(
-    tracker: Tracker | None, says: str
-) -> None:
+def test_a_preflight_ends_at_its_timeout_and_says_what_took_it(tracker: Tracker | None, says: str) -> None:
     sc: Any = FullCluster(OtherJobs(None))
     if tracker is not None:
         sc._jsc, sc.defaultParallelism = SimpleNamespace(sc=lambda: tracker), 2
@@ -251,9 +249,7 @@ def test_two_fits_at_once_send_each_package_once(tmp_path: Path, written: list[s
     assert written == context.added == list(PACKAGES)
 
 
-def test_after_a_failure_packages_that_were_sent_are_not_written_again(
-    tmp_path: Path, written: list[str]
-) -> None:
+def test_after_a_failure_packages_that_were_sent_stay_as_they_are(tmp_path: Path, written: list[str]) -> None:
     context: Any = Context(tmp_path, room=1)
     with pytest.raises(OSError, match="no room"):
         classic.ship(context)

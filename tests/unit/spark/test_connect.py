@@ -250,7 +250,7 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     assert said is (unreached is not None)
 
 
-def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(
+def test_settings_that_a_coordinator_cannot_have_are_refused_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], UNREACHED))

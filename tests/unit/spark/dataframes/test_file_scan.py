@@ -159,9 +159,7 @@ def iceberg(
 @pytest.mark.parametrize(
     ("snapshot", "options", "version"), [(None, {}, 512), (833, {}, 833), (None, {"snapshot-id": "833"}, 833)]
 )
-def test_a_scan_of_iceberg_is_bound_to_its_snapshot(
-    snapshot: int | None, options: dict[str, str], version: int
-) -> None:
+def test_a_scan_of_iceberg_is_a_snapshot(snapshot: int | None, options: dict[str, str], version: int) -> None:
     frame: Any = Frame(explain(PLAN, PRUNED, ICEBERG), iceberg(snapshot, options))
     found = find_file_scan(frame, ["a", "k"])
     assert (found.kind, found.version, found.columns) == ("iceberg", version, {"a": "x", "k": "k"})

@@ -60,9 +60,7 @@ def test_many_small_partitions_are_logged(
         ),
     ],
 )
-def test_spark_s_failure_for_lack_of_room_is_one_sentence(
-    causes: str, raises: type[Exception], says: str
-) -> None:
+def test_sparks_lack_of_room_is_one_sentence(causes: str, raises: type[Exception], says: str) -> None:
     rows: Any = MagicMock()
     rows.sparkSession.version = "4.0.0"
     writer = rows.write.options.return_value.mode.return_value

@@ -76,9 +76,7 @@ def test_a_transformation_accepts_columns_of_other_types() -> None:
         (["day"], ["y"], None, "'day' is date.*unix_timestamp"),
     ],
 )
-def test_bad_columns_are_one_sentence(
-    features: list[str], labels: list[str], weight: str | None, says: str
-) -> None:
+def test_bad_columns_are_named(features: list[str], labels: list[str], weight: str | None, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         check_columns(SCHEMA, features, labels, weight)
 
