@@ -48,9 +48,8 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
     }
     if CLASS_ARCHIVE.exists():
         # A JVM that cannot use it, because its jars are others, does without and says nothing.
-        found["JDK_JAVA_OPTIONS"] += (
-            f" -XX:SharedArchiveFile={CLASS_ARCHIVE} -Xlog:cds=off -Xlog:cds+dynamic=off"
-        )
+        found["JDK_JAVA_OPTIONS"] += f" -XX:SharedArchiveFile={CLASS_ARCHIVE}"
+        found["JDK_JAVA_OPTIONS"] += " -Xlog:cds=off -Xlog:cds+dynamic=off"
     if scratch is not None:
         found["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={scratch}"
         found["SPARK_LOCAL_DIRS"] = str(scratch)
@@ -135,9 +134,7 @@ class StandaloneCluster:
         for process in doomed:
             kill(process)
         worker.process.wait()
-        await_true(
-            lambda: not any(_is_running(process) for process in doomed), f"worker {worker.number} to be gone"
-        )
+        await_true(lambda: not any(map(_is_running, doomed)), f"worker {worker.number} to be gone")
         self.workers.remove(worker)
 
     def executor_pids(self) -> list[int]:
@@ -171,9 +168,7 @@ class StandaloneCluster:
         for process in everything:
             kill(process)
         self.workers, self._master = [], None
-        await_true(
-            lambda: not any(_is_running(process) for process in everything), "the cluster's processes to end"
-        )
+        await_true(lambda: not any(map(_is_running, everything)), "the cluster's processes to end")
 
     def _claim(self, gpus: int) -> tuple[str, ...]:
         """Arguments of a worker daemon that takes devices 0, 1 ... for its own."""

@@ -34,9 +34,8 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        ).double()
+        first, last = torch.nn.Linear(2, 8), torch.nn.Linear(8, 1)
+        self.layers = torch.nn.Sequential(first, torch.nn.Tanh(), last).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.reshape(len(x), 2).double())[:, 0]
@@ -95,9 +94,8 @@ def fit_through_a_kill(spark: SparkSession, folder: Path, epochs: int = 6, **set
     for _ in range(2):
         model.write().overwrite().save(str(folder / "model"))
     loaded = type(model).load(str(folder / "model"))
-    shown, again = (
-        [row.prediction for row in m.transform(df).orderBy("id").collect()] for m in (model, loaded)
-    )
+    tables = (each.transform(df).orderBy("id").collect() for each in (model, loaded))
+    shown, again = ([row.prediction for row in rows] for rows in tables)
     return {
         "exact": is_close(model, train_plain(df, epochs, compute_mse)),
         "injected": len(faults.read_injected()),

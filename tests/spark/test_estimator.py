@@ -38,9 +38,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 def state_of(est: ElasticTorchEstimator) -> str:
     """Everything that a fit could change: parameters, the model's and the optimizer's state, shared storage."""
     model, optimizer = est.getModel(), est.getOptimizer()
-    params = {
-        p.name: v for p, v in est.extractParamMap().items() if p.name not in ("model", "optimizer", "loss")
-    }
+    objects = ("model", "optimizer", "loss")
+    params = {p.name: v for p, v in est.extractParamMap().items() if p.name not in objects}
     tensors = list(model.state_dict().values())
     content = (
         [t.numpy().tobytes() for t in tensors],
@@ -74,9 +73,8 @@ def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_a
     assert losses == sorted(losses, reverse=True)
     assert [world.size for world in second.summary.worlds] == [WORKERS]
     # Of the DataFrame's fit nothing is kept, of the rows what they were written to.
-    assert {str(path) for path in tmp_path.rglob("*.parquet")} == set(
-        map(rows.store.path, rows.manifest.files)
-    )
+    kept = set(map(rows.store.path, rows.manifest.files))
+    assert {str(path) for path in tmp_path.rglob("*.parquet")} == kept
     seen = second.transform(df).collect()
     with torch.no_grad():
         expected = second.model(torch.tensor([row.x for row in seen], dtype=torch.float64)).tolist()
@@ -238,9 +236,7 @@ WRONG: list[tuple[dict[str, Any], str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence", "runs"), WRONG, ids=[sentence[:40] for _, sentence, _ in WRONG]
-)
+@pytest.mark.parametrize(("changes", "sentence", "runs"), WRONG, ids=[says[:40] for _, says, _ in WRONG])
 def test_what_is_wrong_is_one_sentence_and_leaves_nothing_in_the_store(
     spark: SparkSession, job_group: str, tmp_path: Path, changes: dict[str, Any], sentence: str, runs: bool
 ) -> None:

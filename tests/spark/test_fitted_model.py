@@ -28,10 +28,8 @@ from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_shapes
 
 pytestmark = pytest.mark.spark
-
-SUMMARY = FitSummary(
-    "run", ({"epoch": 0, "loss": 1.5, "rows": 7},), (WorldRecord(0.0, 3, "start"),), 2.0, 7, "ab"
-)
+EPOCH = {"epoch": 0, "loss": 1.5, "rows": 7}
+SUMMARY = FitSummary("run", (EPOCH,), (WorldRecord(0.0, 3, "start"),), 2.0, 7, "ab")
 ROWS = 40
 
 

@@ -59,9 +59,8 @@ def test_the_doctor_says_what_the_preflight_sees(spark: SparkSession, store: Sto
     *_, cluster, hosts, verdict = [str(finding) for finding in examine(spark, store.url, workers=2)]
     assert f"Spark {spark.version} at spark://" in cluster
     assert "a job would ask for 2 workers" in cluster
-    assert hosts.startswith(
-        f"ok       {HOSTS} executors: spark_elastic {collect_host_facts()['spark_elastic']}, python"
-    )
+    ours = collect_host_facts()["spark_elastic"]
+    assert hosts.startswith(f"ok       {HOSTS} executors: spark_elastic {ours}, python")
     assert verdict.endswith(f" passes its checks, and all hosts see the store {store.url}")
 
 

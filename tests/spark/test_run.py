@@ -121,9 +121,8 @@ def world_size() -> str:
 
 def test_r17_jobs_that_need_all_slots_each_do_not_wait_for_each_other(spark: SparkSession) -> None:
     def run_one(number: int) -> list[str]:
-        return spark_elastic.run(
-            world_size, spark=spark, num_proc=3, min_np=3, start_timeout=120, stdout=io.StringIO()
-        )
+        how: dict[str, Any] = {"num_proc": 3, "min_np": 3, "start_timeout": 120, "stdout": io.StringIO()}
+        return spark_elastic.run(world_size, spark=spark, **how)
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(run_one, range(3))) == [["3"] * 3] * 3

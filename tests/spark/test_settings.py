@@ -168,9 +168,8 @@ def test_p8_a_fit_makes_dynamic_allocation_grow_and_releases_its_executors(
     spark = spark_with(DYNAMIC | SPAN)
     for number in range(2):
         await_true(lambda: count_executors(spark) == 1, "the executors to be given back", 180)
-        _, model = fit_through_a_loss(
-            spark, standalone, fault, tmp_path / str(number), 3, again=True, gather_timeout=0.1
-        )
+        place = tmp_path / str(number)
+        _, model = fit_through_a_loss(spark, standalone, fault, place, 3, True, gather_timeout=0.1)
         assert model.summary.worlds[0].size == 1
 
 

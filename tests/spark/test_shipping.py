@@ -74,9 +74,7 @@ def test_a_run_ships_the_package_that_only_the_driver_has(
         _run_after_loss(bare, standalone),
     ):
         for place in np.ravel(found):
-            assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), (
-                "the driver's own files"
-            )
+            assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), "the driver's files"
     assert preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
 
 

@@ -84,9 +84,8 @@ class SecretSearch(io.StringIO):
         found = re.search(r"(https://\S+)(\?token=\S+)", self.getvalue())
         assert found is not None
         for name in ("", "data", "metrics"):
-            with closing(
-                urlopen(found[1] + name + found[2], context=create_pinned_context(self.certificate))
-            ) as answer:
+            context = create_pinned_context(self.certificate)
+            with closing(urlopen(found[1] + name + found[2], context=context)) as answer:
                 self.seen[f"status page {name}"] = answer.read()
 
 
@@ -134,9 +133,7 @@ def test_no_trace_of_a_run_shows_its_secrets(tmp_path: Path, caplog: pytest.LogC
     assert "journal" in found
     assert b"\ninfo: " in found["stream"], "verbose=2 tells the log"
     kept = b"".join(text for name, text in found.items() if name.startswith("store/runs/r/logs/"))
-    assert re.search(rb"^\S+ \d-0\.\d \[[01]\] look now$", kept, re.MULTILINE), (
-        "the files of what workers print"
-    )
+    assert re.search(rb"^\S+ \d-0\.\d \[[01]\] look now$", kept, re.MULTILINE), "files of what workers print"
     assert sum(name.startswith("arguments of") for name in found) >= 4, "two slots and their workers"
     assert b"look now" in found["stream"], "the search would find what is there"
     key = launcher.key

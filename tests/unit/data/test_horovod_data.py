@@ -21,9 +21,7 @@ class World:
         self.size = size
 
     def sampler(self, rows: int, rank: int, shuffle: bool = True, pad: bool = False) -> ElasticSampler:
-        return ElasticSampler(
-            range(rows), shuffle, seed=3, rank=lambda: rank, size=lambda: self.size, pad=pad
-        )
+        return ElasticSampler(range(rows), shuffle, 3, rank=lambda: rank, size=lambda: self.size, pad=pad)
 
 
 @pytest.mark.scenario("U2")

@@ -149,9 +149,7 @@ def test_a_slot_job_that_still_runs_is_interrupted_at_close() -> None:
     assert ended == []
 
 
-@pytest.mark.parametrize(
-    ("attempt", "calls"), [(0, ["run_driver"]), (1, ["wait_standby"]), (2, ["wait_standby"])]
-)
+@pytest.mark.parametrize(("attempt", "calls"), [(0, ["run_driver"]), (1, ["wait_standby"])])
 def test_only_the_first_attempt_of_the_task_runs_the_driver(
     monkeypatch: pytest.MonkeyPatch, attempt: int, calls: list[str]
 ) -> None:

@@ -54,9 +54,8 @@ def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> 
     store = Store.open("memory://jobs", token="store-7f3a9c51e0")
     policy, secrets = CheckpointPolicy("run", 1), ("env-7f3a9c51e0", "store-7f3a9c51e0")
     many = bytes(INLINE_AT_MOST + 1)
-    program = FunctionProgram(
-        len, (many,), environment={"TOKEN": secrets[0]}, checkpoint_target=(store, policy)
-    )
+    token = {"TOKEN": secrets[0]}
+    program = FunctionProgram(len, (many,), environment=token, checkpoint_target=(store, policy))
     carrier = make_program_payload(session, program)
     (file,) = session.files
     assert not [secret for secret in secrets if secret.encode() in file]

@@ -168,9 +168,8 @@ def check_host(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | Non
 
 
 def test_a_report_with_another_version_is_an_error_and_so_is_a_host_that_lacks_the_package() -> None:
-    report = ProbeReport(
-        {**collect_host_facts(), "host": "h1", "numpy": "1.0.0"}, 1, "", "it cannot load the model."
-    )
+    facts = {**collect_host_facts(), "host": "h1", "numpy": "1.0.0"}
+    report = ProbeReport(facts, 1, "", "it cannot load the model.")
     with pytest.raises(PreflightError, match=r"^host h1 has numpy 1\.0\.0, and the driver has "):
         check_reports(Probe(), [report])
     sentence = (

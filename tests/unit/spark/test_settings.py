@@ -194,9 +194,7 @@ def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
     monkeypatch.setattr(settings, "TaskResourceRequests", Requests)
 
     def refuse(profile: Any) -> None:
-        raise RuntimeError(
-            "An error occurred\nSparkException: TaskResourceProfiles are only supported for X."
-        )
+        raise RuntimeError("An error occurred\nSparkException: TaskResourceProfiles are only supported.")
 
     conf = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
     assert make_slot_profile(conf, refuse) is None

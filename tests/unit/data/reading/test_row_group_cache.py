@@ -214,9 +214,7 @@ def test_row_groups_that_fit_in_memory_are_read_once(caplog: Any) -> None:
 def test_the_cache_ends_where_a_quarter_of_the_memory_is_left(caplog: Any) -> None:
     assert read_twice(320 * MB) == (20 + 20 - 7, 7)
     (line,) = caplog.messages
-    assert (
-        line == "not all rows fit into memory: 224 MB of decoded rows are kept, since 64 of 320 MB are left"
-    )
+    assert line.endswith("memory: 224 MB of decoded rows are kept, since 64 of 320 MB are left")
 
 
 def test_a_fixed_cache_size_does_not_measure_memory() -> None:

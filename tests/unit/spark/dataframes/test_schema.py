@@ -40,9 +40,7 @@ SCHEMA = (
 )
 
 
-@pytest.mark.parametrize(
-    ("names", "size"), [(["y", "price", "day"], 24), (["y", "v"], None), (["name"], None)]
-)
+@pytest.mark.parametrize(("names", "size"), [(["y", "price", "day"], 24), (["v"], None), (["name"], None)])
 def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], size: int | None) -> None:
     assert compute_row_bytes(find_column_type(SCHEMA, name, transformed=True) for name in names) == size
 
