@@ -181,11 +181,9 @@ def test_materialize_says_whether_rows_are_written(
             fits(df, materialize="never", **request)
     with pytest.raises(InvalidInput, match=r"materialize='never' .* isnotnull\(.*use materialize='auto'"):
         fits(df.where("y is not null"), materialize="never")
+    narrow = spark.read.schema("features array<double>, price float").parquet(str(folder))
     with pytest.raises(InvalidInput, match="column 'y' is float64 of 0 dimensions in the files, and float32"):
-        fits(
-            spark.read.schema("features array<double>, price float").parquet(str(folder)).toDF("x", "y"),
-            materialize="never",
-        )
+        fits(narrow.toDF("x", "y"), materialize="never")
     assert fits(df)
     assert "the rows are written to the store, because the order of their hash" in caplog.text
 

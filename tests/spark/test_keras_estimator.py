@@ -54,11 +54,8 @@ def make_model() -> Any:
     coded = keras.layers.Flatten()(keras.layers.Embedding(4, 3)(kind))
     hidden = keras.layers.Dense(6, activation="tanh")(keras.layers.Concatenate()([x, coded]))
     model = keras.Model([kind, x], keras.layers.Dense(2, activation="softmax")(hidden))
-    model.compile(
-        keras.optimizers.SGD(0.2, momentum=0.9),
-        "sparse_categorical_crossentropy",
-        weighted_metrics=["accuracy"],
-    )
+    optimizer, loss = keras.optimizers.SGD(0.2, momentum=0.9), "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, weighted_metrics=["accuracy"])
     return model
 
 

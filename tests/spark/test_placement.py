@@ -26,12 +26,9 @@ GPUS = {
 
 def place() -> dict[str, object]:
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    found = {name: os.environ[name] for name in names}
-    return {
-        "gpu": spark_elastic.task_resources().get("gpu"),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        **found,
-    }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = {"gpu": spark_elastic.task_resources().get("gpu"), "visible": visible}
+    return found | {name: os.environ[name] for name in names}
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,8 @@ def test_a_run_ships_the_package_that_only_the_driver_has(
     says = f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
     with pytest.raises(PreflightError, match=says):
         preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
-
-    for found in (
-        spark_elastic.run(places, num_workers=2, ship=True, spark=bare),
-        _run_after_loss(bare, standalone),
-    ):
+    shipped = spark_elastic.run(places, num_workers=2, ship=True, spark=bare)
+    for found in shipped, _run_after_loss(bare, standalone):
         for place in np.ravel(found):
             assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), "the driver's files"
     assert preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)

@@ -20,12 +20,8 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
-COLUMNS = (
-    Column("id", "int64"),
-    Column("x", "float32", (3,)),
-    Column("m", "float64", (2, 2)),
-    Column("odd", "bool"),
-)
+ARRAYS = Column("x", "float32", (3,)), Column("m", "float64", (2, 2))
+COLUMNS = (Column("id", "int64"), *ARRAYS, Column("odd", "bool"))
 
 
 def write(store: Store, name: str, first: int, rows: int, group: int) -> str:

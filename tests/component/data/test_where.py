@@ -221,12 +221,9 @@ def test_a_value_is_in_a_list_if_it_equals_a_member(
 ) -> None:
     """ids: None: the value cannot be compared."""
     others = [each for each in range(len(keys)) if each not in (ids or ()) and keys[each].is_valid]
-    for operator, given, expected in (
-        ("==", value, ids),
-        ("in", [value], ids),
-        ("!=", value, others),
-        ("not in", [value], others),
-    ):
+    alike, different = [("==", value), ("in", [value])], [("!=", value), ("not in", [value])]
+    for operator, given in (*alike, *different):
+        expected = ids if (operator, given) in alike else others
         if ids is None:
             with pytest.raises(InvalidInput, match="cannot be: give a value of the column's type"):
                 find_in_layouts(tmp_path, keys, ("k", operator, given))
@@ -409,10 +406,7 @@ def test_a_run_keeps_to_version_columns_and_where(tmp_path: Path, monkeypatch: p
             found = read_columns(data, record.load_manifest())["feature"]
             assert sorted(found.tolist()) == expect(table, where)
         write_deltalake(folder, table, mode="append")  # a resumed run takes the version that it began with
-    for other in (
-        {"columns": columns, "where": where[:1]},
-        {"columns": {"feature": "maybe"}, "where": where},
-    ):
+    for other in {"columns": columns, "where": where[:1]}, {"columns": {"feature": "maybe"}, "where": where}:
         with pytest.raises(InvalidInput, match="'mine' began with other values of columns or where"):
             opens(**other).check_same_rows(asked, record, "mine")
     with pytest.raises(InvalidInput, match=r"columns names 'maybee', which version 2 of .* has .*'maybe'"):

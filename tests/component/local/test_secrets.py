@@ -122,11 +122,8 @@ def test_no_trace_of_a_run_shows_its_secrets(tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(WorkerFailed) as failed, call.open_output() as listener:
         supervise(launcher, CombinedDiscovery(), driver, limits, call.options.config, call.name, listener)
     assert "the end of the script" in str(failed.value)
-    found = traces.seen | {
-        "log": caplog.text.encode(),
-        "stream": traces.getvalue().encode(),
-        "error": repr(failed.value).encode(),
-    }
+    texts = {"log": caplog.text, "stream": traces.getvalue(), "error": repr(failed.value)}
+    found = traces.seen | {name: text.encode() for name, text in texts.items()}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     found |= {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
     assert any("checkpoint" in name for name in found), sorted(found)

@@ -97,10 +97,8 @@ def test_r23_a_run_whose_driver_was_lost_stays_since_hosts_may_keep_its_state(
 def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     late, lost = OwnedRun.acquire(store, "mine"), OwnedRun.acquire(store, "mine")
-    with (
-        pytest.raises(JobCancelled, match="was taken over"),
-        materialize_rows(locate(train), request(), store, late),
-    ):
+    materialized = materialize_rows(locate(train), request(), store, late)
+    with pytest.raises(JobCancelled, match="was taken over"), materialized:
         pass
     assert RunRecord.load(store, "mine") is None
 
@@ -116,10 +114,7 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
 
 @pytest.mark.parametrize(
     ("values", "says"),
-    [
-        ({"validation": 0.2}, "give validation_paths instead"),
-        ({"label_cols": ("z",)}, "There is no column 'z'"),
-    ],
+    [({"validation": 0.2}, "give validation_paths"), ({"label_cols": ("z",)}, "There is no column 'z'")],
 )
 def test_options_of_frames_are_refused_for_files(tmp_path: Path, values: dict[str, Any], says: str) -> None:
     rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})

@@ -103,10 +103,7 @@ def test_names_that_are_none_are_refused_at_once(given: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [
-        ("secret=abc", "must map .*; got str: give a dict"),
-        ({"url": "abc"}, "has 'url', .*: give the url as store"),
-    ],
+    [("secret=abc", "must map .*; got str: give a dict"), ({"url": "abc"}, "has 'url', .*: give the url")],
 )
 def test_options_that_are_none_are_refused_at_once_and_not_shown(given: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=f"^storage_options {says}") as raised:

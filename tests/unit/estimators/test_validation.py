@@ -101,10 +101,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss": "mse"}, r"loss must be a function or module of \(output, label\); got 'mse'"),
     ({"loss": torch.nn.Bilinear(1, 1, 1)}, "loss Bilinear has parameters that require a gradient"),
     ({"loss": torch.nn.MSELoss}, r"loss=MSELoss\(\)"),
-    (
-        {"callbacks": [LearningRateSchedule(PLATEAU, every="step")]},
-        "looks at a number of each epoch: use every",
-    ),
+    ({"callbacks": [LearningRateSchedule(PLATEAU, every="step")]}, "looks at a number of each epoch: use"),
     ({"optimizer": "sgd"}, "optimizer must be a torch optimizer"),
     ({"optimizer": NeedsRate}, "given as optimizer fails, with TypeError: .* 'lr'"),
     ({"optimizer": list}, "optimizer must return a torch optimizer .* returned list"),
@@ -113,10 +110,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"store": b"/mnt"}, "store must be a path or url; got bytes"),
     ({"shuffle": "false"}, "shuffle must be True or False; got 'false'"),
     ({"loss_scope": "all"}, "loss_scope must be one of 'step', 'worker', or None; got 'all'"),
-    (
-        {"loss_scope": "step", **OWN_STEP},
-        "loss_scope='step' gathers the outputs .* give the comparison as loss",
-    ),
+    ({"loss_scope": "step", **OWN_STEP}, "loss_scope='step' gathers the outputs .* give the comparison as"),
     ({"callbacks": [Queues()]}, "a checkpoint cannot hold the deque of callback Queues, at 'seen'"),
     ({"metrics": [torch.nn.L1Loss()], **OWN_STEP}, "leave metrics out"),
     ({"feature_cols": []}, "feature_cols is empty"),
@@ -142,10 +136,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metrics": [3]}, "metrics must be functions"),
     ({"metrics": 3}, "metrics must be functions"),
     ({"callbacks": [print]}, "callbacks must be instances of spark_elastic.torch.callbacks.Callback"),
-    (
-        {"callbacks": [BatchCounter()]},
-        "BatchCounter has on_batch_end, which nothing calls: the hooks are on_fit",
-    ),
+    ({"callbacks": [BatchCounter()]}, "BatchCounter has on_batch_end, which nothing calls: the hooks are"),
     ({"train_minibatch_fn": lambda model, features, labels: 0}, "leave loss out"),
     ({"train_minibatch_fn": 3, "loss": None}, "train_minibatch_fn must be a function"),
     ({"transformation_fn": 3}, "transformation_fn must be a function"),
@@ -168,10 +159,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "layer '1', SyncBatchNorm, which computes statistics of all workers' rows: use torch.nn.BatchNorm1d",
     ),
     ({"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, whose step"),
-    (
-        {"optimizer": lambda p: SharpnessAwareSGD(p, lr=0.1)},
-        "SharpnessAwareSGD, whose step evaluates the loss",
-    ),
+    ({"optimizer": lambda p: SharpnessAwareSGD(p, lr=0.1)}, "SharpnessAwareSGD, whose step evaluates the"),
     ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
     ({"run_id": "."}, "run_id must be a name without slashes, other than '.'"),  # the folder of all runs
@@ -322,15 +310,9 @@ class LinearWithParts(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (
-            LinearWithParts(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)),
-            "'0.turn' is torch.co",
-        ),
+        (LinearWithParts(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)), "'0.turn' is tor"),
         (LinearWithParts(edges=torch.eye(3).to_sparse()), "buffer '0.edges' of the model is sparse"),
-        (
-            torch.nn.Embedding(3, 2, sparse=True),
-            "layer '0' of the model has sparse gradients: use sparse=False",
-        ),
+        (torch.nn.Embedding(3, 2, sparse=True), "layer '0' of the model has sparse gradients: use sparse="),
     ],
 )
 def test_tensors_that_cannot_be_exchanged_are_refused(layer: torch.nn.Module, says: str) -> None:

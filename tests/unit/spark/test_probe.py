@@ -133,11 +133,8 @@ def test_a_store_that_fails_is_a_fault_and_no_error_of_the_task() -> None:
         return write
 
     store.filesystem.pipe_file = refuse_peers(store.filesystem.pipe_file)
-    fault = (
-        Probe(store=store, token="t", peers=2, reachable_host="127.0.0.1")
-        .report(0, cloudpickle.dumps(1))
-        .fault
-    )
+    probe = Probe(store=store, token="t", peers=2, reachable_host="127.0.0.1")
+    fault = probe.report(0, cloudpickle.dumps(1)).fault
     assert fault is not None
     assert "could not exchange addresses with other executors, so start the job again: Cannot write" in fault
 

@@ -136,13 +136,12 @@ def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path)
         assert f"the 2 workers of an executor and their spares take {taken} by now" in str(said)
 
 
+NONE = str(2**63 - 4096)  # as the kernel says it
+
+
 @pytest.mark.parametrize(
     ("file", "text", "limit"),
-    [
-        ("memory.max", "max", None),
-        ("memory.max", str(G), G),
-        ("memory/memory.limit_in_bytes", str(2**63 - 4096), None),
-    ],
+    [("memory.max", "max", None), ("memory.max", str(G), G), ("memory/memory.limit_in_bytes", NONE, None)],
 )
 def test_limits_of_containers_are_read(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)

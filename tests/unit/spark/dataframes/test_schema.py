@@ -87,10 +87,7 @@ def test_a_validation_column_is_of_bools_or_numbers(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        (
-            "name",
-            "validation column 'name' is string: it must be true, or a number above 0, in the rows to validate",
-        ),
+        ("name", "validation column 'name' is string: it must be true, or a number above 0, in the rows to"),
         ("v", "validation column 'v' is vector"),
         ("day", "validation column 'day' is date"),
         ("z", r"There is no validation column 'z': the DataFrame has the columns"),
