@@ -63,14 +63,6 @@ def ahead(reader: Reader) -> Iterator[DecodePrefetcher]:
         reader.gate.set()
 
 
-def test_row_groups_are_decoded_in_the_order_of_requests(ahead: DecodePrefetcher, reader: Reader) -> None:
-    ahead.ask([3, 1])
-    ahead.ask([2])
-    until(lambda: len(reader.ahead) == 3)
-    assert reader.ahead == [3, 1, 2]
-    until(lambda: reader.answers == 3)
-
-
 def test_decoding_pauses_at_its_limit_until_one_is_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
     ahead.ask(range(6))
     until(lambda: len(reader.ahead) == 3)
@@ -78,17 +70,6 @@ def test_decoding_pauses_at_its_limit_until_one_is_fetched(ahead: DecodePrefetch
     until(lambda: len(reader.ahead) == 4)
     assert not ahead._can_decode()
     assert reader.ahead == [0, 1, 2, 3]
-
-
-def test_row_groups_that_were_fetched_meanwhile_are_skipped(ahead: DecodePrefetcher, reader: Reader) -> None:
-    reader.gate.clear()
-    ahead.ask([0])
-    until(lambda: reader.tried)
-    ahead.ask([1, 2])
-    ahead.fetch(1)
-    reader.gate.set()
-    until(lambda: 2 in reader.ahead)
-    assert reader.ahead == [0, 2]
 
 
 def test_decoding_waits_for_a_release_where_there_is_no_room(ahead: DecodePrefetcher, reader: Reader) -> None:

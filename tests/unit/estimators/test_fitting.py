@@ -19,18 +19,16 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.manifest import Column, Manifest, RowGroups
+from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
 from spark_elastic.estimators.fit_rows import RunResult
 from spark_elastic.estimators.fitting import (
     FitRun,
-    _ledger_folder,
     _open_store,
     check_replicas,
     make_fit_limits,
-    shape_features,
 )
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
@@ -80,30 +78,6 @@ def test_an_unscaled_learning_rate_is_logged(capsys: Any, workers: int, scales: 
         training: Any = SimpleNamespace(run_id="r", modules=(), **given)
         FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
-
-
-def test_the_ledger_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
-    """Under its path in a store whose files can be appended to, under its name in any other."""
-    wanted = request(elastic=ElasticConfig(ledger=True))
-    assert _ledger_folder(wanted, Store.open("memory://x"), "r") == "runs/r/ledger"
-    assert _ledger_folder(wanted, Store.open(str(tmp_path)), "r") == f"{tmp_path}/runs/r/ledger"
-    assert _ledger_folder(request(), Store.open("memory://x"), "r") is None
-
-
-def test_inputs_have_the_shapes_that_were_asked_for() -> None:
-    columns = (Column("x", "float32", (4,)), Column("n", "int64"))
-    manifest = Manifest(columns, (), RowGroups.of([]), fingerprint="f", content="c")
-    none: Any = SimpleNamespace(transformation=None)
-    plain = request(feature_cols=("x", "n"), objects=none)
-    assert [c.shape for c in shape_features(plain, manifest)] == [(4,), ()]
-    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)), objects=none)
-    assert [(c.name, c.shape) for c in shape_features(shaped, manifest)] == [("n", (1,)), ("x", (2, 2))]
-    with pytest.raises(InvalidInput, match=r"input_shapes says \(5,\) for column 'x', whose rows have 4"):
-        shape_features(request(feature_cols=("x",), input_shapes=((5,),), objects=none), manifest)
-    # The function's results are reshaped: what is stored, it says itself.
-    changed: Any = SimpleNamespace(transformation=dict)
-    bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), objects=changed)
-    assert [c.shape for c in shape_features(bytes_shaped, manifest)] == [(4,)]
 
 
 @dataclasses.dataclass

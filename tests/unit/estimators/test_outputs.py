@@ -98,12 +98,6 @@ def test_classes_have_the_three_columns_of_sparks_classifiers(
         assert [each.tolist() for each in some.values([np.array([row])])] == [found[2].tolist()]
 
 
-def test_two_logits_order_rows_by_their_odds() -> None:
-    """The area under the curve is of the second entry alone, and each row may have its own level of logits."""
-    rows = np.array([[5.0, 4.0], [0.0, 1.0]])
-    assert outputs([2], "softmax").values([rows])[0][:, 1].tolist() == [-1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("given", "probabilities", "classes"),
     [
@@ -119,13 +113,6 @@ def test_two_logits_order_rows_by_their_odds() -> None:
 def test_thresholds_choose(given: dict[str, Any], probabilities: list[Any], classes: list[int]) -> None:
     rows = np.array(probabilities)
     assert outputs([rows.shape[1]], "identity", **given).values([rows])[2][:, 0].tolist() == classes
-
-
-@pytest.mark.parametrize(("activation", "width"), [("softmax", 3), ("sigmoid", 1)])
-def test_a_row_whose_output_is_nan_has_no_class(activation: str, width: int) -> None:
-    found = outputs([width], activation).values([np.array([[np.nan] * width, [1.0] * width])])
-    for values in found:
-        assert np.isnan(values).all(axis=1).tolist() == np.isnan(values).any(axis=1).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

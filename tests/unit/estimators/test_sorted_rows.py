@@ -12,11 +12,9 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes import sorted_rows
 from spark_elastic.estimators.dataframes.sorted_rows import (
-    SMALLEST,
     CopyTask,
     MergeTask,
     ReadTask,
-    RowSums,
     SortTask,
     hash_further,
 )
@@ -83,12 +81,6 @@ def test_files_hold_the_rows_of_their_range_of_hashes_in_order(
             assert counts[:-1] == [100] * (len(wanted) // 100)
 
 
-def test_a_file_of_a_range_without_rows_is_not_written(store: Store) -> None:
-    names = spill(store, make_rows().slice(0, 1), None)
-    task = MergeTask(SortTask(store, "chunks", HASHES), "files", names, {False: 64}, ["a.b"], 100)
-    assert sum(bool(task.write(number)) for number in range(64)) == 1
-
-
 def test_chunks_give_their_rows_though_copies_are_in_them_once(store: Store) -> None:
     rows = make_rows(copies=True)
     names = spill(store, rows, None)[False]
@@ -126,17 +118,3 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
         assert found["a.b"].to_pylist() == keys[order].tolist()
         assert found["hash"].to_pylist() == hashes[order].view(np.int64).tolist()
         assert found["exact"].to_pylist() == exact[order].view(np.int64).tolist()
-
-
-def test_values_are_hashed_as_spark_documents_its_function() -> None:
-    """`SELECT xxhash64('Spark', array(123), 2)` is 5602566077635097486; without the 2 it is this."""
-    before = np.array([10675773155209040921], np.uint64)
-    assert hash_further(before, np.array([2], np.int32)).tolist() == [5602566077635097486]
-
-
-@pytest.mark.parametrize("distinct", [7, 2000, 300_000])
-def test_the_sums_of_chunks_estimate_how_many_rows_differ(distinct: int) -> None:
-    keys = np.random.default_rng(3).integers(0, 2**64, distinct, np.uint64)
-    parts = [np.unique(part)[:SMALLEST] for part in (keys, keys[::2], keys[: distinct // 3])]
-    sums = sum((RowSums(smallest=part) for part in parts), RowSums())
-    assert sums.distinct == (distinct if distinct < SMALLEST else pytest.approx(distinct, rel=0.06))

@@ -22,7 +22,6 @@ from spark_elastic.estimators.dataframes.schema import (
     ColumnType,
     check_columns,
     check_validation_column,
-    compute_row_bytes,
     find_column_type,
 )
 
@@ -38,18 +37,6 @@ SCHEMA = (
     .add("tags", ArrayType(StringType()))
     .add("held_out", BooleanType())
 )
-
-
-@pytest.mark.parametrize(("names", "size"), [(["y", "price", "day"], 24), (["v"], None), (["name"], None)])
-def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], size: int | None) -> None:
-    assert compute_row_bytes(find_column_type(SCHEMA, name, transformed=True) for name in names) == size
-
-
-def test_supported_columns_are_accepted() -> None:
-    check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y")
-    assert find_column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
-    assert find_column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
-    assert find_column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")
 
 
 def test_a_transformation_accepts_columns_of_other_types() -> None:
