@@ -89,10 +89,7 @@ def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_a
     for wrong, says in (
         (lambda: est.fit(in_place), "run_id 'mine' began with other files"),
         (lambda: Rows.from_dataframe(df), "store is missing"),
-        (
-            lambda: Rows.from_dataframe(df, tmp_path, materialize="never"),
-            "cannot be read where they are",
-        ),
+        (lambda: Rows.from_dataframe(df, tmp_path, materialize="never"), "cannot be read where they are"),
         (lambda: Rows.from_dataframe(df, tmp_path, columns=["z"]), "columns names 'z'"),
         (lambda: estimator(tmp_path, feature_cols=["v"]).fit(rows), "no column 'v'"),
     ):

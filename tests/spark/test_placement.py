@@ -17,11 +17,7 @@ from tests.spark.cluster import StandaloneCluster
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
-GPUS = {
-    "spark.executor.cores": "4",
-    "spark.task.cpus": "2",
-    "spark.executor.resource.gpu.amount": "2",
-}
+GPUS = {"spark.executor.cores": "4", "spark.task.cpus": "2", "spark.executor.resource.gpu.amount": "2"}
 
 
 def place() -> dict[str, object]:
@@ -77,9 +73,7 @@ def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
 
 
 @pytest.mark.skipif(bool(list_visible_gpus(os.environ)), reason="this machine has GPUs")
-def test_a_gpu_that_no_host_has_is_one_sentence_before_a_worker_starts(
-    spark: SparkSession,
-) -> None:
+def test_a_gpu_that_no_host_has_is_one_sentence_before_a_worker_starts(spark: SparkSession) -> None:
     with pytest.raises(PreflightError, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
         spark_elastic.run(os.getpid, num_workers=1, device="cuda", spark=spark)
     if collect_gpu_facts(os.environ).get("torch_cuda") == "":  # this torch is for the CPU

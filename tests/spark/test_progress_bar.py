@@ -32,9 +32,7 @@ spark.sparkContext.parallelize([1.5], 1).map(sleep).collect()
 """
 
 
-def test_spark_shows_its_progress_bar_before_and_after_our_job_but_not_during_it(
-    tmp_path: Path,
-) -> None:
+def test_spark_shows_its_progress_bar_before_and_after_our_job_but_not_during_it(tmp_path: Path) -> None:
     terminal, program_side = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],

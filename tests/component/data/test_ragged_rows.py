@@ -222,9 +222,7 @@ def test_p1_each_token_of_each_document_is_in_one_sequence(
     assert np.array_equal(labels[inside], tokens[inside] * (-1 if "along" in options else 1))
 
 
-def test_some_of_the_sequences_are_those_among_all(
-    documents: tuple[Store, list[list[int]]],
-) -> None:
+def test_some_of_the_sequences_are_those_among_all(documents: tuple[Store, list[list[int]]]) -> None:
     store, _ = documents
     source = describe_parquet(store, ["input_ids"], transformed=True)
     manifest = pack_rows(store, source, Packing(length=LENGTH))

@@ -156,9 +156,7 @@ def test_rows_outlive_the_keys_to_them(server: CatalogServer, name: Callable[...
         assert read_ids(rows) == list(range(ROWS))
 
 
-def test_keys_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(
-    server: CatalogServer,
-) -> None:
+def test_keys_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(server: CatalogServer) -> None:
     rows = Rows.from_table(**name_unity(server))
     assert read_ids(rows) == list(range(ROWS))
     server.ends.clear()  # as if they were revoked

@@ -52,9 +52,7 @@ def test_a_table_of_pandas_is_refused() -> None:
         model.transform(pd.DataFrame({"x": [1.0]}))  # type: ignore[arg-type]
 
 
-def test_columns_of_another_table_take_the_places_of_the_trained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_columns_of_another_table_take_the_places_of_the_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `setFeaturesCol` of Spark ML's own models does."""
     trained = (Column("a", "float32", (2,)), Column("b", "int64", ()))
     predictor: Any = SimpleNamespace(columns=trained)

@@ -18,7 +18,7 @@ from py4j.protocol import Py4JError
 
 from spark_elastic.clusters.spark import classic
 from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, ProbeJob, SparkLauncher
-from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs
+from spark_elastic.clusters.spark.host_facts import DESCRIPTION
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
 from spark_elastic.estimators.dataframes.store_access import check_store_access
@@ -293,21 +293,6 @@ def test_a_slot_job_leaves_neither_tag_nor_description_to_its_thread(lost: bool)
         launcher.close(1.0)
     assert during == [(1, "spark_elastic RUN slot 3 (mine)")]
     assert (tags, sc[DESCRIPTION]) == (set(), "mine")
-
-
-def test_the_error_of_a_block_in_which_the_session_stops_comes_through() -> None:
-    sc: Any = Properties()
-
-    def stop(*_: object) -> None:
-        raise AttributeError("'NoneType' object has no attribute 'setLocalProperty'")
-
-    def write() -> None:
-        with describe_jobs(SimpleNamespace(sparkContext=sc), "writes rows"):  # type: ignore[arg-type]
-            sc.setLocalProperty = stop
-            raise ValueError("the write ended")
-
-    with pytest.raises(ValueError, match="the write ended"):
-        write()
 
 
 def test_the_store_check_passes_if_the_jvm_denies_access() -> None:

@@ -77,28 +77,22 @@ class SessionWithoutHost(Session):
 OWN = socket.gethostbyname(socket.gethostname())
 
 
+HERE = Bind("127.0.0.1", 0, "127.0.0.1")
+NAMED = {"advertise_address": "driver.example"}
+
+
 @pytest.mark.parametrize(
     ("session", "conf", "config", "bind"),
     [
-        (Session(), {}, {}, Bind("127.0.0.1", 0, "127.0.0.1")),  # towards the server
+        (Session(), {}, {}, HERE),  # towards the server
         (
             Session(),
             {},
-            {"advertise_address": "driver.example", "bind_address": "0.0.0.0", "driver_port": 7},
+            {**NAMED, "bind_address": "0.0.0.0", "driver_port": 7},
             Bind("0.0.0.0", 7, "driver.example"),
         ),
-        (
-            SimpleNamespace(),  # needs no channel
-            {},
-            {"advertise_address": "driver.example"},
-            Bind("driver.example", 0, "driver.example"),
-        ),
-        (  # towards Spark's driver
-            SessionWithoutHost(),
-            {"spark.driver.host": "127.0.0.1"},
-            {},
-            Bind("127.0.0.1", 0, "127.0.0.1"),
-        ),
+        (SimpleNamespace(), {}, NAMED, Bind("driver.example", 0, "driver.example")),  # needs no channel
+        (SessionWithoutHost(), {"spark.driver.host": "127.0.0.1"}, {}, HERE),  # towards Spark's driver
         (SessionWithoutHost(), {}, {}, Bind(OWN, 0, OWN)),
     ],
 )
@@ -121,12 +115,8 @@ def test_a_session_that_denies_its_context_counts_as_without_one() -> None:
         def sparkContext(self) -> Any:
             raise RuntimeError("Py4JSecurityException")
 
-    session: Any = Session()
     denied: Any = DeniedSession()
-    assert not has_context(session)
     assert not has_context(denied)
-    session.sparkContext = object()
-    assert has_context(session)
 
 
 def test_probes_that_no_executor_takes_are_interrupted() -> None:
@@ -153,24 +143,20 @@ def test_a_slot_job_that_still_runs_is_interrupted_at_close() -> None:
 def test_only_the_first_attempt_of_the_task_runs_the_driver(
     monkeypatch: pytest.MonkeyPatch, attempt: int, calls: list[str]
 ) -> None:
-    class Coordinator:
-        def run_driver(self, host: str) -> None:
-            called.append("run_driver")
-
-        def wait_standby(self) -> None:
-            called.append("wait_standby")
+    def map_in_arrow(body: Any, schema: str) -> Any:
+        (batch,) = body([pa.RecordBatch.from_pydict({"id": [0]})])
+        return SimpleNamespace(collect=batch.to_pylist)
 
     called: list[str] = []
     context = SimpleNamespace(attemptNumber=lambda: attempt)
     monkeypatch.setattr(connect.TaskContext, "get", lambda: context)
     session: Any = Session()
-    session.mapInArrow = lambda body, schema: SimpleNamespace(
-        collect=lambda: [
-            row for batch in body([pa.RecordBatch.from_pydict({"id": [0]})]) for row in batch.to_pylist()
-        ]
-    )
+    session.mapInArrow = map_in_arrow
     launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
-    task: Any = Coordinator()
+    task: Any = SimpleNamespace(
+        run_driver=lambda host: called.append("run_driver"),
+        wait_standby=lambda: called.append("wait_standby"),
+    )
     how = "it has ended" if attempt == 0 else connect.RETRIED
     assert launcher.run_coordinator(task, None) == how
     assert called == calls
@@ -248,9 +234,7 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     assert said is (unreached is not None)
 
 
-def test_settings_that_a_coordinator_cannot_have_are_refused_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_that_a_coordinator_cannot_have_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], UNREACHED))
     platform = ConnectPlatform(session(), ElasticConfig(handle=JobHandle()))
     with pytest.raises(InvalidInput, match="handle does not work where executors cannot reach the client"):

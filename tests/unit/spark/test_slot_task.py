@@ -109,9 +109,7 @@ def test_without_a_way_to_the_driver_the_executors_address_counts_before_a_loopb
     assert session.find_own_address(towards, tmp_path) == "10.0.0.5"
 
 
-def test_a_slot_registers_under_the_address_that_others_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_registers_under_the_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[SlotIdentity] = []
 
     def make_agent(spec: SlotSpec, identity: SlotIdentity, *rest: object) -> Any:
