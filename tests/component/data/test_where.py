@@ -114,8 +114,7 @@ def test_the_rows_that_match_are_pyarrows(tmp_path: Path, statistics: bool, piec
 TENTHS = [Decimal(each) for each in ("0.1", "0.05", "0.3", "0.5", "2")]
 DECIMALS = pa.array(TENTHS, pa.decimal128(10, 2))
 SINGLES, DOUBLES = (pa.array([float(each) for each in TENTHS], kind) for kind in (pa.float32(), pa.float64()))
-ZEROS = pa.array([0.0, -0.0, 1.5])
-HALVES = pa.array(np.array([1, 3, 9], np.float16))
+ZEROS, HALVES = pa.array([0.0, -0.0, 1.5]), pa.array(np.array([1, 3, 9], np.float16))
 UNSIGNED = pa.array([1, 2**63, 2**64 - 1, 5], pa.uint64())
 WITH_NAN = pa.array([1.0, 2.0, 3.0, np.nan])
 
@@ -123,33 +122,15 @@ WITH_NAN = pa.array([1.0, 2.0, 3.0, np.nan])
 @pytest.mark.parametrize(
     ("keys", "operator", "value", "ids"),
     [
-        (DECIMALS, "==", 0.1, [0]),
-        (DECIMALS, "!=", 0.1, [1, 2, 3, 4]),
         (DECIMALS, ">=", 0.1, [0, 2, 3, 4]),
-        (DECIMALS, "in", [0.1, 0.301], [0]),
-        (DECIMALS, "in", [Decimal("0.1")], [0]),
         (DECIMALS, "<=", Decimal("0.3"), [0, 1, 2]),
         (DECIMALS, "in", [Decimal("0.1"), Decimal("0.301"), Decimal(10) ** 12], [0]),
         (DECIMALS, "in", [0, np.int64(2), 10**30], [4]),
         (DECIMALS, "not in", [2, Decimal("0.3")], [0, 1, 3]),
-        (DECIMALS, "==", 2, [4]),
         (DECIMALS, "in", [2, 0.1], [0, 4]),
         (DECIMALS.cast(pa.decimal128(38, 5)), "in", [0.3, Decimal("0.5")], [2, 3]),
-        (SINGLES, "in", [0.1, 0.5], [3]),
         (SINGLES, "not in", [0.1, 0.5], [0, 1, 2, 4]),
-        (SINGLES, "==", 0.1, []),
-        (SINGLES, "in", [np.float32(0.1)], [0]),
-        (DOUBLES, "==", np.float32(0.1), []),
-        (DOUBLES, "==", Decimal("0.1"), [0]),
         (DOUBLES, "in", np.array([0.1, 0.5]), [0, 3]),
-        (ZEROS, "in", [0.0, 7.0], [0, 1]),
-        (ZEROS, "not in", [0.0], [2]),
-        (ZEROS.cast(pa.float32()), "in", [0.0, 7.0], [0, 1]),
-        (ZEROS.cast(pa.float32()), "not in", [0.0], [2]),
-        (ZEROS, "in", [-0.0, 7.0], [0, 1]),
-        (ZEROS, "not in", [-0.0], [2]),
-        (ZEROS.cast(pa.float32()), "in", [-0.0, 7.0], [0, 1]),
-        (ZEROS.cast(pa.float32()), "not in", [-0.0], [2]),
         (pa.array([0, 5, 9], pa.uint64()), ">=", -1, [0, 1, 2]),
         (pa.array([0, 5, 9], pa.uint64()), "<", 2**64, [0, 1, 2]),
         (pa.array([0, 5, 9], pa.int8()), ">", 10**30, []),
@@ -159,13 +140,8 @@ WITH_NAN = pa.array([1.0, 2.0, 3.0, np.nan])
         (HALVES, ">", np.float16(2), [1, 2]),
         (HALVES, "<=", 3, [0, 1]),
         (UNSIGNED, ">=", 2**63, [1, 2]),
-        (UNSIGNED, "!=", 2**64 - 1, [0, 1, 3]),
         (UNSIGNED, "<", np.int32(5), [0]),
-        (UNSIGNED, "==", np.uint64(2**63), [1]),
         (UNSIGNED, "in", [5, 2**63], [1, 3]),
-        (UNSIGNED, "in", [2**64 - 1], [2]),
-        (WITH_NAN, "!=", 1.0, [1, 2, 3]),
-        (pa.array([1.0, np.nan]), "!=", 1.0, [1]),
         (SINGLES, "<", 0.1, [1]),
         (SINGLES, "<=", 1e300, [0, 1, 2, 3, 4]),
         (DOUBLES, "<", 10**400, [0, 1, 2, 3, 4]),
@@ -211,6 +187,18 @@ DAYS = pa.array([date(2024, 1, 1), date(2024, 1, 2), date(2024, 1, 3)])
         (pa.array([b"ab", b"cd"], pa.binary(2)), b"abc", []),
         (pa.nulls(2), 5, []),
         (pa.array([1, 3]), None, []),
+        (DECIMALS, 0.1, [0]),
+        (DECIMALS, Decimal("0.1"), [0]),
+        (DECIMALS, 2, [4]),
+        (SINGLES, 0.1, []),
+        (SINGLES, np.float32(0.1), [0]),
+        (DOUBLES, np.float32(0.1), []),
+        (DOUBLES, Decimal("0.1"), [0]),
+        (ZEROS, 0.0, [0, 1]),
+        (ZEROS.cast(pa.float32()), -0.0, [0, 1]),
+        (UNSIGNED, 2**64 - 1, [2]),
+        (UNSIGNED, np.uint64(2**63), [1]),
+        (WITH_NAN, 1.0, [0]),
         (pa.array([1, 3, 9]), "3", None),
         (pa.array(["1", "3"]), 3, None),
         (pa.array([NOON]), NOON.replace(tzinfo=timezone.utc), None),
