@@ -7,9 +7,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-
-pytest.importorskip("pyspark")
-
 from pyspark.sql.types import DoubleType, StringType, StructType
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("pyspark")
-
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyspark")
-
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import (
     ArrayType,

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pyspark")
-
 from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.ml.util import DefaultParamsWriter
 

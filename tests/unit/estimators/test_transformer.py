@@ -10,17 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spark_elastic.estimators.transformer import FitSummary, WorldRecord
-from spark_elastic.monitoring.report import JobReport, WorldChange, WorldChangeKind
-
-pytest.importorskip("pyspark")
-
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
 from spark_elastic.estimators.dataframes.scan import MissingKind
 from spark_elastic.estimators.predict_udf import MissingRows
-from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_shapes
+from spark_elastic.estimators.transformer import ElasticModel, FitSummary, WorldRecord, _check_new, try_shapes
+from spark_elastic.monitoring.report import JobReport, WorldChange, WorldChangeKind
 
 
 def table(columns: list[str], sensitive: str = "false") -> Any:

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyspark")
-
 from py4j.protocol import Py4JError
 
 from spark_elastic.clusters.spark import classic

@@ -8,11 +8,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("pyspark")
-
 import pyarrow as pa
+import pytest
 from pyspark.errors import PySparkNotImplementedError
 
 from spark_elastic.clusters.spark import connect, make_platform

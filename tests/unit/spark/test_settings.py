@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
-
-pytest.importorskip("pyspark")
-
 from spark_elastic.clusters.spark import settings
 from spark_elastic.clusters.spark.settings import (
     EXECUTOR_GPUS,
@@ -25,6 +21,7 @@ from spark_elastic.clusters.spark.settings import (
     read_executor_memory,
     warn_about_settings,
 )
+from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 
 ENCRYPTED, YARN = {"spark.network.crypto.enabled": "true"}, {"spark.master": "yarn"}
 STANDALONE = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyspark")
-
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyspark")
-
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes.store_access import to_spark_url
 
