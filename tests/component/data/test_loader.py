@@ -1,11 +1,11 @@
-"""The loader over a real reader and over one that stalls or fails: rows, bounds, ends."""
+"""The loader over a real reader and over one that stalls or fails, and its thread that decodes ahead."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data import loader
-from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
+from spark_elastic.data.loader import DecodePrefetcher, Prefetch, StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import ColumnArrays, nbytes, read_footers
@@ -23,6 +23,7 @@ from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.row_group_cache import RowGroupCache
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from tests.full_process import refuse_next_thread
 from tests.patience import until
 
 COLUMNS = (Column("id", "int64"), Column("x", "float32", (2,)))
@@ -332,3 +333,98 @@ def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(
         # Two lanes meet in some, the one at the epoch's beginning and the other at its end; and the thread that decodes
         # ahead may come too late for some.
         assert reader.decoded.total() <= 50 + 2 * plan.lanes
+
+
+# ---- decoding ahead
+
+
+class Reader:
+    """Counts. What is decoded ahead is held up by a closed `gate`, and takes one of `room`."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self.ahead: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.tried: list[int] = []
+        self.room = 100
+
+    def count_answer(self) -> None:
+        self.answers += 1
+
+    def fetch(self, group: int) -> ColumnArrays:
+        return {"x": np.array([group])}
+
+    def prefetch(self, group: int) -> bool:
+        self.tried.append(group)
+        assert self.gate.wait(20)
+        self.fetch(group)
+        if not self.room:
+            return False
+        self.room -= 1
+        self.ahead.append(group)
+        return True
+
+    def announce(self, groups: Iterable[int]) -> None:
+        pass
+
+    def release(self, group: int | None = None) -> None:
+        self.room += 1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.fixture
+def ahead(reader: Reader) -> Iterator[DecodePrefetcher]:
+    with DecodePrefetcher(reader, 3, reader.count_answer) as made:
+        yield made
+        reader.gate.set()
+
+
+def test_decoding_pauses_at_its_limit_until_one_is_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
+    ahead.ask(range(6))
+    until(lambda: len(reader.ahead) == 3)
+    assert ahead.fetch(0)["x"][0] == 0
+    until(lambda: len(reader.ahead) == 4)
+    assert not ahead._can_decode()
+    assert reader.ahead == [0, 1, 2, 3]
+
+
+def test_decoding_waits_for_a_release_where_there_is_no_room(ahead: DecodePrefetcher, reader: Reader) -> None:
+    reader.room = 1
+    ahead.ask([0, 1, 2])
+    until(lambda: ahead._full)
+    assert reader.tried == [0, 1]
+    ahead.fetch(0)
+    ahead.release(0)
+    until(lambda: reader.tried == [0, 1, 1, 2])
+    assert reader.ahead == [0, 1]
+
+
+def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodePrefetcher, reader: Reader) -> None:
+    reader.room = 0
+    reader.gate.clear()
+    ahead.ask([0])
+    until(lambda: reader.tried)
+    assert ahead._releases == 0
+    ahead._releases = 1  # as `release` does, behind the look for room
+    reader.gate.set()
+    until(lambda: len(reader.tried) == 2)
+
+
+@pytest.mark.parametrize("most", [0, 3], ids=["small row groups", "no thread can be started"])
+def test_the_fetching_thread_decodes_where_there_is_no_other(
+    most: int, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_next_thread(monkeypatch)
+    with DecodePrefetcher(reader, most, reader.count_answer) as ahead:
+        ahead.ask([0, 1])
+        assert ahead.fetch(0)["x"][0] == 0
+        ahead.release(0)
+    assert reader.tried == []

@@ -9,13 +9,33 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    IntegerType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
 from spark_elastic.estimators.dataframes.scan import MissingKind
 from spark_elastic.estimators.predict_udf import MissingRows
-from spark_elastic.estimators.transformer import ElasticModel, FitSummary, WorldRecord, _check_new, try_shapes
+from spark_elastic.estimators.transformer import (
+    ElasticModel,
+    FitSummary,
+    WorldRecord,
+    _check_new,
+    model_input,
+    try_shapes,
+)
 from spark_elastic.monitoring.report import JobReport, WorldChange, WorldChangeKind
 
 
@@ -129,3 +149,36 @@ def test_a_summary_survives_json() -> None:
     summary = FitSummary("r", epochs, sizes, seconds=9.0, data_rows=10, digest="ab", report=report)
     assert FitSummary.from_json(summary.to_json()) == summary
     assert summary.rows_per_epoch == [10]
+
+
+# ---- columns, from the schema alone
+
+
+def arrays(kind: DataType, depth: int = 1) -> DataType:
+    return ArrayType(arrays(kind, depth - 1)) if depth else kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        (DoubleType(), "int32", ()),
+        (DecimalType(), "int64", ()),
+        (VectorUDT(), "int64", (3,)),
+        (IntegerType(), "bool", ()),
+        (StringType(), "float32", ()),
+        (IntegerType(), "object", ()),
+        (DateType(), "datetime64[us]", ()),
+        (TimestampType(), "datetime64[D]", ()),
+        (IntegerType(), "datetime64[D]", ()),
+        (arrays(DoubleType()), "float32", ()),
+        (DoubleType(), "float32", (2,)),
+    ],
+)
+def test_a_column_of_another_type_is_refused(kind: DataType, dtype: str, shape: tuple[int, ...]) -> None:
+    table: Any = SimpleNamespace(columns=["x"], schema=StructType([StructField("x", kind)]))
+    with pytest.raises(InvalidInput) as error:
+        model_input(table, Column("x", dtype, shape))
+    sentence = f"column 'x' is {kind.simpleString()}; the model was trained on {dtype}"
+    assert str(error.value).startswith(sentence)
+    with pytest.raises(InvalidInput, match="There is no column 'y': the DataFrame has the columns "):
+        model_input(table, Column("y", "int64"))

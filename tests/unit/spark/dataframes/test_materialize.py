@@ -1,16 +1,37 @@
-"""What is said of a table while it is written."""
+"""What is said of a table before it is written, and while it is; the names that Spark has for a store."""
 
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DateType,
+    DecimalType,
+    FloatType,
+    LongType,
+    StringType,
+    StructType,
+)
 
 from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.materialize import WriteOptions, _Target, warn_about_small_partitions
+from spark_elastic.estimators.dataframes.schema import (
+    ColumnType,
+    check_columns,
+    check_validation_column,
+    find_column_type,
+)
+from spark_elastic.estimators.dataframes.store_access import to_spark_url
 
 
 @pytest.mark.parametrize(
@@ -68,3 +89,112 @@ def test_sparks_lack_of_room_is_one_sentence(causes: str, raises: type[Exception
     target = _Target(Store.open("memory://rows"), "data", "", WriteOptions())
     with pytest.raises(raises, match=says):
         target.write(rows, None)
+
+
+# ---- columns, judged from the schema alone
+
+
+SCHEMA = (
+    StructType()
+    .add("x", ArrayType(ArrayType(FloatType())))
+    .add("v", VectorUDT())
+    .add("y", LongType())
+    .add("name", StringType())
+    .add("price", DecimalType(10, 2))
+    .add("image", BinaryType())
+    .add("day", DateType())
+    .add("tags", ArrayType(StringType()))
+    .add("held_out", BooleanType())
+)
+
+
+def test_a_transformation_accepts_columns_of_other_types() -> None:
+    check_columns(SCHEMA, ["image", "day", "name", "tags"], ["y"], transformed=True)
+    assert find_column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
+    assert find_column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
+    with pytest.raises(InvalidInput, match=r"weight column 'day'.*one number"):
+        check_columns(SCHEMA, ["x"], ["y"], sample_weight_col="day", transformed=True)
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "weight", "says"),
+    [
+        ([], ["y"], None, "feature_cols is empty"),
+        (["z"], ["y"], None, r"no feature column 'z': the DataFrame has the columns \['x', 'v', 'y'"),
+        (["x"], ["label"], None, "no label column 'label'"),
+        (["x"], ["y"], "w", "no sample weight column 'w'"),
+        (["x"], ["y"], "v", "sample weight column 'v' is vector: it must be one number"),
+        (["name"], ["y"], None, "feature column 'name' is string.*StringIndexer"),
+        (["tags"], ["y"], None, "feature column 'tags' is array<string>.*StringIndexer"),
+        (["image"], ["y"], None, "'image' is binary.*a transformation_fn that decodes it"),
+        (["day"], ["y"], None, "'day' is date.*unix_timestamp"),
+    ],
+)
+def test_bad_columns_are_named(features: list[str], labels: list[str], weight: str | None, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_columns(SCHEMA, features, labels, weight)
+
+
+@pytest.mark.parametrize("name", ["held_out", "y", "price"])
+def test_a_validation_column_is_of_bools_or_numbers(name: str) -> None:
+    check_validation_column(SCHEMA, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("name", "validation column 'name' is string: it must be true, or a number above 0, in the rows to"),
+        ("v", "validation column 'v' is vector"),
+        ("day", "validation column 'day' is date"),
+        ("z", r"There is no validation column 'z': the DataFrame has the columns"),
+    ],
+)
+def test_a_validation_column_of_another_type_is_refused(name: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_validation_column(SCHEMA, name)
+
+
+def test_an_unknown_column_of_a_wide_table_gets_the_nearest_names() -> None:
+    names = ["price", *(f"c{number}" for number in range(300))]
+    schema = types.StructType([types.StructField(name, types.DoubleType()) for name in names])
+    with pytest.raises(InvalidInput) as error:
+        check_columns(schema, ["prices"], ["c1"])
+    assert str(error.value) == (
+        "There is no feature column 'prices': the DataFrame has 301 columns, of which the nearest are ['price']."
+    )
+
+
+# ---- stores by the names that Spark has for them
+
+
+@pytest.mark.parametrize(
+    ("given", "python", "spark"),
+    [
+        ("/mnt/jobs", "file:///mnt/jobs/a", "file:///mnt/jobs/a"),
+        ("/dbfs/jobs", "file:///dbfs/jobs/a", "dbfs:/jobs/a"),
+        ("dbfs:/jobs", "file:///dbfs/jobs/a", "dbfs:/jobs/a"),
+        (
+            "/Volumes/main/default/v/jobs",
+            "file:///Volumes/main/default/v/jobs/a",
+            "/Volumes/main/default/v/jobs/a",
+        ),
+        ("dbfs:/Volumes/main/default/v", "file:///Volumes/main/default/v/a", "/Volumes/main/default/v/a"),
+        ("memory://jobs", "memory://jobs/a", "memory://jobs/a"),
+    ],
+)
+def test_spark_and_the_store_name_an_object_alike(given: str, python: str, spark: str) -> None:
+    store = Store.open(given)
+    assert (store.join("a"), to_spark_url(store, "a")) == (python, spark)
+
+
+@pytest.mark.parametrize(
+    ("url", "spark"),
+    [
+        ("az://jobs/mine", "abfss://jobs@acme.dfs.core.windows.net/mine/a"),
+        ("abfs://jobs", "abfss://jobs@acme.dfs.core.windows.net/a"),
+        ("abfss://jobs@other.dfs.core.windows.net/x", "abfss://jobs@other.dfs.core.windows.net/x/a"),
+    ],
+)
+def test_an_azure_container_is_named_for_spark_with_the_account_of_the_options(url: str, spark: str) -> None:
+    filesystem: Any = SimpleNamespace(account_name="acme", protocol="abfs")
+    assert to_spark_url(Store(url, filesystem, "jobs"), "a") == spark
