@@ -201,27 +201,30 @@ def test_a_model_compiled_anew_is_a_copy() -> None:
     assert again.loss == "mae"
 
 
-def test_an_optimizer_may_have_a_schedule_of_the_users() -> None:
-    given = {"optimizer": keras.optimizers.Adam(Warmup(0.5)), "loss": "mse"}
-    estimator = ElasticKerasEstimator()
+def combine(optimizer: Any) -> Any:
+    """That one for kernels, and another for what else there is."""
+    places = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*kernel": optimizer})
+    return keras.optimizers.MultiOptimizer(places)
+
+
+@pytest.mark.parametrize("place", [lambda optimizer: optimizer, pytest.param(combine, marks=needs_several)])
+def test_an_optimizer_keeps_its_schedule_and_what_it_does_not_decay(place: Any) -> None:
+    """Alone, and as one of several."""
+    optimizer, estimator = keras.optimizers.AdamW(Warmup(0.5), weight_decay=0.5), ElasticKerasEstimator()
+    optimizer.exclude_from_weight_decay(var_names=["kernel"])
+    given = {"optimizer": place(optimizer), "loss": "mse"}
     trained = check_keras_objects(values(model=net(), **given)).model.load()
-    assert trained.optimizer._learning_rate.peak == 0.5
-    found = estimator._unpack_objects(estimator._pack_objects(given))
-    assert found["optimizer"]._learning_rate.peak == 0.5
-
-
-def test_an_optimizers_exclusions_from_weight_decay_are_those_of_the_trained_model() -> None:
-    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    objects = check_keras_objects(values(model=net(), optimizer=optimizer, loss="mse"))
-    trained = objects.model.load()
-    assert [trained.optimizer._use_weight_decay(v) for v in trained.trainable_variables] == [True, False]
-    estimator = ElasticKerasEstimator()
     with pytest.raises(InvalidInput, match="exclude_from_weight_decay is not saved with an estimator"):
-        estimator._pack_objects({"model": net(), "optimizer": optimizer})
-    packed = estimator._pack_objects({"model": net(optimizer=optimizer, loss="mse")})
-    found = estimator._unpack_objects(packed)["model"]
-    assert [found.optimizer._use_weight_decay(v) for v in found.trainable_variables] == [True, False]
+        estimator._pack_objects({"model": net(), **given})
+    loaded = estimator._unpack_objects(estimator._pack_objects({"model": net(**given)}))["model"]
+    for model in (trained, loaded):
+        found = getattr(model.optimizer, "optimizers", [model.optimizer])[0]
+        assert found._learning_rate.peak == 0.5
+        decayed = [found._use_weight_decay(variable) for variable in model.trainable_variables]
+        assert decayed == [False, True]
+    scheduled = {"optimizer": keras.optimizers.Adam(Warmup(0.5))}
+    kept = estimator._unpack_objects(estimator._pack_objects(scheduled))
+    assert kept["optimizer"]._learning_rate.peak == 0.5
 
 
 class Unwritten(keras.Model):  # type: ignore[misc,unused-ignore]
@@ -269,26 +272,13 @@ def test_several_optimizers_take_no_common_rate() -> None:
 
 
 @needs_several
-def test_each_of_several_optimizers_is_checked_and_kept_as_one_would_be() -> None:
-    def combine(optimizer: Any) -> Any:
-        places = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*kernel": optimizer})
-        return {"optimizer": keras.optimizers.MultiOptimizer(places), "loss": "mse"}
-
+def test_each_of_several_optimizers_is_checked_as_one_would_be() -> None:
     for optimizer, sentence in (
         (keras.optimizers.SGD(lambda: 0.1), "learning_rate is a function"),
         (keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "use backward_passes_per_step"),
     ):
         with pytest.raises(InvalidInput, match=sentence):
-            check_keras_objects(values(model=net(), **combine(optimizer)))
-    optimizer = keras.optimizers.AdamW(Warmup(0.5), weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["kernel"])
-    given = combine(optimizer)
-    trained = check_keras_objects(values(model=net(), **given)).model.load()
-    found = trained.optimizer.optimizers[0]
-    assert found._learning_rate.peak == 0.5
-    assert not found._use_weight_decay(trained.trainable_variables[0])
-    with pytest.raises(InvalidInput, match="exclude_from_weight_decay is not saved with an estimator"):
-        ElasticKerasEstimator()._pack_objects({"model": net(), **given})
+            check_keras_objects(values(model=net(), optimizer=combine(optimizer), loss="mse"))
 
 
 def weighted_crossentropy(y: Any, logits: Any) -> Any:
