@@ -55,11 +55,6 @@ class Frame:
         return self._explained
 
 
-def scan(analyzed: str, optimized: str, index: str = "InMemoryFileIndex", **columns: str) -> Any:
-    frame: Any = Frame(explain(analyzed, optimized, FILES.format(index)))
-    return find_file_scan(frame, list(columns or "xy"))
-
-
 PROJECT = f"Project [x#5L, y#6]\n+- {LEAF}"
 
 
@@ -122,8 +117,9 @@ def test_paths_that_spark_shortens_may_repeat_and_are_no_scan(shown: str, says: 
     ],
 )  # fmt: skip
 def test_whatever_else_a_plan_has_is_named(analyzed: str, optimized: str, says: str) -> None:
+    frame: Any = Frame(explain(analyzed, optimized, FILES.format("InMemoryFileIndex")))
     with pytest.raises(NoFileScan, match=says):
-        scan(analyzed, optimized)
+        find_file_scan(frame, ["x", "y"])
 
 
 def test_a_table_with_more_columns_than_spark_shows_is_asked_for_in_parts() -> None:
@@ -144,6 +140,8 @@ def test_a_table_with_more_columns_than_spark_shows_is_asked_for_in_parts() -> N
 # ---- tables whose log says which files count
 
 PLAN = "Project [x#46L AS a#63L, k#48]\n+- SubqueryAlias ice.n.t\n   +- RelationV2[x#46L, y#47, k#48] ice.n.t ice.n.t"
+# Iceberg takes over a filter of partitions: only the first plan has it.
+FILTERED = PLAN.replace("+- Sub", "+- Filter (k#48 = 1)\n+- Sub")
 PRUNED = "Project [x#46L AS a#63L, k#48]\n+- RelationV2[x#46L, k#48] ice.n.t"
 
 
@@ -167,31 +165,28 @@ def test_a_scan_of_iceberg_is_a_snapshot(snapshot: int | None, options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("explained", "leaf", "says"),
+    ("analyzed", "physical", "leaf", "says"),
     [
-        # Iceberg takes over a filter of partitions: only the first plan has it.
+        (FILTERED, ICEBERG, iceberg(None, {}), r"has Filter \(k#48 = 1\)"),
         (
-            explain(PLAN.replace("+- Sub", "+- Filter (k#48 = 1)\n+- Sub"), PRUNED, ICEBERG),
-            iceberg(None, {}),
-            r"has Filter \(k#48 = 1\)",
-        ),
-        (
-            explain(PLAN, PRUNED, ICEBERG.replace("=,", "=k IS NOT NULL, k = 1,")),
+            PLAN,
+            ICEBERG.replace("=,", "=k IS NOT NULL, k = 1,"),
             iceberg(None, {}),
             "no whole table of Iceberg",
         ),
-        (explain(PLAN, PRUNED, ICEBERG.replace("null", "b")), iceberg(None, {}), "no whole table of Iceberg"),
-        (explain(PLAN, PRUNED, ICEBERG), iceberg(None, {"as-of-timestamp": "1"}), "as-of-timestamp"),
+        (PLAN, ICEBERG.replace("null", "b"), iceberg(None, {}), "no whole table of Iceberg"),
+        (PLAN, ICEBERG, iceberg(None, {"as-of-timestamp": "1"}), "as-of-timestamp"),
         (
-            explain(PLAN, PRUNED, ICEBERG),
+            PLAN,
+            ICEBERG,
             iceberg(None, {}, "org.apache.iceberg.FilesTable"),
-            "reads the FilesTable of a table of Iceberg",
+            "the FilesTable of a table of Iceberg",
         ),
-        (explain(PLAN, PRUNED, ICEBERG), None, "whose snapshot Spark Connect does not tell"),
+        (PLAN, ICEBERG, None, "whose snapshot Spark Connect does not tell"),
     ],
 )
-def test_a_part_of_a_table_of_iceberg_is_no_scan(explained: str, leaf: Any, says: str) -> None:
-    frame: Any = Frame(explained, leaf)
+def test_a_part_of_a_table_of_iceberg_is_no_scan(analyzed: str, physical: str, leaf: Any, says: str) -> None:
+    frame: Any = Frame(explain(analyzed, PRUNED, physical), leaf)
     with pytest.raises(NoFileScan, match=says):
         find_file_scan(frame, ["a", "k"])
 
