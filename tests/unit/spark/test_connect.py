@@ -82,12 +82,7 @@ NAMED = {"advertise_address": "driver.example"}
     ("session", "conf", "config", "bind"),
     [
         (Session(), {}, {}, HERE),  # towards the server
-        (
-            Session(),
-            {},
-            {**NAMED, "bind_address": "0.0.0.0", "driver_port": 7},
-            Bind("0.0.0.0", 7, "driver.example"),
-        ),
+        (Session(), {}, {**NAMED, "bind_address": "::", "driver_port": 7}, Bind("::", 7, "driver.example")),
         (SimpleNamespace(), {}, NAMED, Bind("driver.example", 0, "driver.example")),  # needs no channel
         (SessionWithoutHost(), {"spark.driver.host": "127.0.0.1"}, {}, HERE),  # towards Spark's driver
         (SessionWithoutHost(), {}, {}, Bind(OWN, 0, OWN)),

@@ -50,6 +50,9 @@ def test_many_small_partitions_are_logged(
     assert [message.partition(", and Spark")[0] for message in caplog.messages] == says
 
 
+OF_PYTHON = "org.apache.spark.api.python.PythonException: Traceback:\n"
+
+
 @pytest.mark.parametrize(
     ("causes", "raises", "says"),
     [
@@ -62,23 +65,17 @@ def test_many_small_partitions_are_logged(
         ("java.io.IOException: Disk quota exceeded", StoreFull, "Disk quota exceeded"),
         # Of tasks in Python.
         (
-            "org.apache.spark.api.python.PythonException: Traceback:\n"
-            "spark_elastic.data.store.StoreFull: Cannot write 'data/a' (No space left on device).",
+            f"{OF_PYTHON}spark_elastic.data.store.StoreFull: Cannot write 'data/a' (No space left on device).",
             StoreFull,
             r"\(Cannot write 'data/a' \(No space left on device\)\): make room",
         ),
         (
-            "org.apache.spark.api.python.PythonException: Traceback:\n"
-            "ModuleNotFoundError: No module named 'spark_elastic'",
+            f"{OF_PYTHON}ModuleNotFoundError: No module named 'spark_elastic'",
             InvalidInput,
             "install it there, or write them with row_order='table'",
         ),
         # A Python function of the user ended.
-        (
-            "org.apache.spark.api.python.PythonException: Traceback:\nOSError: No space left on device",
-            ValueError,
-            "^An error",
-        ),
+        (f"{OF_PYTHON}OSError: No space left on device", ValueError, "^An error"),
     ],
 )
 def test_sparks_lack_of_room_is_one_sentence(causes: str, raises: type[Exception], says: str) -> None:
