@@ -162,7 +162,7 @@ def test_keys_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(s
     server.ends.clear()  # as if they were revoked
     asked = server.requests.total()
     server.status = 503
-    back = threading.Timer(1.0, lambda: setattr(server, "status", None))
+    back = threading.Timer(0.3, lambda: setattr(server, "status", None))
     back.start()
     assert read_ids(rows) == list(range(ROWS))
     back.join()
@@ -189,8 +189,8 @@ def test_credentials_that_cannot_be_renewed_end_the_read_with_one_sentence(serve
     assert read_ids(rows) == list(range(ROWS))
     server.status = 503
     rows = cloudpickle.loads(cloudpickle.dumps(rows))  # as a worker gets them
-    rows = replace(rows, store=replace(rows.store, retry_seconds=2.0))
-    with pytest.raises(StoreError, match=r"TimeoutError: \d+ attempts in 2 s failed"):
+    rows = replace(rows, store=replace(rows.store, retry_seconds=1.0))
+    with pytest.raises(StoreError, match=r"TimeoutError: \d+ attempts in 1 s failed"):
         read_ids(rows)
 
 

@@ -157,7 +157,7 @@ def test_a_store_that_stays_away_is_one_error(store: Store, server: FaultyServer
     assert "\n" not in str(raised.value)
     assert SECRET not in str(raised.value)
     with pytest.raises(StoreError, match="Cannot write 'y' in the store s3://"):
-        replace(faulty, retry_seconds=2).write_bytes("y", b"1")
+        replace(faulty, retry_seconds=1).write_bytes("y", b"1")
 
 
 def test_a_store_that_comes_back_is_waited_for(store: Store, server: FaultyServer, faulty: Store) -> None:
@@ -176,7 +176,7 @@ def test_a_connection_given_up_is_tried_again(store: Store, server: FaultyServer
     """botocore's own retries, which mostly outlast an attempt's limit, are off: each reset comes to us as its error."""
     store.write_bytes("object", b"1")
     server.away = True
-    back = threading.Timer(1.0, lambda: setattr(server, "away", False))
+    back = threading.Timer(0.5, lambda: setattr(server, "away", False))
     back.start()
     without = {"retries": {"max_attempts": 0}}
     given_up = open_faulty(store, server, key="someone", secret=SECRET, config_kwargs=without)
