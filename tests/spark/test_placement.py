@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
 
 import cloudpickle
 import pytest
@@ -14,6 +13,7 @@ import spark_elastic
 from spark_elastic.errors import PreflightError
 from spark_elastic.worker.devices import collect_gpu_facts, list_visible_gpus
 from tests.spark.cluster import StandaloneCluster
+from tests.spark.conftest import SparkWith
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def place() -> dict[str, object]:
     ["1", pytest.param("0.5", marks=pytest.mark.faults), pytest.param("0", marks=pytest.mark.faults)],
 )
 def test_two_workers_of_an_executor_have_a_gpu_each(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, task_gpus: str
+    spark_with: SparkWith, standalone: StandaloneCluster, task_gpus: str
 ) -> None:
     """Each has a GPU to itself, also where Spark's own tasks share them, or get none."""
     standalone.start_worker(cores=4, gpus=2)
@@ -53,9 +53,7 @@ def test_two_workers_of_an_executor_have_a_gpu_each(
 
 
 def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    caplog: pytest.LogCaptureFixture,
+    spark_with: SparkWith, standalone: StandaloneCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where each task of Spark's own takes a whole one."""
     standalone.start_worker(cores=4, gpus=1)

@@ -9,18 +9,17 @@ import io
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.errors import JobCancelled
 from tests.component.torch.hand_written import count
 from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.conftest import SparkWith
 from tests.spark.stories import ActAtStep
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(420)]
@@ -40,10 +39,7 @@ def token() -> int:
 
 
 def test_stopping_spark_ends_a_job_and_no_secret_is_in_sparks_properties_logs_or_ui(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    spark_with: SparkWith, standalone: StandaloneCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: list[bytes] = []
     make = secrets.token_bytes

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tarfile
 import venv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from tests.spark.cluster import StandaloneCluster
+from tests.spark.conftest import SparkWith
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 @pytest.fixture
 def bare(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    spark_with: SparkWith,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[SparkSession]:
@@ -107,10 +108,7 @@ def fit_and_transform(spark: SparkSession, store: Path, **settings: Any) -> None
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_packed_environment_in_spark_archives(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    spark_cluster: StandaloneCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    spark_with: SparkWith, spark_cluster: StandaloneCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A virtual environment with the package, unpacked beside each executor, whose interpreter is a relative path."""
     monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")
