@@ -25,15 +25,10 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.ma
 def run_client(script: str, master: str, folder: Path) -> Any:
     """What a program says with its last line. script: the name of its module beside this one."""
     ephemeral = {"SPARK_TESTING": "1"}  # the server's port, which is a fixed one otherwise
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.spark.{script}", master, str(folder)],
-        env=os.environ | cluster_environment(folder) | ephemeral,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=780,
-        check=False,
-    )
+    command = [sys.executable, "-m", f"tests.spark.{script}", master, str(folder)]
+    environment = os.environ | cluster_environment(folder) | ephemeral
+    how: Any = {"capture_output": True, "text": True, "timeout": 780, "env": environment}
+    done = subprocess.run(command, cwd=ROOT, check=False, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

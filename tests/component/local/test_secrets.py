@@ -102,19 +102,8 @@ def test_no_trace_of_a_run_shows_its_secrets(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level(logging.DEBUG)
     traces = SecretSearch(tmp_path / "looked")
     config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True, tls=True)
-    call = prepare(
-        train,
-        ((str(traces.looked),),),
-        {
-            "env": {"TOKEN": SECRET},
-            "num_workers": 2,
-            "stdout": traces,
-            "verbose": 2,
-            "store": str(tmp_path / "store"),
-            "run_id": "r",
-        },
-        config,
-    )
+    how = {"env": {"TOKEN": SECRET}, "num_workers": 2, "stdout": traces, "verbose": 2, "run_id": "r"}
+    call = prepare(train, ((str(traces.looked),),), {**how, "store": str(tmp_path / "store")}, config)
     assert SECRET not in repr(call)
     launcher = SearchedLauncher(call.program, SystemClock(), call.preload)
     launcher.traces = traces
