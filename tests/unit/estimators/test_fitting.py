@@ -55,14 +55,9 @@ def test_without_a_store_a_fit_on_one_machine_has_a_folder_for_as_long_as_it_tak
 
 
 def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
-    waits: dict[str, Any] = {"gather_timeout": 1.5, "start_timeout": 2.5, "lease": 3.5, "driver_timeout": 7.5}
-    budgets: dict[str, Any] = {
-        "failure_budget": 4,
-        "failure_window": 5.5,
-        "reset_limit": 6,
-        "cooldown_range": (8.5, 9.5),
-    }
-    config = ElasticConfig(**waits, **budgets, idle_slot_timeout=10.5, checkpoints_kept=11)
+    limited: dict[str, Any] = {"failure_budget": 4, "failure_window": 5.5, "cooldown_range": (8.5, 9.5)}
+    limited |= {"gather_timeout": 1.5, "start_timeout": 2.5, "lease": 3.5, "driver_timeout": 7.5}
+    config = ElasticConfig(**limited, reset_limit=6, idle_slot_timeout=10.5, checkpoints_kept=11)
     limits = make_fit_limits(request(elastic=config, num_workers=3, min_workers=2, max_workers=4), 24)
     for field in dataclasses.fields(Limits):
         if hasattr(config, field.name):
