@@ -17,7 +17,7 @@ from spark_elastic.clusters.spark.classic import preflight
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
 from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.data.store import Store
-from spark_elastic.errors import PreflightError, StoreError
+from spark_elastic.errors import PreflightError
 from tests.spark.cluster import await_true
 from tests.spark.conftest import HOSTS
 
@@ -62,17 +62,6 @@ def test_the_doctor_says_what_the_preflight_sees(spark: SparkSession, store: Sto
     ours = collect_host_facts()["spark_elastic"]
     assert hosts.startswith(f"ok       {HOSTS} executors: spark_elastic {ours}, python")
     assert verdict.endswith(f" passes its checks, and all hosts see the store {store.url}")
-
-
-def test_a_store_that_the_driver_cannot_write_is_refused_first(spark: SparkSession, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    spark.sparkContext.setJobGroup("unwritable", "must stay empty")
-    try:
-        with pytest.raises(StoreError, match=r"Cannot write .* in the store"):
-            probe(spark, Store.open(str(tmp_path / "file" / "store")))
-        assert spark.sparkContext.statusTracker().getJobIdsForGroup("unwritable") == []
-    finally:
-        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
 
 
 def test_the_preflight_awaits_no_silent_host(spark: SparkSession, store: Store, tmp_path: Path) -> None:
