@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,10 +31,10 @@ import psutil
 import torch
 
 import spark_elastic
-from benchmarks.parts.head_page import write_page
+from benchmarks.parts.head_page import rate, write_page
 from benchmarks.parts.history import Task, judge, read_lines
 from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, ROOT, Launcher, install
-from benchmarks.parts.report import machine
+from benchmarks.parts.report import find_commit, machine
 from benchmarks.peers import job
 
 FOLDER = ROOT / "build" / "head_to_head"
@@ -187,7 +188,11 @@ def run(peer: str, plan: str, repeat: int, steps: int) -> dict[str, Any]:
 
 
 def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> None:
-    """Write the runs, and keep those of the record that were not run again."""
+    """Write the runs, and keep those of the record that were not run again. Runs are compared with undisturbed ones of
+    the same call, if there are any: machines differ."""
+    for each in runs:
+        bases = [rate(other) for other in runs if (other["peer"], other["plan"]) == (each["peer"], "none")]
+        each |= {"base": statistics.median(bases)} if bases else {}
     kept = []
     if path.exists():
         before = json.loads(path.read_text())
@@ -198,6 +203,8 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> Non
     made = {
         "name": "head_to_head",
         "machine": machine(),
+        "commit": find_commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "versions": {
             "spark_elastic": [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
             "torchrun": [pinned_torch],

@@ -102,7 +102,7 @@ def goodputs(record: dict[str, Any], peer: str, plan: str) -> list[float]:
     if not undisturbed:
         return []
     base = statistics.median(rate(run) for run in undisturbed)
-    return [rate(run) / base for run in select(record, peer, plan)]
+    return [rate(run) / run.get("base", base) for run in select(record, peer, plan)]
 
 
 def make_tables(record: dict[str, Any]) -> list[str]:

@@ -91,7 +91,12 @@ class Launcher:
 
     def has_ended(self) -> bool:
         """No process of the job is left to wait for."""
-        return all(process.poll() is not None for process in self._processes.values())
+        return all(map(self._is_over, self._processes))
+
+    def _is_over(self, key: str) -> bool:
+        """It ended, and is not about to be started again."""
+        code = self._processes[key].poll()
+        return code is not None and not (self._is_supervised and code)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -212,7 +217,7 @@ class Ray(Launcher):
             time.sleep(0.2)
 
     def has_ended(self) -> bool:
-        return self._processes["driver"].poll() is not None
+        return self._is_over("driver")
 
     def _node(self, key: str, *options: str) -> None:
         ray = self._python.parent / "ray"
@@ -245,9 +250,7 @@ class Torchft(Launcher):
         self._run(f"host-{host}", command, TORCHFT_LIGHTHOUSE="http://127.0.0.1:29510", **variables)
 
     def has_ended(self) -> bool:
-        return all(
-            process.poll() is not None for key, process in self._processes.items() if key != "lighthouse"
-        )
+        return all(self._is_over(key) for key in self._processes if key != "lighthouse")
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from spark_elastic import errors
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import Clock, RunningClock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
@@ -116,7 +116,7 @@ class Coordinator:
     def run_driver(self, host: str) -> None:
         """Drive the job to its end, and send the client its result. Blocks. host: the address at which the driver's
         server listens."""
-        launcher = RemoteLauncher(self.end, SystemClock(), silence_limit(self.config))
+        launcher = RemoteLauncher(self.end, RunningClock(SystemClock()), silence_limit(self.config))
         channel = launcher.channel
         options = DriverOptions(
             bind=host,
@@ -148,7 +148,7 @@ class Coordinator:
 
     def wait_standby(self) -> None:
         """Return once no other copy of this task drives the job. Blocks."""
-        wait_until_stale(self.end.store, self._heartbeat, SystemClock())
+        wait_until_stale(self.end.store, self._heartbeat, RunningClock(SystemClock()))
 
     @property
     def _heartbeat(self) -> str:

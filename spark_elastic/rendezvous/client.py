@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spark_elastic.clock import Clock
+from spark_elastic.clock import LONGEST_PAUSE, Clock
 from spark_elastic.errors import (
     ConnectionClosed,
     DriverUnreachable,
@@ -169,11 +169,19 @@ class RendezvousClient:
             hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
             broken = self._broken
             body = self._build_envelope(request, hold_seconds, broken)
-            seconds = min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left)
+            seconds = max(MIN_TRY_SECONDS, min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left))
+            failure, answer = None, {}
             try:
-                answer = self._post(path_of(type(request)), body, max(MIN_TRY_SECONDS, seconds))
+                answer = self._post(path_of(type(request)), body, seconds)
             except TransportError as error:
-                self._pause(tries, deadline, error)
+                failure = error
+            # A try that took longer was stopped together with its process: no silence of the driver.
+            took = self.clock.now() - sent
+            if took > seconds + LONGEST_PAUSE:
+                sent, deadline = sent + took - seconds, deadline + took
+                self._last_answered = max(self._last_answered, sent)
+            if failure is not None:
+                self._pause(tries, deadline, failure)
                 tries += 1
                 continue
             with self._lock:

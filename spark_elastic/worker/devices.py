@@ -49,10 +49,14 @@ class GpuClaims:
         if spec.device != "cuda" or identity.resources.get(GPU):
             return identity
         visible = list_visible_gpus(environment, self._devices)
-        for place in range(spec.slots_per_gpu):  # a second slot of a GPU once each has one
-            for gpu in visible:
-                if self._take(f"{gpu}-{place}"):
-                    return replace(identity, resources={**identity.resources, GPU: (gpu,)})
+        try:
+            for place in range(spec.slots_per_gpu):  # a second slot of a GPU once each has one
+                for gpu in visible:
+                    if self._take(f"{gpu}-{place}"):
+                        return replace(identity, resources={**identity.resources, GPU: (gpu,)})
+        except OSError as error:
+            why = f"no file says which slot has which GPU ({error}): set TMPDIR to a folder that can be written."
+            return replace(identity, device_problem=why)
         return replace(identity, device_problem=_explain_missing_gpu(len(visible), spec.slots_per_gpu))
 
     def close(self) -> None:

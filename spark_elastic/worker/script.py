@@ -8,7 +8,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -57,22 +57,23 @@ class Script:
 
     def __call__(self) -> None:
         """Run the script. An exit code other than 0 raises `SystemExit`."""
-        with make_scratch_folder() as folder:
-            path = self._locate(folder)
+        with ExitStack() as resources:
+            path = self._locate(resources)
             # Modules are imported from the folder of the file itself, not of a link to it, as Python does.
             folder = Path(self.folder) if path.name == "-c" else path.resolve().parent
             with _as_program(str(path), self.arguments, str(folder)):
                 runpy.run_path(str(path), run_name="__main__")
 
-    def _locate(self, folder: Path) -> Path:
-        """The script's path on this host: the original beside the modules that it imports, or a copy in `folder`."""
+    def _locate(self, resources: ExitStack) -> Path:
+        """The script's path on this host: the original beside the modules that it imports, or a copy that `resources`
+        removes."""
         own = Path(self.path)
         try:
             if own.read_bytes() == self.source:
                 return own
         except OSError:
             pass  # this host does not have the file
-        copy = folder / own.name
+        copy = resources.enter_context(make_scratch_folder()) / own.name
         copy.write_bytes(self.source)
         return copy
 

@@ -124,7 +124,7 @@ def fit(df: Any, store: str, callbacks: list[Callback]) -> Any:
         keep_data=True,
         checkpoint_seconds=15.0,  # what the loss of all may cost
         failure_budget=100_000,
-        journal=f"{store}/journal",
+        journal=f"{store}.journal",
         callbacks=callbacks,
         verbose=0,
     ).fit(df)
@@ -191,7 +191,7 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
     finally:
         attacker.over.set()
         attacker.join()
-    missing = set(STATES) - check_journal(Path(folder, "store", "journal"))
+    missing = set(STATES) - check_journal(Path(folder, "store.journal"))
     verdict = {"rules": "held", "not reached": sorted(missing)}
     return judge(fits, attacker, calm.summary.report.goodput) | verdict
 

@@ -16,13 +16,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import spark_elastic
+from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.script import Module
 
@@ -94,7 +94,7 @@ def run_around(command: Sequence[str], options: Sequence[str], environment: Muta
     """Run a program whose Pythons are elastic jobs with these options of `spark-elastic-run`. Returns its exit code.
     Raises InvalidInput: there is no such program, or it started no `python` of its PATH."""
     run = shlex.join([sys.executable, "-m", "spark_elastic.clusters.cli", *options])
-    with tempfile.TemporaryDirectory(prefix="spark-elastic-") as folder:
+    with make_scratch_folder() as folder:
         for name in ("python", "python3"):
             shim = Path(folder, name)
             shim.write_text(_SHIM.format(folder=folder, run=run))

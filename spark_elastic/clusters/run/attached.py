@@ -10,7 +10,7 @@ import itertools
 import uuid
 from typing import Any
 
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import Clock, RunningClock, SystemClock
 from spark_elastic.clusters.run.call import Results
 from spark_elastic.data.store import Store, parse_document
 from spark_elastic.driver import run_board
@@ -40,7 +40,7 @@ def attach(run_id: str, store: str, storage_options: dict[str, Any] | None = Non
         StoreError: the store cannot be read.
     """
     check_name(run_id)
-    job = AttachedJob(Store.open(store, **(storage_options or {})), run_id, SystemClock())
+    job = AttachedJob(Store.open(store, **(storage_options or {})), run_id, RunningClock(SystemClock()))
     job.status()
     return job
 

@@ -6,7 +6,6 @@ Runs in the caller's thread.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +14,7 @@ from spark_elastic.checks import COUNT
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.clusters.run.call import Results, RunCall, decode_results, prepare
+from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
@@ -81,14 +81,10 @@ class TorchDistributor:
             raise InvalidInput(
                 f"run() takes a function or the path of a script; got a {type(function).__name__}."
             )
-        own = (
-            tempfile.TemporaryDirectory()
-            if self.local_mode and self._store is None
-            else nullcontext(self._store)
-        )
-        with own as url:
+        own = make_scratch_folder() if self.local_mode and self._store is None else nullcontext(self._store)
+        with own as place:
             options = self._arguments.get("storage_options", {})
-            results = None if url is None else ResultStore(url, options)
+            results = None if place is None else ResultStore(str(place), options)
             program = Torchrun(function, self.local_mode, results)
             named = dict(self._arguments)
             call = prepare(program, () if is_script else (args, kwargs), named, named.pop("config", None))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 from pyspark import TaskContext
 
-from spark_elastic.clock import Clock
+from spark_elastic.clock import Clock, RunningClock
 from spark_elastic.clusters import coordinator
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, find_own_address
 from spark_elastic.clusters.spark.payload import Payload, make_payload, make_program_payload
@@ -140,7 +140,9 @@ class ConnectPlatform(SparkPlatform):
         known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
         spec = SlotSpec.from_config(config, address="", **known)
         end, listener = ChannelEnd(store, folder, key, own, other), listener or JobListener()
-        client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, self._clock)
+        client = coordinator.CoordinatorClient(
+            end, spec, launcher, scheduler, listener, RunningClock(self._clock)
+        )
         try:
             towards = self._settings.get(DRIVER_HOST)
             return client.follow(lambda: launcher.run_coordinator(task, towards), config)

@@ -1,12 +1,10 @@
-"""Horovod's elastic scenarios E1 to E8 on real processes, through the command line tool, and a driver that stops.
+"""Horovod's elastic scenarios E1 to E8 on real processes, through the command line tool.
 
 Where a host of several slots has one that fails, only that slot is left out for a while, not its host.
 """
 
 from __future__ import annotations
 
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -154,28 +152,3 @@ def test_resurrecting_blacklisted_hosts_exponential_backoff(tmp_path: Path, faul
         assert job.sizes() == [2, 1, 2, 1, 2]
     assert away[0] > 1.0
     assert away[1] > 2.5
-
-
-HELD = 7.0  # seconds by which the workers' polls, which are held for 8, have been open when the driver stops
-PAUSE = 10.0
-# Longer than the pause and the second by which the last word heard before it may be old, and than a second or two of a
-# busy machine besides; shorter than what a poll waits in all.
-TIMEOUT = 15.0
-
-
-@pytest.mark.faults
-def test_r12_a_driver_that_stands_still_for_less_than_the_timeout_ends_no_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever was being asked then."""
-    monkeypatch.setenv("SPARK_ELASTIC_DRIVER_TIMEOUT", str(TIMEOUT))
-    with start_watched(tmp_path, Fault(True), "-np", "2", "-H", "localhost:2") as job:
-        before = job.await_size(2)
-        time.sleep(HELD)
-        job.process.send_signal(signal.SIGSTOP)
-        time.sleep(PAUSE)
-        job.process.send_signal(signal.SIGCONT)
-        time.sleep(2.0)  # whatever follows from it
-        assert [line["pid"] for line in job.find_newest()] == [line["pid"] for line in before]
-        assert job.stop() == 0
-        assert job.sizes() == [2]

@@ -14,7 +14,7 @@ import pytest
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
-from spark_elastic.protocol.messages import Admission, HeartbeatReply, RegisterSlot, WorkerStarted
+from spark_elastic.protocol.messages import Admission, Heartbeat, HeartbeatReply, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     SlotId,
@@ -23,7 +23,7 @@ from spark_elastic.protocol.types import (
     WorkerId,
     heartbeat_interval,
 )
-from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.client import RendezvousClient, TransportError
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker import loop
@@ -106,6 +106,28 @@ def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["a failed request", "an answer that was there"])
+def test_r12_the_time_in_which_a_process_was_stopped_is_no_silence(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = FakeClock(), []
+    client = RendezvousClient("localhost:1", b"key", 1, clock, TIMEOUT)
+
+    def wake_late(*_: object) -> dict[str, Any]:
+        asked.append(clock.now())
+        if len(asked) == 1:
+            clock.advance(3600.0)
+            if not answers:
+                raise TransportError("timed out")
+        return {"reply": {"heartbeat_interval": 1.0}}
+
+    monkeypatch.setattr(client, "_post", wake_late)
+    monkeypatch.setattr(client._closing, "wait", clock.advance)
+    client.ask(Heartbeat(SlotId("1-0")))
+    assert len(asked) == (1 if answers else 2)
+    assert clock.now() - client.last_answered_at() <= TIMEOUT
 
 
 class BeatenDriver:
