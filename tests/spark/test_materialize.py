@@ -312,7 +312,7 @@ def test_a_nondeterministic_table_is_never_reused(spark: SparkSession, condition
 def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSession, store: Store) -> None:
     marks = [0.0, 1.0, float("nan"), None, -1.0, 0.5]
     df = spark.createDataFrame([(float(n), mark) for n, mark in enumerate(marks)], "x double, mark double")
-    rows, validation = write(df, ["x"], store, split=ValidationSplit("mark"))
+    rows, validation = materialize(df, ["x"], store, split=ValidationSplit("mark"))
     assert validation is not None
     assert (rows.rows, validation.rows) == (4, 2)
 
