@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -270,15 +269,10 @@ class ElasticDataLoader:
 
     def _settings(self) -> dict[str, Any]:
         table = self._table
-        return {
-            "rows": self._rows,
-            **({} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}),
-            "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            **({"virtual_shares": self.virtual_shares} if self.virtual_shares else {}),
-        }
+        of_table = {} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}
+        names = ["global_batch_size", "seed", "shuffle", "drop_last"]
+        names += ["virtual_shares"] if self.virtual_shares else []
+        return {"rows": self._rows, **of_table, **{name: getattr(self, name) for name in names}}
 
     def _get_batch_rows(self) -> tuple[int, int, int]:
         if self._batch_rows is None:
@@ -322,7 +316,6 @@ class ElasticDataLoader:
         return self._plan.count_step_rows(self.step)
 
     def _count_fewest_rows(self) -> int:
-        """Rows of the smallest step."""
         return self._plan.base_rows
 
     def _order_epoch(self) -> tuple[Int64s | None, EpochPermutation]:
@@ -370,8 +363,6 @@ class _BatchSampler:
 
 
 class _Iteration(Iterator[Any]):
-    """One `for` over a loader."""
-
     def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], own: int, ranks: int) -> None:
         self._loader = loader
         self._batches: Iterator[Any] | None = batches  # None: over
@@ -413,8 +404,6 @@ class _Iteration(Iterator[Any]):
 
 
 class _ShareIteration(_Iteration):
-    """One `for` over a loader in bitwise mode."""
-
     _newest: StepShares | None = None
 
     def __next__(self) -> StepShares:
@@ -471,27 +460,12 @@ class StepShares:
             for sync in loader._synced:
                 sync.begin_share()
             loader._batch_rows = high - low, self._planned, 1
-            with seeded_rng(*self._key, share), _seeded_gpus(*self._key, share):
+            with seeded_rng(*self._key, share):
                 yield batch
             loader._batch_rows = None
             for sync in loader._synced:
                 sync.end_share()
         self.is_complete = True
-
-
-@contextmanager
-def _seeded_gpus(*key: int) -> Iterator[None]:
-    """`seeded_rng` for the generators of all GPUs, once something has used them."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    saved = torch.cuda.get_rng_state_all()
-    uniform = draw_uniform(np.array([0]), 1, *key)
-    torch.cuda.manual_seed_all(int(uniform[0, 0] * 2**53))
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state_all(saved)
 
 
 def _divide(

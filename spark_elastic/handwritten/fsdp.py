@@ -270,7 +270,6 @@ class FSDPState(ObjectState):
                 callback()
 
     def _build_values(self) -> None:
-        """Call `build`, in place of what it made in the world before."""
         for name in self._built:
             del self._handlers[name]
             object.__delattr__(self, name)
@@ -294,7 +293,6 @@ class FSDPState(ObjectState):
             self._built.append(name)
 
     def _load_values(self, common: Snapshot) -> None:
-        """What does not depend on the world."""
         names = [name for name in self._handlers if name not in self._built]
         plain = pickle.loads(common.values[PLAIN])
         if set(plain) != set(self._plain) or not set(names) <= set(common.values):
@@ -321,7 +319,6 @@ class FSDPState(ObjectState):
 
 
 def _wait_for_idle_group(session: WorkerSession) -> Group:
-    """The world's group, once no other thread calls it."""
     session.wait_until_idle()
     return session.group
 
@@ -338,7 +335,6 @@ class _PieceRef(NamedTuple):
 
 
 def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRef:
-    """Add this rank's rows to the commit."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if placements != (Shard(0),) or mesh.mesh.tolist() != list(range(dist.get_world_size())):
         raise InvalidInput(

@@ -21,6 +21,7 @@ log = logging.getLogger("spark_elastic")
 MAX_PENDING = 10_000  # calls that wait for a listener
 CLOSE_SECONDS = 2.0  # how long the end of a job waits for a listener that blocks
 
+Commands: TypeAlias = Sequence[DriverCommand]
 Metrics: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = Callable[[], object]
 L = TypeVar("L", bound="JobListener")
@@ -29,15 +30,9 @@ L = TypeVar("L", bound="JobListener")
 class JobListener:
     """Hooks of a job, which all do nothing here. Several threads call them."""
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
-        """The driver machine has handled an event. Only the observers of `JobMonitor` get this.
-
-        Args:
-            commands: what the machine decided.
-            state: the machine's state afterwards; None if the machine failed.
-        """
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
+        """The driver machine has handled an event, with these decisions; only for observers of `JobMonitor`. state: the
+        machine's afterwards; None: it failed."""
 
     def on_world(self, size: int, reason: str) -> None:
         """A new world has been published. A message follows once all its members have built it."""
@@ -49,39 +44,29 @@ class JobListener:
         """A sentence for people, such as a join, loss, drain or recovery with its cost."""
 
     def on_notice(self, text: str) -> None:
-        """A sentence that people need whatever else they want to see: how a worker's process ended, or what the job
-        waits for."""
+        """A sentence that people need in any case: how a worker's process ended, or what the job waits for."""
         self.on_message(text)
 
     def on_progress(self, metrics: Metrics) -> None:
         """The newest report of rank 0."""
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        """A worker has printed a line.
-
-        Args:
-            worker: its id; empty as long as the process is not a worker yet.
-            rank: None as long as the worker is in no world.
-        """
+        """A worker has printed a line. worker: its id, "" before it is one. rank: None: it is in no world."""
 
     def close(self) -> None:
         """The job is over."""
 
 
 class AsyncNotifier:
-    """Calls listeners from a thread of its own, in order. `submit` and `submit_latest` never block.
-
-    If the listeners are too slow, the newest calls are dropped and counted: `overflow` in the log. A call that fails is
-    logged. As a context manager it starts and ends the thread.
-    """
+    """Calls listeners from a thread of its own, in order; a context manager. `submit` and `submit_latest` never block:
+    if listeners are too slow, the newest calls are dropped and counted (`overflow`). Failures are logged."""
 
     def __init__(
         self,
         max_pending: int = MAX_PENDING,
         overflow: str = "%d notifications were dropped: the job listener is too slow",
     ) -> None:
-        self._max_pending = max_pending
-        self._overflow = overflow
+        self._max_pending, self._overflow = max_pending, overflow
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
         self._dropped = 0  # calls since the last one that was made
         self._lock = threading.Lock()  # guards the next one

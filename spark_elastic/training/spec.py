@@ -65,6 +65,11 @@ class UserObjects(Protocol):
         """The user's function of the columns of a batch."""
         ...
 
+    @property
+    def activation(self) -> str | None:
+        """What makes probabilities of the model's outputs, by the loss."""
+        ...
+
     def identity(self) -> dict[str, str]:
         """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""
         ...

@@ -78,7 +78,7 @@ def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_a
     for wrong, says in (
         (lambda: est.fit(in_place), "run_id 'mine' began with other files"),
         (lambda: Rows.from_dataframe(df), "store is missing"),
-        (lambda: Rows.from_dataframe(df, tmp_path, materialize="never"), "cannot be read where they are"),
+        (lambda: Rows.from_dataframe(df, tmp_path, materialize="never"), "takes rows of files that"),
         (lambda: Rows.from_dataframe(df, tmp_path, columns=["z"]), "columns names 'z'"),
         (lambda: estimator(tmp_path, feature_cols=["v"]).fit(rows), "no column 'v'"),
     ):
@@ -206,7 +206,7 @@ WRONG: list[tuple[dict[str, Any], str, bool]] = [
     ({"feature_cols": ["s"]}, "feature column 's' is string, which cannot be trained on", False),
     ({"batch_size": 0}, "batch_size must be a whole number of 1 or more; got 0", False),
     ({"model": Net()}, "the optimizer holds 4 of 4 parameters that are not the model's", False),
-    ({"store": None}, "store is missing: the executors of spark://", False),
+    ({"store": None}, "store is missing: executors of spark://", False),
     ({"store": "/proc/store"}, "Cannot write .* in the store", False),
     ({"feature_cols": ["r"]}, "column 'r' have different lengths, 2 and 3: the row with y=", True),
     (WIDE, r"two rows of the data, 'x' of .* with RuntimeError: mat1 and", True),

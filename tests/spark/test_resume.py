@@ -54,17 +54,17 @@ def add_validation_column(df: DataFrame) -> DataFrame:
 @pytest.mark.parametrize("splits", [False, True])
 def test_r19_a_recomputed_table_is_recognised(spark: SparkSession, tmp_path: Path, splits: bool) -> None:
     store, split = Store.open(str(tmp_path)), ValidationSplit("v", 1) if splits else None
-    options = WriteOptions()
+    options = WriteOptions(split=split)
     df = add_validation_column(table(spark))
-    rows, validation = materialize(df, ["x", "y"], store, options, split)
+    rows, validation = materialize(df, ["x", "y"], store, options)
     written = [rows] if validation is None else [rows, validation]
     for number, (change, says) in enumerate(CHANGES):
         changed = add_validation_column(change(table(spark)))
-        found = find_difference(changed, ["x", "y"], options, split, written)
+        found = find_difference(changed, ["x", "y"], options, written)
         assert found == says or (found is not None and says is not None and says in found), number
     if split is not None:
         other = table(spark).withColumn("v", F.col("id") % 4 == 1)
-        assert find_difference(other, ["x", "y"], options, split, written) == "its rows have other values"
+        assert find_difference(other, ["x", "y"], options, written) == "its rows have other values"
 
 
 @pytest.mark.faults
@@ -128,5 +128,5 @@ def test_p7_r19_a_cancelled_fit_resumes_at_a_step(spark: SparkSession, tmp_path:
     again = est.fit(df)
     assert again.summary.worlds == (), "a finished run was trained again"
     assert again.summary.digest == model.summary.digest
-    with pytest.raises(InvalidInput, match=f"has ended, with epochs={EPOCHS}, and this fit wants"):
+    with pytest.raises(InvalidInput, match=f"has ended, with epochs={EPOCHS}, not {EPOCHS + 1}"):
         est.copy({est.epochs: EPOCHS + 1}).fit(df)

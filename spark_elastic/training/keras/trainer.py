@@ -46,6 +46,11 @@ class KerasUserObjects:
     class_weight: Mapping[int, float] | None = None  # by class of the one label
     # Applied to the columns of each step; None: they stay as they are.
     transformation: Transformation | None = None
+    # Names of each epoch's losses and metrics; None: they are not known before the model is called.
+    numbers: Sequence[str] | None = None
+    activation: str | None = (
+        None  # what makes probabilities of the outputs, by the loss; None: it does not say
+    )
 
     def identity(self) -> dict[str, str]:
         """What a run is bound to (R19, resuming a run), by the words that an error has for it."""

@@ -159,6 +159,9 @@ class TorchUserObjects:
     train_minibatch_fn: Callable[..., Any] | None = None
     transformation: Transformation | None = None  # the user's function of the columns of a batch, by name
     watched: tuple[str, ...] = ()  # names of the numbers of an epoch that callbacks and schedules read
+    activation: str | None = (
+        None  # what makes probabilities of the outputs, by the loss; None: it does not say
+    )
 
     def identity(self) -> dict[str, str]:
         """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""

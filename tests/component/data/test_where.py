@@ -18,7 +18,7 @@ from deltalake import DeltaTable, write_deltalake
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit_rows import Selection, SnapshotRows, materialize_rows
+from spark_elastic.estimators.fit_rows import FileRows, Selection, materialize_rows, open_table_rows
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
@@ -373,10 +373,10 @@ def test_a_selection_is_known_by_all_of_its_values_in_any_process() -> None:
     assert digest(many) != digest(np.where(many == 1500, -1, many))
 
 
-def open_rows(asked: Any, *tables: Any, columns: Any = None, where: Any = None) -> SnapshotRows:
+def open_rows(asked: Any, *tables: Any, columns: Any = None, where: Any = None) -> FileRows:
     """tables: to train on, the version of it, and one to validate with."""
     session: Any = SimpleNamespace()
-    rows = SnapshotRows.open(session, *tables, {}, Selection.parse(columns, where))
+    rows = open_table_rows(session, *tables, {}, Selection.parse(columns, where))
     rows.check(asked)
     return rows
 

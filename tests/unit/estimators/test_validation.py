@@ -281,7 +281,7 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (lambda: torch.nn.LazyLinear(1), "layer '0' of the model is lazy and has no weights yet: call the"),
+        (lambda: torch.nn.LazyLinear(1), "layer '0' of the model is lazy, without weights yet: call the mo"),
         (Computed, "the model cannot be copied .Only Tensors created explicitly"),
         (LinearWithFrozenBias, "layer '0' of the model has a hook on the gradient of bias"),
         (LinearWithLock, "'lock' of layer '0' of the model cannot be pickled"),

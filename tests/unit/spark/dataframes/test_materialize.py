@@ -32,6 +32,8 @@ from spark_elastic.estimators.dataframes.schema import (
     find_column_type,
 )
 from spark_elastic.estimators.dataframes.store_access import to_spark_url
+from spark_elastic.training.fit_config import DataConfig
+from tests.fit_configs import make_config
 
 
 @pytest.mark.parametrize(
@@ -105,18 +107,21 @@ SCHEMA = (
 )
 
 
+def ask(features: list[str], labels: list[str], weight: str | None = None) -> DataConfig:
+    return make_config(feature_cols=features, label_cols=labels, sample_weight_col=weight).data
+
+
 def test_a_transformation_accepts_columns_of_other_types() -> None:
-    check_columns(SCHEMA, ["image", "day", "name", "tags"], ["y"], transformed=True)
+    check_columns(SCHEMA, ask(["image", "day", "name", "tags"], ["y"]), transformed=True)
     assert find_column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
     assert find_column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
     with pytest.raises(InvalidInput, match=r"weight column 'day'.*one number"):
-        check_columns(SCHEMA, ["x"], ["y"], sample_weight_col="day", transformed=True)
+        check_columns(SCHEMA, ask(["x"], ["y"], "day"), transformed=True)
 
 
 @pytest.mark.parametrize(
     ("features", "labels", "weight", "says"),
     [
-        ([], ["y"], None, "feature_cols is empty"),
         (["z"], ["y"], None, r"no feature column 'z': the DataFrame has the columns \['x', 'v', 'y'"),
         (["x"], ["label"], None, "no label column 'label'"),
         (["x"], ["y"], "w", "no sample weight column 'w'"),
@@ -129,7 +134,7 @@ def test_a_transformation_accepts_columns_of_other_types() -> None:
 )
 def test_bad_columns_are_named(features: list[str], labels: list[str], weight: str | None, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        check_columns(SCHEMA, features, labels, weight)
+        check_columns(SCHEMA, ask(features, labels, weight))
 
 
 @pytest.mark.parametrize("name", ["held_out", "y", "price"])
@@ -155,7 +160,7 @@ def test_an_unknown_column_of_a_wide_table_gets_the_nearest_names() -> None:
     names = ["price", *(f"c{number}" for number in range(300))]
     schema = types.StructType([types.StructField(name, types.DoubleType()) for name in names])
     with pytest.raises(InvalidInput) as error:
-        check_columns(schema, ["prices"], ["c1"])
+        check_columns(schema, ask(["prices"], ["c1"]))
     assert str(error.value) == (
         "There is no feature column 'prices': the DataFrame has 301 columns, of which the nearest are ['price']."
     )
