@@ -146,5 +146,5 @@ def test_a_missing_or_changed_file_is_named(store: Store, manifest: Manifest) ->
         with pytest.raises(StoreError, match=r"row group 0 of 'c\.parquet'"):
             reader.fetch(3)
         write(store, "a.parquet", 0, 25, 7)
-        with pytest.raises(StoreError, match="not the 10 rows"):
+        with pytest.raises(StoreError, match="not the manifest's 10"):
             reader.fetch(0)

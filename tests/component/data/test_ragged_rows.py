@@ -251,7 +251,7 @@ def test_what_cannot_be_packed_is_refused(documents: tuple[Store, list[list[int]
     manifest = pack_rows(store, source, Packing(length=32, length_column="at_most_32"))
     with pytest.raises(InvalidInput, match="documents of more than 32 tokens"):
         read_columns(store, manifest)
-    with pytest.raises(InvalidInput, match="makes a column 'position_ids' of its own"):
+    with pytest.raises(InvalidInput, match="makes a column 'position_ids': rename"):
         Packing(along={"position_ids": 0})
 
 
