@@ -123,7 +123,7 @@ def supervise(
     certificate = auth.select_certificate(config, options.encrypted)
     bind = Bind(options.bind, config.driver_port, options.advertise, certificate)
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(events.put, monitor.on_lines, options.check_host, monitor.on_report, interval)
+    callbacks = ServerCallbacks(events.put, monitor.on_logs, options.check_host, monitor.on_report, interval)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
 
     def describe() -> dict[str, object]:
@@ -147,6 +147,7 @@ def supervise(
         if store_log is not None:
             closing.callback(store_log.close)
             store_log.start()
+        closing.enter_context(monitor.output)
         closing.callback(server.close)
         server.start()
         if status is not None:

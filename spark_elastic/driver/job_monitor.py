@@ -21,6 +21,8 @@ from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 
 log = logging.getLogger("spark_elastic")
 
+MAX_OUTPUT = 16 << 20  # characters of output that wait
+OVERFLOW = "%d messages with workers' output were dropped: they came faster than they were read"
 STALL_CHECK_INTERVAL = 0.2  # seconds
 MAX_OTHER_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
 MAX_MISSED_HEARTBEATS = 2.5  # of a slot that is not silent
@@ -126,7 +128,7 @@ class JobMonitor:
     """Hands what happens in a job to its observers and to the user's listener. None of them can harm the job.
 
     Observers are our own, beside the history: they are called directly and must not block. The user's listener may
-    block: `notifier` calls it, except for output, which the server delivers on a separate thread. scheduler: told of
+    block: `notifier` calls it, and `output` for what workers print. scheduler: told of
     each world and of lacking slots, on the driver's thread. Of failures in a row the first is logged."""
 
     def __init__(
@@ -139,7 +141,7 @@ class JobMonitor:
         self._listener, self._scheduler = listener, scheduler
         self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
-        self.notifier = AsyncNotifier()
+        self.notifier, self.output = AsyncNotifier(), AsyncNotifier(MAX_OUTPUT, OVERFLOW)
         tell = self.notifier.submit
         self.history = JobHistory(clock, lambda change: tell(lambda: listener.on_message(str(change))))
         self._observers = (self.history, *observers)
@@ -167,8 +169,11 @@ class JobMonitor:
         """Pass a sentence to the log and to the listener."""
         self._announce(text, self._listener.on_message)
 
+    def on_logs(self, message: LogLines) -> None:
+        """What a worker printed. Called on the server's thread, which a blocked terminal must not delay."""
+        self.output.submit(partial(self.on_lines, message), sum(map(len, message.lines)))
+
     def on_lines(self, message: LogLines) -> None:
-        """What a worker printed. Called on a thread that may block."""
         worker = message.worker or ""
         rank = self._ranks.get(worker)
         for line in message.lines:

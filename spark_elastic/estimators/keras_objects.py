@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from spark_elastic.checks import make_kind, make_whole
+from spark_elastic.checks import FUNCTION, make_kind, make_whole
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
@@ -57,7 +57,6 @@ from spark_elastic.training.keras.step import RunningStats, make_dense, to_array
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
 _KINDS = ("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau")  # callbacks with a `monitor`
@@ -81,7 +80,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         model=archive,
         callbacks=_callbacks(values["callbacks"]),
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
-        transformation=check_transformation(values["transformation_fn"]),
+        transformation=FUNCTION.or_none()("transformation_fn", values["transformation_fn"]),
         numbers=_check_losses(_read_back(archive)),
         activation=find_activation(model),
     )

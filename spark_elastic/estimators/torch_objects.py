@@ -54,12 +54,10 @@ from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_m
 from spark_elastic.training.torch.spec import (
     TorchUserObjects,
     build_optimizer,
-    check_steps_alone,
     make_batch_builder,
 )
 from spark_elastic.training.torch.state import check_storable
 from spark_elastic.training.torch.step import check_outputs
-from spark_elastic.training.transformation import check_transformation
 
 log = logging.getLogger("spark_elastic")
 
@@ -141,7 +139,7 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
         train_minibatch_fn=FUNCTION.or_none()("train_minibatch_fn", values["train_minibatch_fn"]),
-        transformation=check_transformation(values["transformation_fn"]),
+        transformation=FUNCTION.or_none()("transformation_fn", values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
         activation=find_activation(values["loss"]),
     )
@@ -357,7 +355,6 @@ def _find_watched_metrics(
     """The numbers that callbacks watch. Also checks that checkpoints can hold the state of all arguments."""
     watched = []
     check_storable(optimizer.state_dict(), type(optimizer).__name__)
-    check_steps_alone(optimizer)
     for callback in (*schedules, *callbacks):
         tried = callback
         if isinstance(callback, LearningRateSchedule):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from spark_elastic.checks import COUNT, WHOLE, make_choice, make_whole
+from spark_elastic.checks import COUNT, FUNCTION, WHOLE, make_choice, make_whole
 from spark_elastic.data.plan import (
     DataPlan,
     Division,
@@ -40,7 +40,6 @@ from spark_elastic.handwritten.row_batches import RowBatches, RowStream, SeededR
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
-from spark_elastic.training.transformation import check_transformation
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import ENTERED, STATE
 
@@ -161,7 +160,7 @@ class ElasticDataLoader:
             collate = options.pop("collate_fn", None)
             if collate is None and isinstance(dataset, RowDataset):
                 collate = default_collate
-            function = check_transformation(transformation_fn)
+            function = FUNCTION.or_none()("transformation_fn", transformation_fn)
             read = self._table = RowBatches(table, self.seed, function, collate, determinism)
             options["collate_fn"] = pass_batch
         elif determinism is not None:

@@ -67,9 +67,10 @@ class AsyncNotifier:
         overflow: str = "%d notifications were dropped: the job listener is too slow",
     ) -> None:
         self._max_pending, self._overflow = max_pending, overflow
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
+        self._calls: queue.SimpleQueue[tuple[Call, int] | None] = queue.SimpleQueue()  # None ends the thread
+        self._lock = threading.RLock()  # guards the next three; destructors log, too, also inside
+        self._pending = 0  # sum of the sizes of what waits
         self._dropped = 0  # calls since the last one that was made
-        self._lock = threading.Lock()  # guards the next one
         self._latest: Call | None = None  # of `submit_latest`; its place is already in `_calls`
         self._thread = threading.Thread(target=self._run, name="spark-elastic-notifier", daemon=True)
 
@@ -83,18 +84,20 @@ class AsyncNotifier:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, call: Call) -> None:
-        """Make this call after all earlier ones, or drop it. It takes no lock, since destructors log, too."""
-        if self._calls.qsize() >= self._max_pending:
-            self._dropped += 1
-        else:
-            self._calls.put(call)
+    def submit(self, call: Call, size: int = 1) -> None:
+        """Make this call after all earlier ones, or drop it: sizes of what waits add up to `max_pending` at most."""
+        with self._lock:
+            if self._pending + size > self._max_pending:
+                self._dropped += 1
+                return
+            self._pending += size
+        self._calls.put((call, size))
 
     def submit_latest(self, call: Call) -> None:
         """The same, but it replaces an earlier one of its kind that still waits. It is never dropped."""
         with self._lock:
             if self._latest is None:
-                self._calls.put(self._call_latest)
+                self._calls.put((self._call_latest, 0))
             self._latest = call
 
     def close(self, within: float = CLOSE_SECONDS) -> None:
@@ -110,8 +113,10 @@ class AsyncNotifier:
             call()
 
     def _run(self) -> None:
-        for call in iter(self._calls.get, None):
-            dropped, self._dropped = self._dropped, 0
+        for call, size in iter(self._calls.get, None):
+            with self._lock:
+                dropped, self._dropped = self._dropped, 0
+                self._pending -= size
             if dropped:
                 log.warning(self._overflow, dropped)
             try:

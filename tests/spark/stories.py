@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
-from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.classic import ClassicPlatform
 from spark_elastic.clusters.spark.platform import JobSpec
@@ -22,6 +21,9 @@ from spark_elastic.driver.job import LaunchResult
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 

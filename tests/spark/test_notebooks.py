@@ -49,8 +49,9 @@ def case(notebook: Path, *flags: str) -> object:
     """`./build.sh test` runs one as on Databricks, which is stricter than a laptop; with `-m ""` and this file, all of
     them, each way."""
     in_ci = (notebook.name[:2], flags) in IN_EVERY_RUN
-    marks = [] if in_ci else [pytest.mark.faults]
-    return pytest.param(notebook, flags, id=f"{notebook.stem}{NAMES[flags]}", marks=marks)
+    return pytest.param(
+        notebook, flags, id=f"{notebook.stem}{NAMES[flags]}", marks=[] if in_ci else pytest.mark.faults
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,9 @@ def test_notebooks_find_a_spark_that_is_no_python_package(tmp_path: Path) -> Non
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "pyspark").symlink_to(installed)
     (tmp_path / "python" / "lib").symlink_to(installed / "python" / "lib")
-    cells = [cell for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]]
-    sources = ["".join(cell["source"]) for cell in cells]
+    sources = [
+        "".join(cell["source"]) for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]
+    ]
     found = [source[source.index("try:") :] for source in sources if "findspark.init()" in source]
     branches = {source[: source.index("findspark.init()")] for source in found}
     assert len(found) == len(NOTEBOOKS)

@@ -98,8 +98,9 @@ class Probe:
             if listener is not None:
                 listener.close()
             if store is not None:
-                store.discard(f"{PROBES}/{token}")
-                store.remove_empty_folder(PROBES)
+                with suppress(StoreError):  # what the block raised says more; `Store.clean` removes it
+                    store.remove_tree(f"{PROBES}/{token}")
+                    store.remove_empty_folder(PROBES)
 
     def make_task(self, program: Payload) -> Task:
         """The probe as a nested function, which is pickled by value: it starts even where our package is missing."""

@@ -15,7 +15,7 @@ from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.training import loop as module
-from spark_elastic.training.loop import TrainingLoop, Validation
+from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from tests.memory_store import make_memory_store
 
@@ -99,15 +99,15 @@ def test_more_ranks_than_parts_share_equally(training: Any, rows: int, shares: i
 
 def numbers(*steps: tuple[float, float], has_weight: bool = True) -> dict[str, Any]:
     """steps: their (sum of losses, denominator); ten rows each."""
-    validation: Any = object.__new__(Validation)
-    state = SimpleNamespace(position=Position(0, Phase.VALIDATE, 0), progress=TrainingProgress())
-    validation._trainer = SimpleNamespace(state=state)
-    validation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
+    loop: Any = object.__new__(TrainingLoop)
+    loop._state = SimpleNamespace(position=Position(0, Phase.CLOSE, 0), progress=TrainingProgress())
+    loop._trainer = SimpleNamespace(epoch_metrics=dict)
+    loop._spec = SimpleNamespace(plan=SimpleNamespace(count_rows_before=lambda steps: 0))
+    loop._validation = ()
     for loss, denominator in steps:
-        decision = SimpleNamespace(loss=loss, denominator=denominator, rows=10, has_weight=has_weight)
-        state.position = validation._record_step(decision, 1)
-    found: dict[str, Any] = validation.results()
-    return found
+        decision: Any = SimpleNamespace(loss=loss, denominator=denominator, rows=10, has_weight=has_weight)
+        loop._state.progress.validation.add(decision, 1, 0.0)
+    return {name: value for name, value in loop._history_entry().items() if name.startswith("val_")}
 
 
 @pytest.mark.parametrize(

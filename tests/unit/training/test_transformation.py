@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from spark_elastic.training.transformation import (
     BatchTransformation,
     RowBatch,
     RowRandom,
-    check_transformation,
     reshape_results,
     transform_columns,
 )
@@ -101,13 +99,6 @@ def test_a_virtual_share_has_the_same_bits_wherever_it_lies_in_memory(first: int
     expected = change.apply(RowBatch({"x": x}, ids, 0, (0, 3), augments=True))["x"]
     found = change.apply(RowBatch({"x": placed}, ids, 0, (0, 3), augments=True))["x"]
     assert found.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize(
-    "function", [_add_noise, partial(_add_noise, rng=None), lambda columns, mean=0.5: columns, dict, None]
-)
-def test_functions_of_columns_and_of_columns_and_rng_are_accepted(function: Any) -> None:
-    assert check_transformation(function) is function
 
 
 def _stack(columns: Columns) -> Columns:

@@ -194,7 +194,8 @@ def test_an_error_of_the_machine_ends_no_thread_that_listens_to_the_driver(error
 
     agent = make_agent(FailingDriver(SlotCommands(1, (), "enough"), clock), clock)
     agent._watch()
-    assert agent._events.get()() == "enough"
+    agent._events.get()()
+    assert agent._reason == "enough"
     events.clear()
     watch = make_watch(FailingDriver(WorkerUpdate(INITIAL_VERSION.next(job_ends=True)), clock), clock)
     watch._watch(lambda event: watch.close())

@@ -32,21 +32,20 @@ from spark_elastic.protocol.types import (
 )
 from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWorker, WorkerUpdate
 from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_context
-from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
+from spark_elastic.worker.loop import DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
 from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.protocol.driver_bench import make_world
 
 
 def build_loop(program: Any = None, driver: Any = None) -> WorkerLoop:
-    """Its watch and its reporter are not started."""
+    """Its watch is not started."""
     driver = driver or SimpleNamespace()
     identity, clock = WorkerIdentity(worker=WorkerId("1-0.1"), slot=SlotId("1-0")), SystemClock()
     watch = DriverWatch(identity.worker, driver, clock, 30.0)
-    reporter = MetricsReporter(identity.worker, driver)
     endpoint: Any = SimpleNamespace(address="127.0.0.1:7000")
     groups = GroupConnector(endpoint, 5.0, WaitRecorder())
-    return WorkerLoop(identity, program, driver, clock, watch, reporter, groups)
+    return WorkerLoop(identity, program, driver, clock, watch, groups)
 
 
 def _world(generation: int) -> WorldView:
@@ -168,11 +167,10 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
 
     driver: Any = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0)
     loop = build_loop(driver=driver)
-    reporter = loop.reporter
-    reporter.start()
+    loop.watch.start(loop.handle_event)
     loop._handle.report_metrics({"val_loss": 0.5})
     loop._execute(do.Ask("", WorkerDone("1-0.1", Fence(1, 1), START, "result")))
-    reporter.close()
+    loop.watch.close()
     over.set()
     assert heard == [{"val_loss": 0.5}, WorkerDone]
 

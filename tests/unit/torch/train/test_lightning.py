@@ -34,7 +34,7 @@ class ModuleLikeLightning(torch.nn.Linear):
 
 
 def take_step(model: torch.nn.Module, here: Position) -> Any:
-    objective = LightningLoss(False, TrainerPlan(max_epochs=4, num_training_batches=10))
+    objective = LightningLoss(False, TrainerPlan(max_epochs=4, num_training_batches=10), None, ())
     objective.begin(GROUP, SHARE, here)
     return objective(model, SHARE)
 

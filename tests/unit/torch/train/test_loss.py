@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_collectives import MismatchError
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.torch.loss import DtypeHints, ModelLoss, MultiOutputLoss, RowLoss
+from spark_elastic.training.torch.loss import ModelLoss, MultiOutputLoss, RowLoss
 from spark_elastic.training.torch.spec import BatchBuilder
 from tests.fake_group import FakeFabric
 
@@ -355,44 +354,6 @@ def test_r08_the_loss_of_each_output_does_not_depend_on_the_split(at_once: int, 
     divisor = (loss.weight[y] * weights).sum() if reduction == "mean" else 1.0
     assert told == pytest.approx(float(by_row.sum() / divisor), rel=1e-6)
     assert sum(float(scored.total) for _, scored in parts) / len(share) == pytest.approx(told, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("layer", "kind"),
-    [
-        (torch.nn.Linear(3, 1), torch.int64),
-        (torch.nn.LSTM(3, 1), torch.int64),
-        (torch.nn.BatchNorm1d(3), torch.int64),
-        (torch.nn.LayerNorm(3), torch.bool),
-        (torch.nn.Embedding(3, 1), torch.float32),
-    ],
-)
-def test_a_layer_that_takes_another_number_type_is_named_with_the_columns(layer: Any, kind: Any) -> None:
-    whole = LocalBatch(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
-    loss = ModelLoss(torch.nn.MSELoss(), weighted=False)
-    advice = "cast the column in Spark", "return it from transformation_fn"
-    for transformed in (False, True):
-        says = rf"given 'n' as {kind}, 'y' as torch.float32: {advice[transformed]}.* \(float32, or int64"
-        with pytest.raises(InvalidInput, match=says):
-            DtypeHints(loss, ["n", "y"], transformed)(layer, whole)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("the loss is out of order"),
-        InvalidInput("of that dtype"),
-        MismatchError([1], "another dtype than rank 1"),
-        ValueError("found invalid values: tensor([nan], dtype=torch.float64)"),  # of torch.distributions
-    ],
-)
-def test_other_errors_of_the_loss_are_passed_on(error: Exception) -> None:
-    def raise_error(output: Any, label: Any) -> Any:
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        DtypeHints(ModelLoss(raise_error, weighted=False), ["x", "y"])(torch.nn.Linear(3, 1), PART)
-    assert caught.value is error
 
 
 def test_an_in_place_operation_on_a_feature_does_not_change_the_label() -> None:
